@@ -1,0 +1,1 @@
+"""The published contract of triptych: one package an area and version."""

@@ -1,0 +1,1 @@
+"""The api area of the contract."""

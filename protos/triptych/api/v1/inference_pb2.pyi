@@ -1,0 +1,100 @@
+from triptych.api.v1 import generate_pb2 as _generate_pb2
+from triptych.common.v1 import error_pb2 as _error_pb2
+from triptych.common.v1 import output_pb2 as _output_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GenerateUnaryRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: _generate_pb2.GenerateRequest
+    def __init__(self, request: _Optional[_Union[_generate_pb2.GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class GenerateUnaryResponse(_message.Message):
+    __slots__ = ("started", "outputs", "usage")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    started: _generate_pb2.Started
+    outputs: _containers.RepeatedCompositeFieldContainer[Output]
+    usage: _output_pb2.Usage
+    def __init__(self, started: _Optional[_Union[_generate_pb2.Started, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ...) -> None: ...
+
+class Output(_message.Message):
+    __slots__ = ("output_index", "text", "token_ids", "logprobs", "reason", "stop_match")
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
+    output_index: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _output_pb2.Logprobs
+    reason: _output_pb2.FinishReason
+    stop_match: _output_pb2.StopMatch
+    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ...) -> None: ...
+
+class GenerateBatchRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[_generate_pb2.GenerateRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[_generate_pb2.GenerateRequest, _Mapping]]] = ...) -> None: ...
+
+class GenerateBatchResponse(_message.Message):
+    __slots__ = ("item_index", "response", "error")
+    ITEM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    item_index: int
+    response: _generate_pb2.GenerateResponse
+    error: _error_pb2.ErrorStatus
+    def __init__(self, item_index: _Optional[int] = ..., response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_error_pb2.ErrorStatus, _Mapping]] = ...) -> None: ...
+
+class GenerateSessionRequest(_message.Message):
+    __slots__ = ("start", "append", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: _generate_pb2.GenerateRequest
+    append: SessionAppend
+    end: SessionEnd
+    def __init__(self, start: _Optional[_Union[_generate_pb2.GenerateRequest, _Mapping]] = ..., append: _Optional[_Union[SessionAppend, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+
+class SessionAppend(_message.Message):
+    __slots__ = ("prompt", "token_ids")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    token_ids: _generate_pb2.TokenIds
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[_generate_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+
+class SessionEnd(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GenerateSessionResponse(_message.Message):
+    __slots__ = ("response",)
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    response: _generate_pb2.GenerateResponse
+    def __init__(self, response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("resume_token", "last_position")
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    resume_token: str
+    last_position: int
+    def __init__(self, resume_token: _Optional[str] = ..., last_position: _Optional[int] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ("response",)
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    response: _generate_pb2.GenerateResponse
+    def __init__(self, response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ...) -> None: ...

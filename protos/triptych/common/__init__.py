@@ -1,0 +1,1 @@
+"""The common area of the contract."""

@@ -1,0 +1,1 @@
+"""The engine area of the contract."""
