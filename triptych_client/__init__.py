@@ -1,0 +1,1 @@
+"""The Python client of triptych: `client.Client` blocks, `aio.Client` awaits."""

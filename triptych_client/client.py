@@ -1,0 +1,171 @@
+"""The blocking client: one channel to a frontend, shared by any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from triptych.api.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenize_pb2,
+    tokenizer_pb2_grpc,
+)
+from triptych_client.channel_options import PUBLIC_SERVICE, ChannelOptions, address_of
+from triptych_client.errors import from_rpc_error, not_reached
+from triptych_client.events import Completion, to_completion
+from triptych_client.generate_request import GenerateOptions, build_generate_request
+from triptych_client.stream import GenerateStream
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class Client:
+    """Talks to one frontend. Every call that fails raises TriptychError.
+
+    `timeout_s` of a call is its deadline, at which the server aborts the request; None is no deadline.
+    `metadata` goes along as headers, e.g. `traceparent` and `x-request-id`.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        options: ChannelOptions | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """Open a channel to `host:port` or `grpc://host:port`; it connects with the first call.
+
+        `credentials` None is plain text.
+        """
+        settings = (options or ChannelOptions()).as_grpc()
+        self._address = address_of(target)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(self._address, options=settings)
+        else:
+            self._channel = grpc.secure_channel(self._address, credentials, options=settings)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def connect(self, *, timeout_s: float = 10.0) -> None:
+        """Wait until the frontend is reached; UNAVAILABLE where it is not in time."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError as error:
+            raise not_reached(self._address, timeout_s) from error
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateStream:
+        """Stream the outputs for a text, or for token ids, as they are sampled."""
+        request = build_generate_request(prompt, options)
+        return GenerateStream(self._inference.Generate(request, timeout=timeout_s, metadata=_pairs(metadata)))
+
+    def generate_unary(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The outputs for a text, or for token ids, once all have ended."""
+        request = inference_pb2.GenerateUnaryRequest(request=build_generate_request(prompt, options))
+        return to_completion(_call(self._inference.GenerateUnary, request, timeout_s, metadata))
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """The token ids of `text`. An empty `model` is the only one that is served."""
+        request = tokenize_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        response: tokenize_pb2.TokenizeResponse = _call(self._tokenizer.Tokenize, request, timeout_s)
+        return list(response.token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of `token_ids`."""
+        request = tokenize_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        response: tokenize_pb2.DetokenizeResponse = _call(self._tokenizer.Detokenize, request, timeout_s)
+        return response.text
+
+    def list_models(self, *, timeout_s: float | None = None) -> list[model_pb2.Model]:
+        """The models that are served."""
+        response: model_pb2.ListModelsResponse = _call(
+            self._models.ListModels, model_pb2.ListModelsRequest(), timeout_s
+        )
+        return list(response.models)
+
+    def server_info(self, *, timeout_s: float | None = None) -> model_pb2.GetServerInfoResponse:
+        """The frontend's version, its limits, and the engines it knows."""
+        request = model_pb2.GetServerInfoRequest()
+        response: model_pb2.GetServerInfoResponse = _call(self._models.GetServerInfo, request, timeout_s)
+        return response
+
+    def is_ready(self, *, timeout_s: float | None = 5.0) -> bool:
+        """Whether the frontend takes requests now. False also where nobody answers."""
+        request = health_pb2.HealthCheckRequest(service=PUBLIC_SERVICE)
+        try:
+            response = self._health.Check(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        """Close the channel; calls that still run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        """Close the client at the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the channel."""
+        self.close()
+
+
+def _call(
+    rpc: Callable[..., _Response],
+    request: _Request,
+    timeout_s: float | None,
+    metadata: Mapping[str, str] | None = None,
+) -> _Response:
+    try:
+        return rpc(request, timeout=timeout_s, metadata=_pairs(metadata))
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    return list((metadata or {}).items())
