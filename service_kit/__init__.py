@@ -1,0 +1,1 @@
+"""Plumbing every service shares: configuration, errors, telemetry, servers, channels. Knows no tokens."""

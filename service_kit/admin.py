@@ -1,0 +1,140 @@
+"""What every service answers its operator: status, log level, recent spans. The one file that knows stubs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+
+import grpc.aio
+
+from service_kit.errors import InvalidArgument
+from service_kit.logs import set_log_level
+from service_kit.server import Registration
+from service_kit.telemetry import SpanRecord, recent_spans
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+
+SERVICE_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+_LEVELS = {
+    admin_pb2.LOG_LEVEL_DEBUG: logging.DEBUG,
+    admin_pb2.LOG_LEVEL_INFO: logging.INFO,
+    admin_pb2.LOG_LEVEL_WARNING: logging.WARNING,
+    admin_pb2.LOG_LEVEL_ERROR: logging.ERROR,
+}
+_STATES = {
+    "starting": admin_pb2.SERVICE_STATE_STARTING,
+    "serving": admin_pb2.SERVICE_STATE_SERVING,
+    "draining": admin_pb2.SERVICE_STATE_DRAINING,
+    "stopped": admin_pb2.SERVICE_STATE_STOPPED,
+}
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Answers GetStatus, GetTrace and SetLogLevel; the rest of AdminService is UNIMPLEMENTED.
+
+    `status` tells the service's own facts and counters; its key `state`, if it has one, is one of starting,
+    serving, draining and stopped, and a service that does not tell is taken to be serving.
+    """
+
+    def __init__(
+        self, service: str, instance: str, status: Callable[[], Mapping[str, str | int | float]]
+    ) -> None:
+        self._service = service
+        self._instance = instance
+        self._status = status
+        self._started_at = time.monotonic()
+
+    def registration(self) -> Registration:
+        """How a server serves this; it is ready from the start."""
+        return Registration(
+            SERVICE_NAME,
+            functools.partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, self),
+            is_ready=True,
+        )
+
+    async def GetStatus(
+        self,
+        request: admin_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse],
+    ) -> admin_pb2.GetStatusResponse:
+        """What this process is and how it does."""
+        values = dict(self._status())
+        state = _STATES[str(values.pop("state", "serving"))]
+        return admin_pb2.GetStatusResponse(
+            service=self._service,
+            instance=self._instance,
+            pid=os.getpid(),
+            version=_version(),
+            state=state,
+            uptime_ms=int((time.monotonic() - self._started_at) * 1000),
+            values=[_status_value(key, value) for key, value in sorted(values.items())],
+        )
+
+    async def GetTrace(
+        self,
+        request: admin_pb2.GetTraceRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceResponse],
+    ) -> admin_pb2.GetTraceResponse:
+        """The recent spans of one trace, or of the newest."""
+        trace_id = request.trace_id
+        if not trace_id:
+            newest = recent_spans()[-1:]
+            trace_id = newest[0].trace_id if newest else "none"
+        spans = sorted(recent_spans(trace_id), key=lambda span: span.start_unix_ns)
+        return admin_pb2.GetTraceResponse(spans=[_span(span) for span in spans])
+
+    async def SetLogLevel(
+        self,
+        request: admin_pb2.SetLogLevelRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse],
+    ) -> admin_pb2.SetLogLevelResponse:
+        """Change the level of one logger or of all."""
+        if request.level not in _LEVELS:
+            raise InvalidArgument(f"level is {request.level}, which is no level", field="level")
+        target = logging.getLogger(request.logger or None)
+        previous = target.getEffectiveLevel()
+        if request.logger:
+            target.setLevel(_LEVELS[request.level])
+        else:
+            set_log_level(logging.getLevelName(_LEVELS[request.level]))
+        return admin_pb2.SetLogLevelResponse(previous_level=_nearest_level(previous))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
+    if isinstance(value, str):
+        return admin_pb2.StatusValue(key=key, text=value)
+    return admin_pb2.StatusValue(key=key, number=value)
+
+
+def _span(record: SpanRecord) -> admin_pb2.Span:
+    return admin_pb2.Span(
+        name=record.name,
+        trace_id=record.trace_id,
+        span_id=record.span_id,
+        parent_span_id=record.parent_span_id,
+        service=record.service,
+        pid=record.pid,
+        start_unix_ns=record.start_unix_ns,
+        end_unix_ns=record.end_unix_ns,
+        attributes=[
+            admin_pb2.SpanAttribute(key=key, value=value) for key, value in record.attributes.items()
+        ],
+        events=[admin_pb2.SpanEvent(name=name, unix_ns=unix_ns) for name, unix_ns in record.events],
+        ok=record.ok,
+    )
+
+
+def _nearest_level(level: int) -> admin_pb2.LogLevel:
+    # A level between ours, or below them, shows as the next one above.
+    return next((ours for ours, theirs in _LEVELS.items() if theirs >= level), admin_pb2.LOG_LEVEL_ERROR)

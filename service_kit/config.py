@@ -1,0 +1,292 @@
+"""One frozen dataclass per service, filled from flags, environment, a YAML file and defaults, in this order.
+
+The dataclass is the only source of options: flag, variable and help text are derived from its fields. Each
+value remembers where it came from, and a name nobody knows is an error that suggests the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from service_kit.values import ValueType, parse_text, parse_yaml, value_type
+
+T = TypeVar("T")
+
+_CONFIG_FLAG = "--config"
+_HELP_COLUMN = 34
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: unknown name, wrong value, missing option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[T]):
+    """A configuration and, by field, where its value came from: flag, env NAME, file PATH or default."""
+
+    config: T
+    origins: dict[str, str]
+
+    def changed(self) -> dict[str, str]:
+        """The options not at their defaults, as `value (origin)`, for the line logged at the start."""
+        return {
+            name: f"{getattr(self.config, name)} ({origin})"
+            for name, origin in self.origins.items()
+            if origin != "default"
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    kind: ValueType
+    help: str
+    short: str | None
+    is_positional: bool
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def spellings(self) -> list[str]:
+        short = [] if self.short is None else [self.short]
+        if self.kind.is_switch:
+            return [self.flag, "--no-" + self.flag[2:], *short]
+        return [self.flag, *short]
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,  # the word every command-line library uses
+    short: str | None = None,
+    choices: Sequence[str] | None = None,
+    size: bool = False,
+    positional: bool = False,
+) -> Any:
+    """A field of a configuration dataclass. Without a default the option is required.
+
+    `short` is a second spelling with one dash, `size` accepts 16k, 2M or 1.5GiB, and `positional` fills the
+    field from the one argument that is not a flag.
+    """
+    metadata = {
+        "help": help,
+        "short": None if short is None else "-" + short.lstrip("-"),
+        "choices": None if choices is None else tuple(choices),
+        "size": size,
+        "positional": positional,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load_config(
+    cls: type[T], argv: Sequence[str], *, service: str, env: Mapping[str, str] | None = None
+) -> Loaded[T]:
+    """Fill `cls` from `argv`, TRIPTYCH_<SERVICE>_* variables, the file of `--config` and defaults.
+
+    Raises ConfigError for anything wrong, values that `__post_init__` refuses with a ValueError included.
+    """
+    options = _options_of(cls)
+    variables = os.environ if env is None else env
+    from_flags = _read_flags(options, argv)
+    from_env, file_in_env = _read_env(options, variables, service)
+    path = from_flags.pop(_CONFIG_FLAG, file_in_env)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(options, "default")
+    if path is not None:
+        values = _read_file(options, path)
+        origins |= dict.fromkeys(values, f"file {path}")
+    for name, value in from_env.items():
+        values[name], origins[name] = value, f"env {_variable(service, name)}"
+    for name, value in from_flags.items():
+        values[name], origins[name] = value, "flag"
+    for name, one in options.items():
+        if one.default is MISSING and name not in values:
+            raise ConfigError(f"{_shown(one)} is required")
+    try:
+        return Loaded(cls(**values), origins)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def flag_names(cls: type[Any]) -> set[str]:
+    """Every spelling of every flag of `cls`, negations included: a launcher routes flags by it."""
+    return {spelling for one in _options_of(cls).values() for spelling in one.spellings()}
+
+
+def switch_names(cls: type[Any]) -> set[str]:
+    """The flags of `cls` that take no value."""
+    switches = [one for one in _options_of(cls).values() if one.kind.is_switch]
+    return {spelling for one in switches for spelling in one.spellings()}
+
+
+def usage(cls: type[Any], program: str) -> str:
+    """The help text: one line of usage, then each option with its meaning and default."""
+    options = _options_of(cls)
+    positional = [one for one in options.values() if one.is_positional]
+    shown = [one.name.upper() if one.default is MISSING else f"[{one.name.upper()}]" for one in positional]
+    lines = [f"usage: {' '.join([program, *shown])} [options]", ""]
+    lines += [_entry(one.name.upper(), one) for one in positional]
+    lines += [_entry(_spelled(one), one) for one in options.values() if not one.is_positional]
+    lines.append(
+        f"  {_CONFIG_FLAG + ' FILE':<{_HELP_COLUMN}}YAML file of options, below flags and environment"
+    )
+    return "\n".join(lines)
+
+
+def read_environment(name: str) -> str:
+    """A variable that is not ours (OTEL_*, NO_COLOR), or an empty text: the other door to the environment."""
+    return os.environ.get(name, "")
+
+
+def _options_of(cls: type[Any]) -> dict[str, _Option]:
+    hints = typing.get_type_hints(cls)
+    options = {}
+    for field in dataclasses.fields(cls):
+        metadata = field.metadata
+        is_size, choices = metadata.get("size", False), metadata.get("choices")
+        kind = value_type(hints[field.name], is_size=is_size, choices=choices)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        options[field.name] = _Option(
+            name=field.name,
+            kind=kind,
+            help=metadata.get("help", ""),
+            short=metadata.get("short"),
+            is_positional=metadata.get("positional", False),
+            default=default,
+        )
+    return options
+
+
+def _read_flags(options: dict[str, _Option], argv: Sequence[str]) -> dict[str, Any]:
+    by_spelling = {spelling: one for one in options.values() for spelling in one.spellings()}
+    positional = next((one for one in options.values() if one.is_positional), None)
+    values: dict[str, Any] = {}
+    arguments = iter(argv)
+    for argument in arguments:
+        if not _is_flag(argument):
+            if positional is None or positional.name in values:
+                raise ConfigError(f"unexpected argument {argument!r}")
+            values[positional.name] = _parsed(positional, argument, positional.name.upper())
+            continue
+        spelling, equals, attached = argument.partition("=")
+        if spelling != _CONFIG_FLAG and spelling not in by_spelling:
+            raise ConfigError(_unknown("flag", spelling, [*by_spelling, _CONFIG_FLAG]))
+        one = by_spelling.get(spelling)
+        if one is not None and one.kind.is_switch and not equals:
+            values[one.name] = not spelling.startswith("--no-") or spelling == one.flag
+            continue
+        text = attached if equals else next(arguments, None)
+        if text is None or (not equals and text.startswith("--")):
+            raise ConfigError(f"{spelling} needs a value")
+        if one is None:
+            values[_CONFIG_FLAG] = text
+        elif one.kind.is_list:
+            values[one.name] = values.get(one.name, ()) + _parsed(one, text, spelling)
+        elif one.kind.is_switch and spelling != one.flag and spelling != one.short:
+            raise ConfigError(f"{spelling} takes no value")
+        else:
+            values[one.name] = _parsed(one, text, spelling)
+    return values
+
+
+def _is_flag(argument: str) -> bool:
+    return argument.startswith("-") and argument != "-"
+
+
+def _read_env(
+    options: dict[str, _Option], variables: Mapping[str, str], service: str
+) -> tuple[dict[str, Any], str | None]:
+    prefix = _variable(service, "")
+    by_variable = {_variable(service, name): one for name, one in options.items()}
+    values: dict[str, Any] = {}
+    path: str | None = None
+    for name, text in variables.items():
+        if not name.startswith(prefix):
+            continue
+        if name == prefix + "CONFIG":
+            path = text
+        elif name not in by_variable:
+            raise ConfigError(_unknown("environment variable", name, [*by_variable, prefix + "CONFIG"]))
+        else:
+            values[by_variable[name].name] = _parsed(by_variable[name], text, name)
+    return values, path
+
+
+def _read_file(options: dict[str, _Option], path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold one mapping of options")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise ConfigError(_unknown("option", str(key), list(options)) + f" in {path}")
+        if name in values:
+            raise ConfigError(f"option {key} is given twice in {path}")
+        try:
+            values[name] = parse_yaml(value, options[name].kind)
+        except ValueError as error:
+            raise ConfigError(f"{key} in {path}: {error}") from error
+    return values
+
+
+def _parsed(one: _Option, text: str, source: str) -> Any:
+    try:
+        return parse_text(text, one.kind)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _variable(service: str, name: str) -> str:
+    return f"TRIPTYCH_{service}_{name}".upper()
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown {what} {name}{hint}"
+
+
+def _shown(one: _Option) -> str:
+    return one.name.upper() if one.is_positional else one.flag
+
+
+def _spelled(one: _Option) -> str:
+    short = [] if one.short is None else [one.short]
+    if one.kind.is_switch:
+        return ", ".join([*short, f"--[no-]{one.flag[2:]}"])
+    value = one.kind.scalar.__name__.upper()
+    if one.kind.choices:
+        value = "{" + ",".join(one.kind.choices) + "}"
+    elif one.kind.is_size:
+        value = "SIZE"
+    return ", ".join([*short, one.flag]) + " " + value
+
+
+def _entry(title: str, one: _Option) -> str:
+    notes = []
+    if one.kind.is_list:
+        notes.append("repeatable")
+    if one.default is MISSING:
+        notes.append("required")
+    elif one.default not in (None, ()):
+        notes.append(f"default {one.default}")
+    text = one.help + (f" ({', '.join(notes)})" if notes else "")
+    gap = "" if len(title) < _HELP_COLUMN else "\n" + " " * (_HELP_COLUMN + 2)
+    return f"  {title:<{_HELP_COLUMN}}{gap}{text}"

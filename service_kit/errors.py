@@ -1,0 +1,284 @@
+"""The world's faults as exceptions, and their way to a gRPC status with google.rpc details and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "triptych"
+
+# A status travels in trailers, and peers refuse trailers above 8 KiB: a stranger's words are echoed in part.
+_MAX_MESSAGE_BYTES = 512
+_MAX_TEXT_BYTES = 192
+_MAX_ENTRIES = 8
+
+
+class InvalidTransition(RuntimeError):
+    """A state machine was asked for a move its table does not have: a bug of ours."""
+
+
+class ServiceError(Exception):
+    """A fault with a status code, a machine-readable reason and a message that a client may read.
+
+    `reason` is UPPER_SNAKE_CASE and stable; without one it is the name of the status code. `retry_after_ms`
+    tells a client when the same call may succeed.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.code.name
+        self.metadata = dict(metadata or {})
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidArgument(ServiceError):
+    """The request is wrong whatever the state of the service. Names the field, the value and the limit."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        violations: Sequence[tuple[str, str]] = (),
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message, reason=reason, metadata=metadata, retry_after_ms=retry_after_ms)
+        self.violations: list[tuple[str, str]] = list(violations)
+        if field is not None:
+            self.violations.insert(0, (field, message))
+
+
+class NotFound(ServiceError):
+    """A named thing does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        resource_type: str,
+        resource_name: str,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message, reason=reason, metadata=metadata, retry_after_ms=retry_after_ms)
+        self.resource_type = resource_type
+        self.resource_name = resource_name
+
+
+class AlreadyExists(ServiceError):
+    """What was to be created is there already."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class ResourceExhausted(ServiceError):
+    """A queue, quota or size limit is reached."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class FailedPrecondition(ServiceError):
+    """The service is not in a state for this; retrying changes nothing until somebody changes the state."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Unavailable(ServiceError):
+    """Nobody can serve this just now; a retry may succeed."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(ServiceError):
+    """The time for this is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Unimplemented(ServiceError):
+    """The contract has it, this service does not."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class PermissionDenied(ServiceError):
+    """The caller is known and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class Unauthenticated(ServiceError):
+    """The caller is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Aborted(ServiceError):
+    """The operation was ended from outside or lost a race."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class Cancelled(ServiceError):
+    """The caller gave up."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class OutOfRange(ServiceError):
+    """A cursor or offset points outside of what is kept."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class DataLoss(ServiceError):
+    """Data is gone for good."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class Internal(ServiceError):
+    """A fault of ours. Its message is for clients: no path, no value, no traceback."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
+    error.code: error
+    for error in (
+        InvalidArgument,
+        NotFound,
+        AlreadyExists,
+        ResourceExhausted,
+        FailedPrecondition,
+        Unavailable,
+        DeadlineExceeded,
+        Unimplemented,
+        PermissionDenied,
+        Unauthenticated,
+        Aborted,
+        Cancelled,
+        OutOfRange,
+        DataLoss,
+        Internal,
+    )
+}
+
+
+def to_status(error: ServiceError) -> grpc.Status:
+    """The status of `error` with its google.rpc details: ErrorInfo always, the others as they apply."""
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason,
+            domain=DOMAIN,
+            metadata={
+                _clip(key, _MAX_TEXT_BYTES): _clip(value, _MAX_TEXT_BYTES)
+                for key, value in list(error.metadata.items())[:_MAX_ENTRIES]
+            },
+        )
+    ]
+    if isinstance(error, InvalidArgument) and error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for field, description in error.violations[:_MAX_ENTRIES]:
+            bad_request.field_violations.add(
+                field=_clip(field, _MAX_TEXT_BYTES), description=_clip(description, _MAX_TEXT_BYTES)
+            )
+        details.append(bad_request)
+    if isinstance(error, NotFound):
+        details.append(
+            error_details_pb2.ResourceInfo(
+                resource_type=error.resource_type, resource_name=_clip(error.resource_name, _MAX_TEXT_BYTES)
+            )
+        )
+    if error.retry_after_ms is not None:
+        retry_info = error_details_pb2.RetryInfo()
+        retry_info.retry_delay.FromMilliseconds(error.retry_after_ms)
+        details.append(retry_info)
+    status = status_pb2.Status(
+        code=error.code.value[0],
+        message=_clip(error.message, _MAX_MESSAGE_BYTES),
+        details=[_packed(detail) for detail in details],
+    )
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.RpcError) -> ServiceError:
+    """The error a peer answered with, details kept; a bare status becomes the error of its code."""
+    call: Any = error  # every RpcError a call raises is also a grpc.Call, which its type does not say
+    code: grpc.StatusCode = call.code()
+    message = call.details() or code.name
+    status = _rich_status(call)
+    info = _detail(status, error_details_pb2.ErrorInfo()) or error_details_pb2.ErrorInfo()
+    retry_info = _detail(status, error_details_pb2.RetryInfo())
+    keywords: dict[str, Any] = {
+        "reason": info.reason,
+        "metadata": dict(info.metadata),
+        "retry_after_ms": None if retry_info is None else retry_info.retry_delay.ToMilliseconds(),
+    }
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        bad_request = _detail(status, error_details_pb2.BadRequest()) or error_details_pb2.BadRequest()
+        violations = [(violation.field, violation.description) for violation in bad_request.field_violations]
+        return InvalidArgument(message, violations=violations, **keywords)
+    if code is grpc.StatusCode.NOT_FOUND:
+        resource = _detail(status, error_details_pb2.ResourceInfo()) or error_details_pb2.ResourceInfo()
+        return NotFound(
+            message, resource_type=resource.resource_type, resource_name=resource.resource_name, **keywords
+        )
+    return _BY_CODE.get(code, ServiceError)(message, **keywords)
+
+
+def _clip(text: str, max_bytes: int) -> str:
+    encoded = text.encode("utf-8", errors="replace")
+    if len(encoded) <= max_bytes:
+        return encoded.decode("utf-8")
+    return encoded[: max_bytes - 3].decode("utf-8", errors="ignore") + "..."
+
+
+def _packed(detail: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _rich_status(call: Any) -> status_pb2.Status:
+    # A peer that is not ours may send details that contradict its status; then the plain status counts.
+    metadata = call.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status()
+            try:
+                status.ParseFromString(value)
+            except DecodeError:
+                return status_pb2.Status()
+            return status
+    return status_pb2.Status()
+
+
+def _detail(status: status_pb2.Status, message: Any) -> Any:
+    for packed in status.details:
+        if packed.Unpack(message):
+            return message
+    return None

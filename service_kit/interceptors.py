@@ -1,0 +1,174 @@
+"""What happens around every call of a server: request id, one access line, and faults turned into statuses.
+
+What is not a ServiceError never reaches a client: it gets INTERNAL and an incident id that stands in the log
+beside the traceback. Knows no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
+from service_kit.logs import bind_log_fields
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
+
+Handler = Callable[[Any, Any], Any]
+
+
+def server_interceptors(service: str) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
+    """The interceptors every server of ours has. `service` names it in the log lines of its calls."""
+    return [_CallInterceptor(service)]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call as its access line shows it."""
+
+    service: str
+    method: str
+    request_id: str
+    started_at: float
+    code: str = "OK"
+
+
+class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
+    """Puts `_guarded` around the handler of every method."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of the method, guarded; None, i.e. UNIMPLEMENTED, stays None."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        return _guarded_handler(handler, self._service, handler_call_details)
+
+
+def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
+    method: str = details.method
+    metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+
+    def start() -> _Call:
+        return _Call(service, method, _request_id(metadata), time.monotonic())
+
+    trace_id = _trace_id(metadata)
+    # A unary request is parsed inside of the guard: grpc itself would answer UNKNOWN in the parser's words.
+    decode = _decoder(handler.request_deserializer)
+    if handler.request_streaming:
+        inner: Handler = handler.stream_stream if handler.response_streaming else handler.stream_unary
+    else:
+        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+    async def run(request: Any, context: Any) -> Any:
+        call = start()
+        bind_log_fields(request_id=call.request_id, trace_id=trace_id)
+        async with _guard(call, context):
+            await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+            argument = request if handler.request_streaming else decode(request)
+            result = inner(argument, context)
+            if handler.response_streaming and hasattr(result, "__aiter__"):
+                return await _write_all(result, context)
+            return await result if inspect.isawaitable(result) else result
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(run, decode if handler.request_streaming else None, handler.response_serializer)
+
+
+async def _write_all(responses: AsyncGenerator[Any, None], context: Any) -> None:
+    # Written from here, the handler's generator is closed as soon as the client goes, not when collected.
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            await context.write(response)
+
+
+@contextlib.asynccontextmanager
+async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    except ServiceError as error:
+        call.code = error.code.name
+        await context.abort_with_status(to_status(error))
+    except NotImplementedError:
+        call.code = grpc.StatusCode.UNIMPLEMENTED.name
+        await context.abort_with_status(to_status(Unimplemented(f"{call.method} is not implemented here")))
+    except grpc.aio.AbortError:
+        call.code = context.code().name
+        raise
+    except asyncio.CancelledError:
+        remaining_s = context.time_remaining()
+        is_late = remaining_s is not None and remaining_s <= 0
+        call.code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
+        raise
+    except Exception:
+        call.code = grpc.StatusCode.INTERNAL.name
+        incident_id = secrets.token_hex(8)
+        logger.exception("incident", extra={"incident_id": incident_id, "method": call.method})
+        await context.abort_with_status(to_status(_incident(incident_id)))
+    finally:
+        _log_access(call)
+
+
+def _incident(incident_id: str) -> Internal:
+    message = f"internal error, incident {incident_id}"
+    return Internal(message, reason="INCIDENT", metadata={"incident_id": incident_id})
+
+
+def _log_access(call: _Call) -> None:
+    level = logging.DEBUG if call.method.startswith(_QUIET_PREFIXES) else logging.INFO
+    duration_ms = round((time.monotonic() - call.started_at) * 1000, 1)
+    # Request and trace id are bound fields: a handler that opens its own trace binds a better one meanwhile.
+    logger.log(level, "call", extra={"method": call.method, "code": call.code, "duration_ms": duration_ms})
+
+
+def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        if deserialize is None:
+            return data
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise InvalidArgument(
+                "the request is not a valid protobuf message", reason="MALFORMED"
+            ) from error
+
+    return decode
+
+
+def _request_id(metadata: dict[str, str]) -> str:
+    given = metadata.get(REQUEST_ID_KEY, "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _trace_id(metadata: dict[str, str]) -> str:
+    match = _TRACE_ID.fullmatch(metadata.get("traceparent", ""))
+    return match.group(1) if match else ""

@@ -1,0 +1,55 @@
+"""What a listener accepts and how it finds dead peers, for each of the three kinds of listeners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LimitProfile:
+    """What a listener accepts and how it finds dead peers."""
+
+    max_receive_bytes: int
+    max_send_bytes: int
+    max_metadata_bytes: int
+    keepalive_time_ms: int
+    keepalive_timeout_ms: int
+    min_ping_interval_ms: int
+
+    def options(self) -> list[tuple[str, int]]:
+        """The options grpc takes. A second server on a port is refused, not given half of the calls."""
+        return [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", self.max_receive_bytes),
+            ("grpc.max_send_message_length", self.max_send_bytes),
+            ("grpc.max_metadata_size", self.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
+            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
+            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.http2.ping_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", self.min_ping_interval_ms),
+            ("grpc.http2.max_ping_strikes", 0),
+        ]
+
+
+PUBLIC = LimitProfile(
+    max_receive_bytes=16 * _MIB,
+    max_send_bytes=64 * _MIB,
+    max_metadata_bytes=8192,
+    keepalive_time_ms=10_000,
+    keepalive_timeout_ms=5000,
+    min_ping_interval_ms=5000,
+)
+INTERNAL = LimitProfile(
+    max_receive_bytes=64 * _MIB,
+    max_send_bytes=64 * _MIB,
+    max_metadata_bytes=8192,
+    keepalive_time_ms=500,
+    keepalive_timeout_ms=500,
+    min_ping_interval_ms=400,
+)
+ADMIN = PUBLIC

@@ -1,0 +1,240 @@
+"""A service process: listeners with health, reflection and limits, and its life from start to drained stop.
+
+STARTING -> SERVING -> DRAINING -> STOPPED, driven by SIGTERM and SIGINT, mirrored in the health service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from service_kit import health
+from service_kit.errors import InvalidTransition
+from service_kit.interceptors import server_interceptors
+from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
+from service_kit.reflection import add_reflection
+
+__all__ = [
+    "ADMIN",
+    "INTERNAL",
+    "PUBLIC",
+    "AddressError",
+    "Lifecycle",
+    "LimitProfile",
+    "Registration",
+    "Server",
+    "ServiceState",
+    "run_server",
+    "write_announcement",
+]
+
+logger = logging.getLogger(__name__)
+
+# Answers that are complete but not yet on the wire get this long after the service has said that it is done.
+_FLUSH_GRACE_S = 0.5
+
+
+class ServiceState(Enum):
+    """Where a process is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+_TRANSITIONS: dict[ServiceState, frozenset[ServiceState]] = {
+    ServiceState.STARTING: frozenset({ServiceState.SERVING, ServiceState.STOPPED}),
+    ServiceState.SERVING: frozenset({ServiceState.DRAINING, ServiceState.STOPPED}),
+    ServiceState.DRAINING: frozenset({ServiceState.STOPPED}),
+    ServiceState.STOPPED: frozenset(),
+}
+
+
+class Lifecycle:
+    """The state of one process; a move its table does not have is a bug."""
+
+    def __init__(self) -> None:
+        self.state = ServiceState.STARTING
+
+    def move_to(self, state: ServiceState) -> None:
+        """Enter `state` and log it."""
+        if state not in _TRANSITIONS[self.state]:
+            raise InvalidTransition(f"a service cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        logger.info("service state", extra={"state": state.value})
+
+
+class AddressError(OSError):
+    """A listener cannot be bound. The message names the address and says why."""
+
+    def __str__(self) -> str:
+        return self.strerror or "address error"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A servicer to serve: its full proto name, how to add it, and whether it is ready from the start."""
+
+    full_name: str
+    add: Callable[[grpc.aio.Server], None]
+    is_ready: bool = False
+
+
+class Server:
+    """A grpc.aio server with health, reflection and limits. Built, started and stopped in one event loop."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        registrations: Sequence[Registration],
+        profile: LimitProfile,
+        service: str,
+        reflection: bool = True,
+    ) -> None:
+        self._listen = listen
+        self._registrations = registrations
+        self._profile = profile
+        self._service = service
+        self._has_reflection = reflection
+        self._health = health.HealthServicer(registration.full_name for registration in registrations)
+        self._server: grpc.aio.Server | None = None
+        for registration in registrations:
+            self._health.set_ready(registration.full_name, registration.is_ready)
+
+    async def start(self) -> str:
+        """Bind and serve. Returns the bound `host:port`; raises AddressError when that cannot be had."""
+        # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
+        _check_address(self._listen)
+        server = grpc.aio.server(
+            interceptors=server_interceptors(self._service), options=self._profile.options()
+        )
+        for registration in self._registrations:
+            registration.add(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._has_reflection:
+            names = [registration.full_name for registration in self._registrations]
+            add_reflection(server, [*names, health.SERVICE_NAME])
+        try:
+            port = server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise AddressError(errno.EADDRINUSE, f"address {self._listen} cannot be bound") from error
+        await server.start()
+        self._server = server
+        return f"{self._listen.rpartition(':')[0]}:{port}"
+
+    def set_ready(self, full_name: str, is_ready: bool) -> None:
+        """Say in health whether a served name can do its work."""
+        self._health.set_ready(full_name, is_ready)
+
+    def drain(self) -> None:
+        """Say NOT_SERVING for everything, for good. Calls go on being served."""
+        self._health.drain()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""
+        self._health.drain()
+        self._health.close()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+
+async def run_server(
+    servers: Sequence[Server],
+    *,
+    on_drain: Callable[[], Awaitable[None]],
+    drain_deadline_s: float,
+    announce: Callable[[list[str]], None],
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
+
+    `announce` gets the bound addresses, in the order of `servers`. On a first signal health says NOT_SERVING
+    at once and `on_drain` is awaited: it refuses new work and returns when running work is done and endless
+    streams are closed. The deadline or a second signal cuts it, and what is left is cancelled.
+    """
+    lifecycle = Lifecycle()
+    grace_s = 0.0
+    with _signals() as received:
+        try:
+            announce([await server.start() for server in servers])
+            lifecycle.move_to(ServiceState.SERVING)
+            await received.get()
+            lifecycle.move_to(ServiceState.DRAINING)
+            for server in servers:
+                server.drain()
+            if await _drained(on_drain, received, drain_deadline_s):
+                grace_s = _FLUSH_GRACE_S
+        finally:
+            lifecycle.move_to(ServiceState.STOPPED)
+            await asyncio.gather(*(server.stop(grace_s) for server in servers))
+    return 0
+
+
+def write_announcement(fd: int | None, record: Mapping[str, str | int]) -> None:
+    """Tell the process that started this one where it listens: one JSON line on an inherited pipe."""
+    if fd is None:
+        return
+    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
+        pipe.write(json.dumps(dict(record)) + "\n")
+
+
+async def _drained(
+    on_drain: Callable[[], Awaitable[None]], received: asyncio.Queue[signal.Signals], deadline_s: float
+) -> bool:
+    draining = asyncio.ensure_future(on_drain())
+    second_signal = asyncio.ensure_future(received.get())
+    await asyncio.wait({draining, second_signal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    is_done = draining.done()
+    if not is_done:
+        logger.warning("drain cut short", extra={"cause": "signal" if second_signal.done() else "deadline"})
+    for task in (draining, second_signal):
+        task.cancel()
+    await asyncio.wait({draining, second_signal})
+    if is_done:
+        await draining
+    return is_done
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _check_address(listen: str) -> None:
+    host, _, port = listen.rpartition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not is_number or int(port) > 65535:
+        raise AddressError(errno.EINVAL, f"address {listen} is not host:port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
+        raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error

@@ -1,0 +1,179 @@
+"""Spans and logs of a process: OpenTelemetry with a ring of recent spans always, OTLP export where asked for.
+
+Fails open: a collector that is away costs a log line, never a request.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from service_kit.config import read_environment
+from service_kit.logs import bind_log_fields, log_fields, setup_logs
+
+__all__ = [
+    "SpanRecord",
+    "bind_log_fields",
+    "context_from",
+    "log_fields",
+    "recent_spans",
+    "setup_telemetry",
+    "shutdown_telemetry",
+    "traceparent_of",
+    "tracer",
+]
+
+_RING_SIZE = 2048
+_EXPORT_DELAY_MS = 250
+_FLUSH_DEADLINE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """A finished span as plain data. Ids are lower-case hex; `parent_span_id` is empty for a root."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_span_id: str
+    service: str
+    pid: int
+    start_unix_ns: int
+    end_unix_ns: int
+    attributes: dict[str, str]
+    events: list[tuple[str, int]]
+    ok: bool
+
+
+class SpanRing(SpanProcessor):
+    """Keeps the last spans that ended, oldest first."""
+
+    def __init__(self, size: int = _RING_SIZE) -> None:
+        self._spans: deque[ReadableSpan] = deque(maxlen=size)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keep `span`, forgetting the oldest when full."""
+        self._spans.append(span)
+
+    def spans(self) -> list[ReadableSpan]:
+        """The spans kept."""
+        return list(self._spans)
+
+
+class _Telemetry:
+    """The one tracer provider of this process and its ring."""
+
+    def __init__(self, service: str, instance: str) -> None:
+        self.ring = SpanRing()
+        self.provider = TracerProvider(
+            sampler=None if read_environment("OTEL_TRACES_SAMPLER") else ALWAYS_ON,
+            resource=Resource.create(
+                {"service.name": service, "service.instance.id": instance, "process.pid": os.getpid()}
+            ),
+            shutdown_on_exit=False,
+        )
+        self.provider.add_span_processor(self.ring)
+        self.tracer = self.provider.get_tracer("triptych")
+        self._exporter: SpanExporter | None = None
+        if read_environment("OTEL_EXPORTER_OTLP_ENDPOINT") or read_environment(
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+        ):
+            self._exporter = _otlp_exporter()
+            self.provider.add_span_processor(
+                BatchSpanProcessor(self._exporter, schedule_delay_millis=_EXPORT_DELAY_MS)
+            )
+
+    def shutdown(self) -> None:
+        """Export what is pending; a collector that is away delays the end by a second at most."""
+        if self._exporter is None:
+            self.provider.shutdown()
+            return
+        cut = threading.Timer(_FLUSH_DEADLINE_S, self._exporter.shutdown)
+        cut.daemon = True
+        cut.start()
+        self.provider.shutdown()
+        cut.cancel()
+
+
+# A process has one telemetry, as it has one stderr. Spans made before it is set up go to a ring as well.
+_telemetry: list[_Telemetry] = []
+
+
+def setup_telemetry(
+    service: str, *, instance: str, log_format: str = "text", log_level: str = "info"
+) -> None:
+    """Set up logs and spans of this process. Called once in `main`, after the configuration is loaded."""
+    setup_logs(service, instance=instance, log_format=log_format, log_level=log_level)
+    shutdown_telemetry()
+    _telemetry.append(_Telemetry(service, instance))
+
+
+def shutdown_telemetry() -> None:
+    """Export what is pending, for a second at most, and forget all spans."""
+    while _telemetry:
+        _telemetry.pop().shutdown()
+
+
+def tracer() -> trace.Tracer:
+    """The tracer of this process."""
+    return _current().tracer
+
+
+def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:
+    """The last 2,048 finished spans, or those of one trace, oldest end first."""
+    records = [_record(span) for span in _current().ring.spans()]
+    return [record for record in records if trace_id is None or record.trace_id == trace_id]
+
+
+def context_from(traceparent: str, tracestate: str = "") -> Context:
+    """The context a W3C `traceparent` names; an empty one, i.e. a new root, when it is malformed or empty."""
+    carrier = {"traceparent": traceparent, "tracestate": tracestate}
+    return TraceContextTextMapPropagator().extract(carrier, context=Context())
+
+
+def traceparent_of(span: trace.Span) -> str:
+    """The W3C `traceparent` that makes children of `span` elsewhere."""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def _current() -> _Telemetry:
+    if not _telemetry:
+        _telemetry.append(_Telemetry("triptych", "0"))
+    return _telemetry[0]
+
+
+def _otlp_exporter() -> SpanExporter:
+    # Imported here: it takes 0.4 s to import and most processes have no collector.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _record(span: ReadableSpan) -> SpanRecord:
+    context, resource = span.context, span.resource.attributes
+    attributes: Mapping[str, object] = span.attributes or {}
+    return SpanRecord(
+        name=span.name,
+        trace_id=f"{context.trace_id:032x}",
+        span_id=f"{context.span_id:016x}",
+        parent_span_id="" if span.parent is None else f"{span.parent.span_id:016x}",
+        service=str(resource.get("service.name", "")),
+        pid=int(str(resource.get("process.pid", 0))),
+        start_unix_ns=span.start_time or 0,
+        end_unix_ns=span.end_time or 0,
+        attributes={key: str(value) for key, value in attributes.items()},
+        events=[(event.name, event.timestamp) for event in span.events],
+        ok=span.status.status_code is not trace.StatusCode.ERROR,
+    )

@@ -1,0 +1,67 @@
+"""A service for drain tests: streams one message at once and another when stdin gets a line.
+
+Announces its address and serves until its streams are done after SIGTERM. Run as a program, never imported.
+"""
+
+from __future__ import annotations
+
+from service_kit.process import prepare_process
+
+prepare_process("coordinator")
+
+import asyncio  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import AsyncIterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import uvloop  # noqa: E402
+
+from service_kit.limits import PUBLIC  # noqa: E402
+from service_kit.server import Server, run_server, write_announcement  # noqa: E402
+from service_kit.telemetry import setup_telemetry, shutdown_telemetry  # noqa: E402
+from tests.service_kit.fakes import SERVICE_NAME, FakeService  # noqa: E402
+
+
+async def serve(fd: int) -> int:
+    """Run until drained."""
+    loop = asyncio.get_running_loop()
+    go_on, idle = asyncio.Event(), asyncio.Event()
+    idle.set()
+
+    def on_line() -> None:
+        sys.stdin.readline()
+        go_on.set()
+
+    loop.add_reader(sys.stdin, on_line)
+
+    async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        idle.clear()
+        yield b"first"
+        await go_on.wait()
+        yield b"last"
+        idle.set()
+
+    async def drained() -> None:
+        await idle.wait()
+
+    server = Server(
+        listen="127.0.0.1:0",
+        registrations=[FakeService(stream=stream).register()],
+        profile=PUBLIC,
+        service="fake",
+    )
+
+    def announce(addresses: list[str]) -> None:
+        server.set_ready(SERVICE_NAME, True)
+        write_announcement(fd, {"service": "fake", "index": 0, "address": addresses[0]})
+
+    return await run_server(
+        [server], on_drain=drained, drain_deadline_s=float(sys.argv[2]), announce=announce
+    )
+
+
+if __name__ == "__main__":
+    setup_telemetry("fake", instance="0", log_format="json")
+    code = uvloop.run(serve(int(sys.argv[1])))
+    shutdown_telemetry()
+    sys.exit(code)

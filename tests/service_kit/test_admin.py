@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service_kit.admin import SERVICE_NAME, AdminServicer
+from service_kit.errors import from_rpc_error
+from service_kit.limits import ADMIN
+from service_kit.telemetry import setup_telemetry, shutdown_telemetry, tracer
+from tests.service_kit.fakes import serving
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+
+
+@pytest.fixture
+def telemetry() -> Iterator[None]:
+    """Fresh telemetry of an engine; logging as it was afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    setup_telemetry("engine", instance="engine-0")
+    yield
+    shutdown_telemetry()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+async def admin(telemetry: None) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
+    """A stub of a served admin service."""
+    servicer = AdminServicer(
+        "engine", "engine-0", lambda: {"state": "draining", "num_running": 3, "model": "tiny"}
+    )
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+async def test_status(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert (status.service, status.instance, status.pid) == ("engine", "engine-0", os.getpid())
+    assert status.state == admin_pb2.SERVICE_STATE_DRAINING
+    assert status.version
+    assert [(value.key, value.text, value.number) for value in status.values] == [
+        ("model", "tiny", 0.0),
+        ("num_running", "", 3.0),
+    ]
+
+
+async def test_the_newest_trace(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    for number in range(2):
+        with tracer().start_as_current_span("request", attributes={"number": number}) as span:
+            span.add_event("first_token")
+            with tracer().start_as_current_span("tokenize"):
+                pass
+    answer = await admin.GetTrace(admin_pb2.GetTraceRequest())
+    request, tokenize = answer.spans
+    assert (request.name, tokenize.name) == ("request", "tokenize")
+    assert tokenize.parent_span_id == request.span_id
+    assert [(one.key, one.value) for one in request.attributes] == [("number", "1")]
+    assert request.events[0].name == "first_token"
+    assert request.start_unix_ns <= tokenize.start_unix_ns <= tokenize.end_unix_ns <= request.end_unix_ns
+    assert (request.pid, request.ok, request.service) == (os.getpid(), True, "engine")
+    named = await admin.GetTrace(admin_pb2.GetTraceRequest(trace_id=request.trace_id))
+    assert named == answer
+
+
+async def test_an_unknown_trace_has_no_spans(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    assert not (await admin.GetTrace(admin_pb2.GetTraceRequest())).spans
+    assert not (await admin.GetTrace(admin_pb2.GetTraceRequest(trace_id="0" * 32))).spans
+
+
+async def test_log_levels(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    answer = await admin.SetLogLevel(admin_pb2.SetLogLevelRequest(level=admin_pb2.LOG_LEVEL_ERROR))
+    assert answer.previous_level == admin_pb2.LOG_LEVEL_INFO
+    assert logging.getLogger().level == logging.ERROR
+    request = admin_pb2.SetLogLevelRequest(level=admin_pb2.LOG_LEVEL_DEBUG, logger="tests.admin")
+    assert (await admin.SetLogLevel(request)).previous_level == admin_pb2.LOG_LEVEL_ERROR
+    assert logging.getLogger("tests.admin").level == logging.DEBUG
+
+
+async def test_an_unspecified_level_is_refused(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await admin.SetLogLevel(admin_pb2.SetLogLevelRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert from_rpc_error(caught.value).message == "level is 0, which is no level"
+
+
+async def test_the_rest_is_unimplemented(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await admin.ListPins(admin_pb2.ListPinsRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service_kit.errors import FailedPrecondition, from_rpc_error
+from service_kit.logs import bind_log_fields, log_fields
+from service_kit.server import Registration
+from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+
+
+async def leak(request: bytes, context: Any) -> bytes:
+    raise RuntimeError("secret /etc/model/path key=hunter2")
+
+
+async def leak_in_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield b"1"
+    raise RuntimeError("secret /etc/model/path key=hunter2")
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if record.getMessage() == "call"]
+
+
+async def test_what_escapes_is_an_incident_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving([FakeService(unary=leak, stream=leak_in_stream).register()]) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await call_unary(channel)
+        stream = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"")
+        assert await stream.read() == b"1"
+        with pytest.raises(grpc.aio.AioRpcError) as streamed:
+            await stream.read()
+    for caught in (unary, streamed):
+        error = from_rpc_error(caught.value)
+        assert error.code is grpc.StatusCode.INTERNAL
+        assert "hunter2" not in str(caught.value) + str(caught.value.trailing_metadata())
+        incident_id = error.metadata["incident_id"]
+        assert incident_id in error.message
+        logged = [record for record in caplog.records if getattr(record, "incident_id", "") == incident_id]
+        assert len(logged) == 1
+        assert "hunter2" in str(logged[0].exc_info)
+
+
+async def test_methods_a_servicer_does_not_have_are_unimplemented() -> None:
+    class Nothing(health_pb2_grpc.HealthServicer):
+        """A generated base alone, under a name of its own."""
+
+    handlers = {
+        "Check": grpc.unary_unary_rpc_method_handler(Nothing().Check),
+        "Watch": grpc.unary_stream_rpc_method_handler(Nothing().Watch),
+    }
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.v1.Nothing", handlers),))
+
+    async with serving([Registration("test.v1.Nothing", add)]) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await channel.unary_unary("/test.v1.Nothing/Check")(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as streamed:
+            await channel.unary_stream("/test.v1.Nothing/Watch")(b"").read()
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await channel.unary_unary("/test.v1.Nothing/Other")(b"")
+    for caught in (unary, streamed, unknown):
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_malformed_request_is_the_clients_fault() -> None:
+    async with serving([]) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"\x0a\xff\xff")
+    assert from_rpc_error(caught.value).reason == "MALFORMED"
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_request_id_is_echoed_before_the_answer() -> None:
+    async with serving([FakeService().register()]) as (_, channel):
+        call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"0", metadata=(("x-request-id", "mine-1"),))
+        assert dict(await call.initial_metadata())["x-request-id"] == "mine-1"
+        call.cancel()
+
+
+@pytest.mark.parametrize("given", ["", "with blank", "x" * 129])
+async def test_a_request_id_that_cannot_be_used_is_replaced(given: str) -> None:
+    async with serving([FakeService().register()]) as (_, channel):
+        call = channel.unary_unary(f"/{SERVICE_NAME}/Unary")(b"", metadata=(("x-request-id", given),))
+        assert len(dict(await call.initial_metadata())["x-request-id"]) == 32
+        await call
+
+
+async def test_an_access_line_per_call(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def refuse(request: bytes, context: Any) -> bytes:
+        raise FailedPrecondition("asleep")
+
+    async with serving([FakeService(unary=refuse).register()]) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call_unary(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+    first, second = access_lines(caplog)
+    assert (first.levelname, first.method, first.code) == (
+        "INFO",
+        f"/{SERVICE_NAME}/Unary",
+        "FAILED_PRECONDITION",
+    )
+    assert first.duration_ms >= 0
+    assert (second.levelname, second.code) == ("DEBUG", "OK")
+
+
+async def test_calls_bind_their_ids_to_log_lines_and_not_to_each_others() -> None:
+    async def show(request: bytes, context: Any) -> bytes:
+        fields = dict(log_fields())
+        bind_log_fields(trace_id="own")
+        return f"{fields['request_id']} {fields['trace_id']}".encode()
+
+    async with serving([FakeService(unary=show).register()]) as (_, channel):
+        metadata = (("x-request-id", "a"), ("traceparent", TRACEPARENT))
+        answers = [
+            await call_unary(channel, metadata=metadata),
+            await call_unary(channel, metadata=(("x-request-id", "b"), ("traceparent", "nonsense"))),
+        ]
+    assert answers == [f"a {TRACE_ID}".encode(), b"b "]
+
+
+async def test_a_handler_learns_at_once_that_its_client_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service = FakeService()
+    async with serving([service.register()]) as (_, channel):
+        call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"1")
+        assert await call.read() == b"0"
+        call.cancel()
+        await asyncio.wait_for(service.closed.wait(), 5)
+    assert service.num_closed == 1
+    assert [record.code for record in access_lines(caplog)] == ["CANCELLED"]
+
+
+async def test_a_deadline_ends_the_handler(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service = FakeService()
+    async with serving([service.register()]) as (_, channel):
+        call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"1", timeout=0.1)
+        assert await call.read() == b"0"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        await asyncio.wait_for(service.closed.wait(), 5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [record.code for record in access_lines(caplog)] == ["DEADLINE_EXCEEDED"]
+
+
+async def test_streams_in_both_directions_pass_through() -> None:
+    async with serving([FakeService().register()]) as (_, channel):
+        call = channel.stream_stream(f"/{SERVICE_NAME}/Bidi")()
+        for message in (b"a", b"b"):
+            await call.write(message)
+            assert await call.read() == message
+        await call.done_writing()
+        assert await call.read() is EOF
+        assert await call.code() is grpc.StatusCode.OK

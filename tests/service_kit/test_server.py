@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service_kit.channel import open_channel
+from service_kit.errors import InvalidTransition
+from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
+from service_kit.server import (
+    AddressError,
+    Lifecycle,
+    Registration,
+    Server,
+    ServiceState,
+    run_server,
+    write_announcement,
+)
+from tests.service_kit.fakes import SERVICE_NAME, FakeService, call_unary, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+STREAM = f"/{SERVICE_NAME}/Stream"
+MIB = 1024 * 1024
+
+
+@dataclass
+class RunningProgram:
+    """The drain program in a process of its own."""
+
+    process: subprocess.Popen[str]
+    channel: Any
+
+    def let_go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go on\n")
+        self.process.stdin.flush()
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 10)
+
+    async def not_serving(self) -> None:
+        """Wait until health says so."""
+        async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest()):
+            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                return
+
+
+@asynccontextmanager
+async def program(drain_deadline_s: float) -> AsyncIterator[RunningProgram]:
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.service_kit.drain_program", str(writer), str(drain_deadline_s)],
+        cwd=ROOT,
+        pass_fds=[writer],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    with process, os.fdopen(reader) as pipe:
+        line = await asyncio.to_thread(pipe.readline)
+        try:
+            async with open_channel(json.loads(line)["address"]) as channel:
+                yield RunningProgram(process, channel)
+        finally:
+            process.kill()
+
+
+async def test_sigterm_lets_a_stream_finish_and_exits_0() -> None:
+    async with program(drain_deadline_s=20.0) as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.terminate()
+        await running.not_serving()
+        running.let_go_on()
+        assert await call.read() == b"last"
+        assert await call.code() is grpc.StatusCode.OK
+        assert await running.ended() == 0
+        assert running.process.stderr is not None
+        states = [json.loads(line).get("state") for line in running.process.stderr]
+    assert [state for state in states if state] == ["serving", "draining", "stopped"]
+
+
+async def test_an_idle_service_ends_at_once() -> None:
+    async with program(drain_deadline_s=20.0) as running:
+        await call_unary(running.channel)
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 0
+
+
+async def test_a_second_signal_cuts_the_drain() -> None:
+    async with program(drain_deadline_s=60.0) as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.terminate()
+        await running.not_serving()
+        running.process.terminate()
+        assert await running.ended() == 0
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_deadline_cuts_the_drain() -> None:
+    async with program(drain_deadline_s=0.1) as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.terminate()
+        assert await running.ended() == 0
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_frozen_peer_is_noticed_though_its_kernel_still_answers() -> None:
+    async with program(drain_deadline_s=20.0) as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.send_signal(signal.SIGSTOP)
+        # Without the ping timeout this takes a minute.
+        assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_failing_drain_still_stops_the_servers() -> None:
+    async def fail() -> None:
+        raise RuntimeError("drain failed")
+
+    bound: list[str] = []
+
+    def announce(addresses: list[str]) -> None:
+        bound.extend(addresses)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
+    with pytest.raises(RuntimeError, match="drain failed"):
+        await run_server([server], on_drain=fail, drain_deadline_s=1.0, announce=announce)
+    again = Server(listen=bound[0], registrations=[], profile=PUBLIC, service="fake")
+    assert await again.start() == bound[0]
+    await again.stop(0.0)
+
+
+@pytest.mark.parametrize("state", ServiceState)
+@pytest.mark.parametrize("target", ServiceState)
+def test_the_life_of_a_service(state: ServiceState, target: ServiceState) -> None:
+    allowed = {
+        (ServiceState.STARTING, ServiceState.SERVING),
+        (ServiceState.STARTING, ServiceState.STOPPED),
+        (ServiceState.SERVING, ServiceState.DRAINING),
+        (ServiceState.SERVING, ServiceState.STOPPED),
+        (ServiceState.DRAINING, ServiceState.STOPPED),
+    }
+    lifecycle = Lifecycle()
+    lifecycle.state = state
+    if (state, target) in allowed:
+        lifecycle.move_to(target)
+        assert lifecycle.state is target
+    else:
+        with pytest.raises(InvalidTransition):
+            lifecycle.move_to(target)
+
+
+async def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = Server(listen=address, registrations=[], profile=PUBLIC, service="fake")
+        with pytest.raises(AddressError) as caught:
+            await server.start()
+    assert str(caught.value) == f"address {address} is already in use"
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    first = Server(listen="127.0.0.1:0", registrations=[], profile=INTERNAL, service="fake")
+    address = await first.start()
+    second = Server(listen=address, registrations=[], profile=INTERNAL, service="fake")
+    with pytest.raises(AddressError, match="is already in use"):
+        await second.start()
+    await first.stop(0.0)
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ("127.0.0.1", "is not host:port"),
+        ("127.0.0.1:x", "is not host:port"),
+        ("127.0.0.1:99999", "is not host:port"),
+        ("192.0.2.1:0", "cannot be listened on"),
+    ],
+)
+async def test_addresses_that_cannot_be_had(listen: str, message: str) -> None:
+    server = Server(listen=listen, registrations=[], profile=PUBLIC, service="fake")
+    with pytest.raises(AddressError) as caught:
+        await server.start()
+    assert message in str(caught.value)
+    assert listen in str(caught.value)
+
+
+async def test_a_service_can_be_ready_from_the_start() -> None:
+    registration = Registration("test.v1.Ready", lambda server: None, is_ready=True)
+    async with serving([registration]) as (_, channel):
+        request = health_pb2.HealthCheckRequest(service="test.v1.Ready")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize(("profile", "limit"), [(PUBLIC, 16 * MIB), (INTERNAL, 64 * MIB), (ADMIN, 16 * MIB)])
+def test_message_limits(profile: LimitProfile, limit: int) -> None:
+    assert dict(profile.options())["grpc.max_receive_message_length"] == limit
+
+
+async def test_a_message_above_the_limit_is_refused_and_below_it_served() -> None:
+    async with serving([FakeService().register()], PUBLIC) as (_, channel):
+        assert len(await call_unary(channel, bytes(15 * MIB))) == 15 * MIB
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call_unary(channel, bytes(20 * MIB))
+        assert await call_unary(channel, b"still here") == b"still here"
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(16 * MIB) in (caught.value.details() or "")
+
+
+async def test_metadata_above_the_limit_is_refused() -> None:
+    async with serving([FakeService().register()], PUBLIC) as (_, channel):
+        await call_unary(channel, metadata=(("x-large", "x" * 6000),))
+        for size_bytes in (9000, 12_000):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call_unary(channel, metadata=(("x-large", "x" * size_bytes),))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(("profile", "interval_ms"), [(PUBLIC, 5000), (INTERNAL, 400)])
+def test_pings_of_clients_are_allowed(profile: LimitProfile, interval_ms: int) -> None:
+    options = dict(profile.options())
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] == interval_ms
+    assert options["grpc.http2.max_ping_strikes"] == 0
+    assert options["grpc.so_reuseport"] == 0
+    assert not [name for name in options if "recv_ping" in name]
+
+
+def test_an_announcement_is_one_line_and_closes_the_pipe() -> None:
+    reader, writer = os.pipe()
+    write_announcement(writer, {"service": "engine", "index": 1, "pid": 7, "address": "127.0.0.1:1"})
+    with os.fdopen(reader) as pipe:
+        lines = pipe.readlines()
+    assert [json.loads(line) for line in lines] == [
+        {"service": "engine", "index": 1, "pid": 7, "address": "127.0.0.1:1"}
+    ]
+
+
+def test_without_a_pipe_nothing_is_announced() -> None:
+    write_announcement(None, {"service": "engine"})

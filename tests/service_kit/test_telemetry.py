@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from queue import Queue
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from service_kit.telemetry import (
+    context_from,
+    recent_spans,
+    setup_telemetry,
+    shutdown_telemetry,
+    traceparent_of,
+    tracer,
+)
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SPAN_ID = "b7ad6b7169203331"
+
+
+class FakeCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver that keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.received: Queue[trace_service_pb2.ExportTraceServiceRequest] = Queue()
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        """Keep `request`."""
+        self.received.put(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """No telemetry before or after, logging as it was."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    shutdown_telemetry()
+    yield
+    shutdown_telemetry()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def engine_telemetry(clean: None) -> None:
+    """Telemetry set up as an engine does."""
+    setup_telemetry("engine", instance="engine-0")
+
+
+def test_finished_spans_are_kept_as_plain_data(engine_telemetry: None) -> None:
+    span = tracer().start_span("prefill", start_time=1000, attributes={"num_tokens": 7})
+    span.add_event("scheduled", timestamp=1500)
+    assert recent_spans() == []
+    span.end(end_time=2000)
+    (record,) = recent_spans()
+    assert (record.name, record.start_unix_ns, record.end_unix_ns) == ("prefill", 1000, 2000)
+    assert (record.service, record.pid, record.parent_span_id) == ("engine", os.getpid(), "")
+    assert (record.attributes, record.events, record.ok) == ({"num_tokens": "7"}, [("scheduled", 1500)], True)
+
+
+def test_a_failed_span_is_not_ok(engine_telemetry: None) -> None:
+    span = tracer().start_span("request")
+    span.set_status(trace.StatusCode.ERROR)
+    span.end()
+    assert not recent_spans()[0].ok
+
+
+def test_the_ring_keeps_the_last_2048(engine_telemetry: None) -> None:
+    for number in range(2100):
+        tracer().start_span(str(number)).end()
+    names = [record.name for record in recent_spans()]
+    assert (len(names), names[0], names[-1]) == (2048, "52", "2099")
+
+
+def test_a_traceparent_joins_two_processes(engine_telemetry: None) -> None:
+    parent = tracer().start_span("request", context=context_from(f"00-{TRACE_ID}-{SPAN_ID}-01", "vendor=1"))
+    child = tracer().start_span("engine.request", context=context_from(traceparent_of(parent)))
+    child.end()
+    parent.end()
+    tracer().start_span("other").end()
+    inner, outer = recent_spans(TRACE_ID)
+    assert (outer.parent_span_id, inner.parent_span_id) == (SPAN_ID, outer.span_id)
+
+
+def test_a_client_that_does_not_sample_is_traced_all_the_same(engine_telemetry: None) -> None:
+    tracer().start_span("request", context=context_from(f"00-{TRACE_ID}-{SPAN_ID}-00")).end()
+    assert [record.name for record in recent_spans(TRACE_ID)] == ["request"]
+
+
+@pytest.mark.parametrize(
+    "traceparent", ["", "nonsense", f"00-{'0' * 32}-{SPAN_ID}-01", f"ff-{TRACE_ID}-{SPAN_ID}-01"]
+)
+def test_a_bad_traceparent_starts_a_new_trace(engine_telemetry: None, traceparent: str) -> None:
+    tracer().start_span("request", context=context_from(traceparent)).end()
+    (record,) = recent_spans()
+    assert record.parent_span_id == ""
+    assert record.trace_id != TRACE_ID
+
+
+def test_spans_before_the_setup_are_not_lost(clean: None) -> None:
+    tracer().start_span("early").end()
+    assert [record.name for record in recent_spans()] == ["early"]
+
+
+def test_the_sampler_of_the_environment_counts(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    setup_telemetry("engine", instance="engine-0")
+    tracer().start_span("request").end()
+    assert recent_spans() == []
+
+
+def test_spans_reach_an_otlp_collector(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = FakeCollector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    setup_telemetry("engine", instance="engine-0")
+    tracer().start_span("request", context=context_from(f"00-{TRACE_ID}-{SPAN_ID}-01")).end()
+    request = collector.received.get(timeout=10)
+    server.stop(None)
+    (resource_spans,) = request.resource_spans
+    resource = {one.key: one.value for one in resource_spans.resource.attributes}
+    assert resource["service.name"].string_value == "engine"
+    assert resource["service.instance.id"].string_value == "engine-0"
+    assert resource["process.pid"].int_value == os.getpid()
+    (span,) = resource_spans.scope_spans[0].spans
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("request", TRACE_ID, SPAN_ID)
+    assert [record.name for record in recent_spans()] == ["request"]
+
+
+def test_what_is_pending_is_exported_at_the_end(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = FakeCollector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{port}")
+    setup_telemetry("engine", instance="engine-0")
+    tracer().start_span("last").end()
+    shutdown_telemetry()
+    assert collector.received.get_nowait().resource_spans[0].scope_spans[0].spans[0].name == "last"
+    server.stop(None)
+
+
+def test_a_collector_that_is_away_costs_little(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    setup_telemetry("engine", instance="engine-0")
+    tracer().start_span("request").end()
+    started_at = time.monotonic()
+    shutdown_telemetry()
+    assert time.monotonic() - started_at < 5
