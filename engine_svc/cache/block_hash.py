@@ -1,0 +1,47 @@
+"""Chained hashes of full blocks: equal hash, equal tokens from the first on, whatever the engine.
+
+Knows no pool and no policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from engine_svc.request import Request
+
+_DOMAIN = b"triptych.block.v1"
+
+
+class BlockHasher:
+    """Computes block hashes from one fleet-wide root: the model's fingerprint, then the salt of the request.
+
+    Two engines with the same fingerprint and block size give the same prompt the same hashes, so that events,
+    transfers and routing can speak of blocks by them. The bytes hashed are canonical: the hash of the block
+    before, then the tokens as little-endian 32-bit numbers.
+    """
+
+    def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}, must be at least 1")
+        self.block_size = block_size
+        self._fingerprint = fingerprint
+        self._tokens = struct.Struct(f"<{block_size}I")
+
+    def root(self, cache_salt: str = "") -> bytes:
+        """The hash that stands before the first block of every request with this salt."""
+        parts = (_DOMAIN, self._fingerprint, cache_salt.encode())
+        # Lengths go in as well, or a fingerprint could borrow the beginning of a salt.
+        return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
+
+    def extend(self, request: Request) -> None:
+        """Bring `request.block_hashes` up to all blocks that its known tokens fill."""
+        hashes, token_ids, block_size = request.block_hashes, request.token_ids, self.block_size
+        first, end = len(hashes), len(token_ids) // block_size
+        if first >= end:
+            return
+        parent = hashes[-1] if hashes else self.root(request.cache_salt)
+        sha256, pack = hashlib.sha256, self._tokens.pack
+        for start in range(first * block_size, end * block_size, block_size):
+            parent = sha256(parent + pack(*token_ids[start : start + block_size])).digest()
+            hashes.append(parent)

@@ -1,0 +1,32 @@
+"""How one request wants its tokens chosen. Knows no protos, no tensors and no defaults of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The part of a request's wishes that scheduler and sampler need, already validated and complete.
+
+    `temperature` 0 is greedy; then top_k and top_p have no effect. `seed` is the request's own 64-bit seed:
+    noise at a position is a pure function of (seed, position), so a request can continue anywhere.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    eos_token_id: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Every id that ends the request, hence what is masked below `min_tokens`."""
+        if self.eos_token_id is None or self.ignore_eos:
+            return self.stop_token_ids
+        return self.stop_token_ids | {self.eos_token_id}

@@ -1,0 +1,1 @@
+"""Who runs next: budgets, admission, preemption, stops. Knows no tensors, clock or optional feature."""

@@ -1,0 +1,91 @@
+"""The plan of one step while it is made: its rows, and what they spend. Knows no queues and no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.request import Request
+from engine_svc.scheduler.budget import Budget, TokenBudget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.drafts import UNKNOWN_DRAFT
+from engine_svc.step import AdmittedRequest, StepPlan
+
+# Shared by all rows with nothing in a column: a plan is never changed after it was made.
+NOTHING: list[int] = []
+
+
+class PlanBuilder:
+    """Places requests in the plan and takes them out again; every budget hears of both."""
+
+    def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
+        self._config = config
+        self._further_budgets = tuple(budgets)
+        self.tokens = TokenBudget(config.max_num_batched_tokens)
+        self.plan = StepPlan(0)
+        self.rows: list[Request] = []  # parallel to the columns of the plan
+
+    @property
+    def has_further_budgets(self) -> bool:
+        """Whether anything but tokens is spent."""
+        return bool(self._further_budgets)
+
+    def begin(self, step_number: int) -> StepPlan:
+        """Begin the plan of a new step."""
+        self.plan = StepPlan(step_number)
+        self.rows = []
+        self.tokens.begin_step()
+        for budget in self._further_budgets:
+            budget.begin_step()
+        return self.plan
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        """How many of `num_tokens` all budgets together grant; below 1 means not in this step."""
+        num_tokens = min(num_tokens, self.tokens.remaining)
+        for budget in self._further_budgets:
+            num_tokens = budget.clip(request, num_tokens)
+        return num_tokens
+
+    def admit(self, request: Request) -> None:
+        """Tell the runner all about a request that enters the batch. Its row follows with `place`."""
+        known = request.token_ids.copy()
+        self.plan.admitted.append(
+            AdmittedRequest(request.request_id, known, request.num_prompt_tokens, request.sampling)
+        )
+
+    def place(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
+        """Write a row, and count its tokens as computed."""
+        plan = self.plan
+        computed = request.num_computed_tokens
+        end = computed + num_tokens
+        num_known = len(request.token_ids) + request.num_placeholders
+        drafts = NOTHING
+        if request.draft_token_ids:
+            drafts = request.draft_token_ids[: max(0, end - num_known)]
+            request.draft_token_ids = []
+        samples = end >= num_known
+        self.rows.append(request)
+        plan.request_ids.append(request.request_id)
+        plan.num_tokens.append(num_tokens)
+        plan.num_computed_tokens.append(computed)
+        plan.new_block_ids.append(new_block_ids)
+        plan.draft_token_ids.append(drafts)
+        plan.samples.append(samples)
+        request.num_computed_tokens = end
+        request.last_row_sampled = samples
+        self.tokens.remaining -= num_tokens
+        for budget in self._further_budgets:
+            budget.take(request, num_tokens)
+        if samples and self._config.async_scheduling:
+            request.num_placeholders += 1 + len(drafts)
+            request.draft_token_ids = [UNKNOWN_DRAFT] * self._config.num_speculative_tokens
+
+    def withdraw(self, request: Request) -> None:
+        """Take out the row of a request that has to give way, if it has one."""
+        if request not in self.rows:
+            return
+        row = self.rows.index(request)
+        del self.rows[row]
+        num_tokens = self.plan.withdraw(row)
+        self.tokens.give_back(request, num_tokens)
+        for budget in self._further_budgets:
+            budget.give_back(request, num_tokens)

@@ -1,0 +1,64 @@
+"""The two letters between scheduler and runner: what a step is to do, and what it did. Plain columns.
+
+Knows no tensors, no request status and no wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine_svc.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """A request that enters the batch, new or resumed. Sent in full; later plans carry what changed."""
+
+    request_id: str
+    token_ids: list[int]  # every known token: prompt, then output where it continues
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. Columns are parallel, one entry a row, in scheduling order.
+
+    The runner first frees the rows in `released`, then enters those in `admitted`, then runs the rows.
+    Built by the scheduler, frozen at launch.
+    """
+
+    step_number: int
+    released: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)  # to compute in this step, drafts included
+    num_computed_tokens: list[int] = field(default_factory=list)  # with KV before this step
+    new_block_ids: list[list[int]] = field(
+        default_factory=list
+    )  # what a row's table gains; at first all of it
+    draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
+    samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
+    preempted: list[str] = field(default_factory=list)  # in order of preemption, for people and traces
+    extras: dict[type, object] = field(default_factory=dict)  # what a feature attached, by its type
+
+    @property
+    def total_num_tokens(self) -> int:
+        """Tokens of all rows, i.e. what the step spends of the token budget."""
+        return sum(self.num_tokens)
+
+    def withdraw(self, row: int) -> int:
+        """Take out a row before launch, because its request has to give way; returns the tokens it had."""
+        del self.request_ids[row], self.num_computed_tokens[row], self.new_block_ids[row]
+        del self.draft_token_ids[row], self.samples[row]
+        return self.num_tokens.pop(row)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step yielded. `sampled` is parallel to the plan's rows; [] where the row did not sample."""
+
+    step_number: int
+    sampled: list[list[int]]  # accepted drafts, then one more token
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
+    non_finite: list[int] = field(default_factory=list)  # rows whose logits had NaN: they end with an error

@@ -1,0 +1,1 @@
+"""Recorded decisions of a reference scheduler, replayed."""

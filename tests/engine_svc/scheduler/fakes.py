@@ -1,0 +1,138 @@
+"""A scheduler with a small cache, requests for it, and steps without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.request import Request, RequestOutput
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.step import StepPlan, StepResult
+
+EOS = 2
+NEW_TOKEN = 7
+
+
+def request(
+    request_id: str,
+    num_tokens: int,
+    *,
+    max_tokens: int = 16,
+    ignore_eos: bool = False,
+    stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+    priority: int = 0,
+    arrival_at: float = 0.0,
+    blockers: Sequence[str] = (),
+) -> Request:
+    """A request whose prompt shares no block with that of another id."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        eos_token_id=EOS,
+        stop_token_ids=frozenset(stop_token_ids),
+    )
+    prompt = [100 + index for index in range(num_tokens)]
+    return Request(
+        request_id,
+        prompt,
+        num_tokens,
+        sampling,
+        priority=priority,
+        arrival_at=arrival_at,
+        cache_salt=request_id,
+        blockers=set(blockers),
+    )
+
+
+class Stage:
+    """A scheduler and what a test needs around it. One `step` is schedule and update."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 1000,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        max_model_len: int = 2048,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 16,
+        hooks: Sequence[SchedulerHook] = (),
+        budgets: Sequence[Budget] = (),
+        policy: str = "fcfs",
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        reserve_full_prompt: bool = True,
+        num_speculative_tokens: int = 0,
+        async_scheduling: bool = False,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.cache = KVCache(self.pool, BlockHasher(block_size), max_model_len=max_model_len)
+        config = SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            reserve_full_prompt=reserve_full_prompt,
+            num_speculative_tokens=num_speculative_tokens,
+            async_scheduling=async_scheduling,
+        )
+        self.scheduler = Scheduler(config, self.cache, hooks, budgets)
+        self.now = 0.0
+
+    def add(self, *requests: Request) -> None:
+        """Enter requests, one after the other."""
+        for added in requests:
+            self.scheduler.add(added)
+
+    def schedule(self) -> StepPlan:
+        """Plan a step, one second after the last."""
+        self.now += 1.0
+        return self.scheduler.schedule(self.now)
+
+    def update(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, Sequence[int]] | None = None,
+        drafts: Mapping[str, Sequence[int]] | None = None,
+        non_finite: Sequence[int] = (),
+    ) -> list[RequestOutput]:
+        """Give back a step. Rows that sample and are not in `sampled` yield one token that ends nothing."""
+        columns = zip(plan.request_ids, plan.samples, strict=True)
+        chosen = sampled or {}
+        tokens = [list(chosen.get(name, [NEW_TOKEN])) if samples else [] for name, samples in columns]
+        result = StepResult(
+            plan.step_number,
+            tokens,
+            {name: list(proposal) for name, proposal in (drafts or {}).items()},
+            list(non_finite),
+        )
+        return self.scheduler.update(plan, result, self.now)
+
+    def step(self, sampled: Mapping[str, Sequence[int]] | None = None) -> StepPlan:
+        """Plan a step and give it back."""
+        plan = self.schedule()
+        self.update(plan, sampled)
+        return plan
+
+    def step_until_idle(self, max_steps: int = 1000) -> list[StepPlan]:
+        """Step while there is work; more than `max_steps` are a failure."""
+        plans: list[StepPlan] = []
+        while self.scheduler.has_work:
+            assert len(plans) < max_steps, "no end in sight"
+            plans.append(self.step())
+        return plans
+
+
+def granted(plan: StepPlan) -> dict[str, int]:
+    """Tokens of each row."""
+    return dict(zip(plan.request_ids, plan.num_tokens, strict=True))

@@ -1,0 +1,27 @@
+"""Nonsense is refused with the value and the limit; every option changes something."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_svc.scheduler.config import SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, must be at least 1"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1, must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len is 0, must be at least 1"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1, must be at least 0"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, must be at least 0"),
+        ({"policy": "luck"}, "policy is 'luck', must be one of fcfs, priority"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 63},
+            "max_num_batched_tokens is 63, without chunked prefill it must be at least max_model_len, 64",
+        ),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(**{"max_model_len": 64, **options})  # type: ignore[arg-type]

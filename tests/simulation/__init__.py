@@ -1,0 +1,1 @@
+"""Random workloads, with every invariant checked after every step."""
