@@ -1,0 +1,32 @@
+"""The coordinator's options: the only source of its flags, environment variables and file keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from service_kit.config import option
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """Everything that can be chosen about a coordinator process."""
+
+    host: str = option("127.0.0.1", help="address to listen on for engines and frontends")
+    port: int = option(50071, help="port to listen on; 0 lets the kernel choose")
+    admin_port: int = option(0, help="loopback port of the admin service; 0 lets the kernel choose")
+    lease_ms: int = option(3000, help="how long an engine stays a member without a report, in ms")
+    index: int = option(0, help="number of this instance, for logs and traces")
+    announce_fd: int | None = option(None, help="inherited pipe that gets one line with the bound addresses")
+    log_format: Literal["text", "json"] = option("text", help="how log lines are written")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
+    reflection: bool = option(True, help="serve gRPC reflection")
+    drain_deadline_s: float = option(20.0, help="time for sessions to end after SIGTERM, in s")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.lease_ms < 300:
+            raise ValueError(f"lease_ms is {self.lease_ms}, the least is 300")
+        for name, port in (("port", self.port), ("admin_port", self.admin_port)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{name} is {port}, the range is 0..65535")

@@ -1,0 +1,101 @@
+"""How loaded each engine is, and when frontends are told. Knows no gRPC, no protos and no membership."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_PUBLISH_INTERVAL_S = 0.1
+MAX_PUBLISH_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What routing wants to know of an engine, as its latest report has it."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests that no cache holds
+    num_used_blocks: int = 0
+    num_total_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A load with its place in the order of its engine's reports."""
+
+    engine_epoch: int
+    seq: int  # grows with each report of a session
+    step_number: int  # never falls within an epoch
+    load: Load
+
+
+@dataclass(slots=True)
+class _Entry:
+    report: LoadReport
+    version: int
+
+
+class LoadTable:
+    """The newest load of every engine. Each engine has its own order of reports: there is no common clock."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.num_stale = 0
+        self._entries: dict[str, _Entry] = {}
+
+    def put(self, engine_id: str, report: LoadReport) -> bool:
+        """Take a report unless a newer one is here already; returns whether it was taken.
+
+        Newer is judged within an epoch by (seq, step number). Another epoch is another process and always
+        newer: that it is the current one is the registry's to know.
+        """
+        entry = self._entries.get(engine_id)
+        if entry is not None and entry.report.engine_epoch == report.engine_epoch:
+            held = entry.report
+            if report.seq <= held.seq or report.step_number < held.step_number:
+                self.num_stale += 1
+                return False
+            if report.load == held.load:
+                entry.report = report
+                return True
+        self.version += 1
+        self._entries[engine_id] = _Entry(report, self.version)
+        return True
+
+    def restart_order(self, engine_id: str) -> None:
+        """Let seq begin anew, for an engine that opens another session in the same epoch."""
+        entry = self._entries.get(engine_id)
+        if entry is not None:
+            held = entry.report
+            entry.report = LoadReport(held.engine_epoch, 0, held.step_number, held.load)
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the load of an engine that is gone."""
+        self._entries.pop(engine_id, None)
+
+    def find(self, engine_id: str) -> LoadReport | None:
+        """The newest report of that engine, or None."""
+        entry = self._entries.get(engine_id)
+        return entry.report if entry else None
+
+    def changed_since(self, version: int) -> dict[str, LoadReport]:
+        """The reports whose load changed after `version`, by engine id."""
+        return {id_: entry.report for id_, entry in self._entries.items() if entry.version > version}
+
+
+class PublishTimer:
+    """When one subscriber gets its next message: at once for members, soon for loads, else now and then."""
+
+    def __init__(self, now: float) -> None:
+        self._published_at = now
+
+    def published(self, now: float) -> None:
+        """Note that the subscriber has just been sent everything."""
+        self._published_at = now
+
+    def wait_s(self, now: float, *, members_changed: bool, loads_changed: bool) -> float:
+        """Seconds until the next message is due; 0 means now."""
+        if members_changed:
+            return 0.0
+        interval_s = MIN_PUBLISH_INTERVAL_S if loads_changed else MAX_PUBLISH_INTERVAL_S
+        return max(0.0, self._published_at + interval_s - now)

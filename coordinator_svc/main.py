@@ -1,0 +1,31 @@
+"""The coordinator's process: from flags to exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from service_kit.process import prepare_process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a coordinator until SIGTERM. Returns the exit code."""
+    prepare_process("coordinator")
+    # Imported after the process is prepared: grpc reads its environment once, at import.
+    from coordinator_svc.config import CoordinatorConfig
+    from coordinator_svc.run import run
+    from service_kit.config import ConfigError, load_config, usage
+
+    if "--help" in argv:
+        print(usage(CoordinatorConfig, "triptych coordinator"))
+        return 0
+    try:
+        loaded = load_config(CoordinatorConfig, argv, service="coordinator")
+    except ConfigError as error:
+        print(f"triptych coordinator: {error}", file=sys.stderr)
+        return 2
+    return run(loaded)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

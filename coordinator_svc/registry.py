@@ -1,0 +1,198 @@
+"""Who is there: engines as members with a state and a lease. Knows no gRPC, no protos and no loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from service_kit.clock import Clock
+from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition, ResourceExhausted
+
+MAX_MEMBERS = 4096
+
+
+class MemberState(Enum):
+    """Where an engine stands in its life. A lost session is not a state: see `Member.is_reporting`."""
+
+    JOINING = "joining"  # registered, still loading
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    GONE = "gone"
+
+
+_TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
+    MemberState.JOINING: frozenset({MemberState.READY, MemberState.DRAINING, MemberState.GONE}),
+    MemberState.READY: frozenset({MemberState.DRAINING, MemberState.GONE}),
+    MemberState.DRAINING: frozenset({MemberState.GONE}),
+    MemberState.GONE: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an engine says of itself when it registers."""
+
+    engine_id: str
+    engine_epoch: int  # random at process start: tells a restarted engine from the one before
+    endpoint: str  # "host:port" that frontends dial
+    dp_group: str = ""
+    dp_rank: int = 0
+    dp_size: int = 1
+    facts: bytes = b""  # all of what it said, passed on to frontends unread
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One engine as the coordinator sees it now. Immutable: the registry replaces it on every change."""
+
+    registration: Registration
+    session_id: int | None  # None: its session is lost, it is unreported but may well be alive
+    version: int  # the registry's version when this member last changed
+    state: MemberState = MemberState.JOINING
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether a session is open; False is UNREPORTED, still routable for whoever reaches the engine."""
+        return self.session_id is not None
+
+    def move_to(self, state: MemberState, version: int) -> Member:
+        """This member in `state`; raises InvalidTransition if the table has no such move."""
+        if state not in _TRANSITIONS[self.state]:
+            raise InvalidTransition(f"member cannot move from {self.state.name} to {state.name}")
+        return replace(self, state=state, version=version)
+
+
+class EngineRegistry:
+    """Every engine that registered and whose lease runs. All of it is rebuilt when engines register again.
+
+    A member lives under its engine id. `version` grows by one with each visible change, and each member
+    carries the version of its own last change, so a subscriber's delta is a comparison of numbers.
+    """
+
+    def __init__(self, clock: Clock, *, lease_s: float) -> None:
+        self.version = 1
+        self.lease_s = lease_s
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self._lease_ends_at: dict[str, float] = {}
+        self._expired_at = clock.now()
+
+    def members(self) -> list[Member]:
+        """All members, in order of first registration."""
+        return list(self._members.values())
+
+    def find(self, engine_id: str) -> Member | None:
+        """The member of that id, or None."""
+        return self._members.get(engine_id)
+
+    def register(self, registration: Registration, session_id: int) -> Member:
+        """Enter an engine, or let one that lost its session continue, and start its lease.
+
+        The same epoch is the same process: its newest session replaces an older one, which may be half open.
+        Another epoch takes the place of an engine whose session is lost, since that engine has restarted,
+        and is refused with AlreadyExists while the place is held by a live one.
+        """
+        for rival in self._rivals(registration):
+            if rival.is_reporting:
+                raise _place_taken(registration, rival)
+            self._forget(rival.registration.engine_id)
+        present = self._members.get(registration.engine_id)
+        if present is None and len(self._members) == MAX_MEMBERS:
+            raise ResourceExhausted(f"{MAX_MEMBERS} engines are registered, which is the limit")
+        self.version += 1
+        state = present.state if present else MemberState.JOINING
+        member = Member(registration, session_id, self.version, state)
+        self._members[registration.engine_id] = member
+        self._renew(registration.engine_id)
+        return member
+
+    def report(self, engine_id: str, session_id: int, state: MemberState) -> Member:
+        """Renew the lease of an engine and note its state.
+
+        Raises FailedPrecondition if it has to register again, or if the state cannot follow the one before.
+        """
+        member = self._members.get(engine_id)
+        if member is None or member.session_id != session_id:
+            raise FailedPrecondition(
+                f"engine {engine_id} holds no lease under this session: register again", reason="LEASE_ENDED"
+            )
+        self._renew(engine_id)
+        if state is member.state:
+            return member
+        if state not in _TRANSITIONS[member.state]:
+            raise FailedPrecondition(
+                f"engine {engine_id} reports {state.name} after {member.state.name}", reason="WRONG_STATE"
+            )
+        self.version += 1
+        moved = member.move_to(state, self.version)
+        if state is MemberState.GONE:
+            self._forget(engine_id)
+        else:
+            self._members[engine_id] = moved
+        return moved
+
+    def lose_session(self, engine_id: str, session_id: int) -> None:
+        """Note that a session ended without goodbye. Its engine stays a member until the lease ends."""
+        member = self._members.get(engine_id)
+        if member is not None and member.session_id == session_id:
+            self.version += 1
+            self._members[engine_id] = replace(member, session_id=None, version=self.version)
+
+    def leave(self, engine_id: str, session_id: int) -> None:
+        """Forget an engine that said goodbye."""
+        member = self._members.get(engine_id)
+        if member is not None and member.session_id == session_id:
+            self.version += 1
+            self._forget(engine_id)
+
+    def expire(self) -> list[Member]:
+        """Forget the members whose lease has ended, and return them as GONE.
+
+        To be called several times in a lease. When the last call lies half a lease back, the coordinator was
+        stopped, not the engines: their renewals wait unread, so every lease is longer by that gap.
+        """
+        now = self._clock.now()
+        gap_s = now - self._expired_at
+        self._expired_at = now
+        if gap_s > self.lease_s / 2:
+            for engine_id in self._lease_ends_at:
+                self._lease_ends_at[engine_id] += gap_s
+        ended = [engine_id for engine_id, ends_at in self._lease_ends_at.items() if ends_at <= now]
+        gone = []
+        for engine_id in ended:
+            self.version += 1
+            gone.append(self._members[engine_id].move_to(MemberState.GONE, self.version))
+            self._forget(engine_id)
+        return gone
+
+    def _rivals(self, registration: Registration) -> list[Member]:
+        """Members of another process that stand where this engine wants to."""
+        return [
+            member
+            for member in self._members.values()
+            if _claims_same_place(member.registration, registration)
+            and (member.registration.engine_id, member.registration.engine_epoch)
+            != (registration.engine_id, registration.engine_epoch)
+        ]
+
+    def _renew(self, engine_id: str) -> None:
+        self._lease_ends_at[engine_id] = self._clock.now() + self.lease_s
+
+    def _forget(self, engine_id: str) -> None:
+        del self._members[engine_id]
+        del self._lease_ends_at[engine_id]
+
+
+def _claims_same_place(one: Registration, other: Registration) -> bool:
+    if one.engine_id == other.engine_id:
+        return True
+    return one.dp_size > 1 and (one.dp_group, one.dp_rank) == (other.dp_group, other.dp_rank)
+
+
+def _place_taken(registration: Registration, rival: Member) -> AlreadyExists:
+    held = rival.registration
+    if held.engine_id == registration.engine_id:
+        place = f"engine id {held.engine_id}"
+    else:
+        place = f"data-parallel rank {held.dp_rank} of group {held.dp_group!r}"
+    return AlreadyExists(f"{place} is held by a live engine at {held.endpoint}")

@@ -1,0 +1,105 @@
+"""Builds a coordinator from its configuration and serves it. The only file here that knows every other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+from functools import partial
+
+import uvloop
+
+from coordinator_svc.config import CoordinatorConfig
+from coordinator_svc.registry import EngineRegistry
+from coordinator_svc.servicer import CoordinatorServicer
+from coordinator_svc.topology import Topology
+from service_kit.admin import AdminServicer
+from service_kit.clock import MonotonicClock
+from service_kit.config import Loaded
+from service_kit.server import (
+    ADMIN,
+    INTERNAL,
+    AddressError,
+    Registration,
+    Server,
+    run_server,
+    write_announcement,
+)
+from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from triptych.coordinator.v1 import coordinator_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+def run(loaded: Loaded[CoordinatorConfig]) -> int:
+    """Serve until SIGTERM. Returns the exit code."""
+    config = loaded.config
+    setup_telemetry(
+        "coordinator", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
+    )
+    logger.info("starting", extra={"options": loaded.changed()})
+    try:
+        return uvloop.run(_serve(config))
+    except AddressError as error:
+        print(f"triptych coordinator: {error.strerror}", file=sys.stderr)
+        return 2
+    finally:
+        shutdown_telemetry()
+
+
+async def _serve(config: CoordinatorConfig) -> int:
+    clock = MonotonicClock()
+    lease_s = config.lease_ms / 1000
+    # Never 0, which means "none" on the wire.
+    topology = Topology(EngineRegistry(clock, lease_s=lease_s), coordinator_epoch=secrets.randbits(63) + 1)
+    servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
+    admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status)
+    servers = [
+        Server(
+            listen=f"{config.host}:{config.port}",
+            registrations=[
+                Registration(
+                    "triptych.coordinator.v1.CoordinatorService",
+                    partial(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer),
+                    is_ready=True,
+                )
+            ],
+            profile=INTERNAL,
+            service="coordinator",
+            reflection=config.reflection,
+        ),
+        Server(
+            listen=f"127.0.0.1:{config.admin_port}",
+            registrations=[admin.registration()],
+            profile=ADMIN,
+            service="coordinator",
+            reflection=config.reflection,
+        ),
+    ]
+    expiring = asyncio.ensure_future(servicer.expire_leases())
+    try:
+        return await run_server(
+            servers,
+            on_drain=servicer.close,
+            drain_deadline_s=config.drain_deadline_s,
+            announce=lambda addresses: _announce(config, addresses),
+        )
+    finally:
+        expiring.cancel()
+
+
+def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:
+    address, admin_address = addresses
+    logger.info("serving", extra={"address": address, "admin_address": admin_address})
+    write_announcement(
+        config.announce_fd,
+        {
+            "service": "coordinator",
+            "index": config.index,
+            "pid": os.getpid(),
+            "address": address,
+            "admin_address": admin_address,
+        },
+    )

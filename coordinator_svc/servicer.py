@@ -1,0 +1,210 @@
+"""The sessions of engines and frontends: streams in, topology out. Knows no rule of membership."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import TypeAlias, TypeVar
+
+import grpc.aio
+
+from coordinator_svc.publisher import ChangeSignal, Publisher
+from coordinator_svc.rate_limit import RateLimit
+from coordinator_svc.registry import MemberState
+from coordinator_svc.topology import Topology
+from service_kit.clock import Clock
+from service_kit.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+EngineRequest: TypeAlias = coordinator_pb2.EngineSessionRequest
+EngineResponse: TypeAlias = coordinator_pb2.EngineSessionResponse
+EngineContext: TypeAlias = "grpc.aio.ServicerContext[EngineRequest, EngineResponse]"
+FrontendRequest: TypeAlias = coordinator_pb2.FrontendSessionRequest
+FrontendResponse: TypeAlias = coordinator_pb2.FrontendSessionResponse
+FrontendContext: TypeAlias = "grpc.aio.ServicerContext[FrontendRequest, FrontendResponse]"
+TopologyRequest: TypeAlias = coordinator_pb2.GetTopologyRequest
+TopologyResponse: TypeAlias = coordinator_pb2.GetTopologyResponse
+
+_HANDSHAKE_S = 10.0
+_MAX_IN_FLIGHT_ENTRIES = 4096
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Takes in what engines report and tells frontends. All of its state lives in one event loop."""
+
+    def __init__(self, topology: Topology, clock: Clock, *, lease_s: float) -> None:
+        self._topology = topology
+        self._clock = clock
+        self._lease_s = lease_s
+        self._rebuilt_at = clock.now() + lease_s
+        self._session_ids = itertools.count(1)
+        self._signal = ChangeSignal()
+        self._closing = asyncio.Event()
+
+    async def EngineSession(
+        self, request_iterator: AsyncIterator[EngineRequest], context: EngineContext
+    ) -> None:
+        """An engine's membership, from its registration to the end of its stream."""
+        first = await _first(request_iterator)
+        if first.WhichOneof("message") != "register":
+            raise FailedPrecondition("the first message of a session must be register")
+        session_id = next(self._session_ids)
+        engine_id = first.register.engine_id
+        self._register_engine(first.register, session_id)
+        try:
+            await context.write(self._registered())
+            await self._until_closing(self._read_engine(engine_id, session_id, request_iterator, context))
+        finally:
+            self._topology.lose_engine(engine_id, session_id)
+            self._signal.notify()
+
+    async def FrontendSession(
+        self, request_iterator: AsyncIterator[FrontendRequest], context: FrontendContext
+    ) -> None:
+        """A frontend's view of the engines: a snapshot, then deltas."""
+        first = await _first(request_iterator)
+        register = first.register
+        if first.WhichOneof("message") != "register":
+            raise FailedPrecondition("the first message of a session must be register")
+        if not register.frontend_id:
+            raise InvalidArgument("frontend_id must not be empty", field="register.frontend_id")
+        session_id = next(self._session_ids)
+        self._topology.frontends[session_id] = member_pb2.FrontendMember(
+            frontend_id=register.frontend_id, endpoint=register.endpoint
+        )
+        logger.info("frontend joined", extra={"frontend_id": register.frontend_id})
+        publisher = Publisher(self._topology, self._signal, self._clock)
+        publishing = asyncio.ensure_future(
+            publisher.run(context.write, delay_s=self._wait_before_snapshot_s(register))
+        )
+        try:
+            await self._until_closing(self._read_frontend(session_id, request_iterator, publisher))
+        finally:
+            publishing.cancel()
+            del self._topology.frontends[session_id]
+            logger.info("frontend left", extra={"frontend_id": register.frontend_id})
+
+    async def GetTopology(
+        self,
+        request: TopologyRequest,
+        context: grpc.aio.ServicerContext[TopologyRequest, TopologyResponse],
+    ) -> TopologyResponse:
+        """Everything the coordinator knows now."""
+        return TopologyResponse(topology=self._topology.snapshot())
+
+    async def expire_leases(self) -> None:
+        """Forget engines whose lease has ended, for ever, several times a lease."""
+        while True:
+            await asyncio.sleep(self._lease_s / 6)
+            for member in self._topology.expire():
+                fields = {"engine_id": member.registration.engine_id, "cause": "lease ended"}
+                logger.warning("engine gone", extra=fields)
+                self._signal.notify()
+
+    async def close(self) -> None:
+        """End all sessions, so that engines and frontends look for the next coordinator."""
+        self._closing.set()
+
+    async def _read_engine(
+        self,
+        engine_id: str,
+        session_id: int,
+        requests: AsyncIterator[EngineRequest],
+        context: EngineContext,
+    ) -> None:
+        limit = RateLimit(self._clock)
+        async for request in requests:
+            limit.take()
+            match request.WhichOneof("message"):
+                case "report":
+                    self._take_report(engine_id, session_id, request.report)
+                case "register":
+                    if request.register.engine_id != engine_id:
+                        raise InvalidArgument("engine_id must stay the same", field="register.engine_id")
+                    self._register_engine(request.register, session_id)
+                    await context.write(self._registered())
+                case "goodbye":
+                    self._topology.leave_engine(engine_id, session_id)
+                    fields = {"engine_id": engine_id, "cause": request.goodbye.reason or "goodbye"}
+                    logger.info("engine gone", extra=fields)
+                    return
+                case kind:
+                    _log_ignored(kind)
+
+    def _register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> None:
+        member = self._topology.register_engine(message, session_id)
+        fields = {"engine_id": message.engine_id, "endpoint": message.endpoint, "state": member.state.value}
+        logger.info("engine registered", extra=fields)
+        self._signal.notify()
+
+    def _registered(self) -> EngineResponse:
+        lease_ms = round(self._lease_s * 1000)
+        return EngineResponse(
+            registered=coordinator_pb2.Registered(
+                lease_ms=lease_ms,
+                # Two renewals may be lost before the lease ends.
+                renew_after_ms=lease_ms // 3,
+                coordinator_epoch=self._topology.coordinator_epoch,
+            )
+        )
+
+    def _take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> None:
+        version = self._topology.version
+        member = self._topology.take_report(engine_id, session_id, report)
+        if self._topology.version != version:
+            self._signal.notify()
+        if member.state is MemberState.GONE:
+            raise FailedPrecondition(f"engine {engine_id} has reported FAILED and is no member any more")
+
+    async def _read_frontend(
+        self, session_id: int, requests: AsyncIterator[FrontendRequest], publisher: Publisher
+    ) -> None:
+        limit = RateLimit(self._clock)
+        async for request in requests:
+            limit.take()
+            match request.WhichOneof("message"):
+                case "ack":
+                    publisher.take_ack(request.ack.nonce)
+                case "in_flight":
+                    self._topology.frontends[session_id].num_in_flight = request.in_flight.num_requests
+                case kind:
+                    _log_ignored(kind)
+
+    def _wait_before_snapshot_s(self, register: coordinator_pb2.FrontendRegistration) -> float:
+        # A frontend that knew an earlier coordinator keeps what it knows until the engines have had the time
+        # of a lease to register here: a snapshot without them would look as if they were gone.
+        if register.known_coordinator_epoch in (0, self._topology.coordinator_epoch):
+            return 0.0
+        return max(0.0, self._rebuilt_at - self._clock.now())
+
+    async def _until_closing(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` to its end, or end it with Unavailable when the coordinator stops."""
+        working = asyncio.ensure_future(work)
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait((working, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Unavailable("the coordinator stops")
+            await working
+        finally:
+            working.cancel()
+            closing.cancel()
+
+
+async def _first(requests: AsyncIterator[T]) -> T:
+    try:
+        return await asyncio.wait_for(anext(requests), _HANDSHAKE_S)
+    except StopAsyncIteration as error:
+        raise FailedPrecondition("the session ended before it registered") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no register within {_HANDSHAKE_S:g} s") from error
+
+
+def _log_ignored(kind: str | None) -> None:
+    # A wave or command this coordinator never sends, or a message of a newer contract.
+    logger.info("message ignored", extra={"kind": kind or "unknown"})

@@ -1,0 +1,150 @@
+"""A coordinator on a port of its own, and peers that speak to it over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from coordinator_svc.registry import EngineRegistry
+from coordinator_svc.servicer import CoordinatorServicer
+from coordinator_svc.topology import Topology
+from service_kit.channel import open_channel
+from service_kit.clock import MonotonicClock
+from service_kit.server import INTERNAL, Registration, Server
+from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+
+NAME = "triptych.coordinator.v1.CoordinatorService"
+
+
+class Coordinator:
+    """A served coordinator: its address, its servicer, and ways to reach it."""
+
+    def __init__(self, address: str, servicer: CoordinatorServicer, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.servicer = servicer
+        self.stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        self._peers: list[EnginePeer] = []
+
+    async def topology(self) -> member_pb2.Topology:
+        """What it knows now."""
+        answer: coordinator_pb2.GetTopologyResponse = await self.stub.GetTopology(
+            coordinator_pb2.GetTopologyRequest(), timeout=10
+        )
+        return answer.topology
+
+    async def engine(self, **fields: Any) -> EnginePeer:
+        """An engine that has registered."""
+        peer = EnginePeer(self.stub)
+        # A call that nobody refers to is cancelled.
+        self._peers.append(peer)
+        await peer.register(registration(**fields))
+        return peer
+
+    async def frontend(self, **fields: Any) -> FrontendPeer:
+        """A frontend that has sent its registration and has read nothing yet."""
+        peer = FrontendPeer(self.stub)
+        await peer.register(**{"frontend_id": "frontend-0", "frontend_epoch": 7, **fields})
+        return peer
+
+
+class EnginePeer:
+    """The engine's side of a session."""
+
+    def __init__(self, stub: Any) -> None:
+        self.call: Any = stub.EngineSession(timeout=60)
+        self._seq = 0
+        self.engine_epoch = 0
+
+    async def register(self, message: member_pb2.EngineRegistration) -> coordinator_pb2.Registered:
+        """Send a registration and return the answer."""
+        self.engine_epoch = message.engine_epoch
+        await self.call.write(coordinator_pb2.EngineSessionRequest(register=message))
+        answer = await self.read()
+        return answer.registered
+
+    async def read(self) -> coordinator_pb2.EngineSessionResponse:
+        """The next message; raises the RpcError the session ended with."""
+        answer = await self.call.read()
+        if not isinstance(answer, coordinator_pb2.EngineSessionResponse):
+            raise AssertionError(f"the session ended with {await self.call.code()}")
+        return answer
+
+    async def report(self, **fields: Any) -> None:
+        """Send a report with the next seq; `load` is a dict."""
+        self._seq += 1
+        if "load" in fields:
+            fields["load"] = member_pb2.EngineLoad(**{"engine_epoch": self.engine_epoch, **fields["load"]})
+        report = coordinator_pb2.EngineReport(**{"seq": self._seq, **fields})
+        await self.call.write(coordinator_pb2.EngineSessionRequest(report=report))
+
+    async def report_without_end(self) -> None:
+        """Send reports as fast as they go; raises the RpcError the session ends with."""
+        while True:
+            await self.report()
+
+    async def goodbye(self) -> None:
+        """Leave on purpose."""
+        await self.call.write(coordinator_pb2.EngineSessionRequest(goodbye=coordinator_pb2.EngineGoodbye()))
+
+
+class FrontendPeer:
+    """The frontend's side of a session."""
+
+    def __init__(self, stub: Any) -> None:
+        self.call: Any = stub.FrontendSession(timeout=60)
+
+    async def register(self, **fields: Any) -> None:
+        """Send the registration."""
+        message = coordinator_pb2.FrontendRegistration(**fields)
+        await self.call.write(coordinator_pb2.FrontendSessionRequest(register=message))
+
+    async def read(self, *, ack: bool = True) -> coordinator_pb2.FrontendSessionResponse:
+        """The next message, acknowledged."""
+        answer = await self.call.read()
+        if not isinstance(answer, coordinator_pb2.FrontendSessionResponse):
+            raise AssertionError(f"the session ended with {await self.call.code()}")
+        if ack:
+            await self.ack(answer.nonce)
+        return answer
+
+    async def ack(self, nonce: int) -> None:
+        """Acknowledge a message."""
+        message = coordinator_pb2.FrontendAck(nonce=nonce)
+        await self.call.write(coordinator_pb2.FrontendSessionRequest(ack=message))
+
+
+def registration(**fields: Any) -> member_pb2.EngineRegistration:
+    """A registration that is fine but for what `fields` say."""
+    defaults = {"engine_id": "engine-0", "engine_epoch": 11, "endpoint": "127.0.0.1:7000", "dp_size": 1}
+    return member_pb2.EngineRegistration(**{**defaults, **fields})
+
+
+@asynccontextmanager
+async def coordinator(*, lease_s: float = 30.0, epoch: int = 5) -> AsyncIterator[Coordinator]:
+    """A coordinator that runs for the length of a test."""
+    clock = MonotonicClock()
+    topology = Topology(EngineRegistry(clock, lease_s=lease_s), coordinator_epoch=epoch)
+    servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
+    server = Server(
+        listen="127.0.0.1:0",
+        registrations=[
+            Registration(
+                NAME, partial(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer)
+            )
+        ],
+        profile=INTERNAL,
+        service="coordinator",
+    )
+    address = await server.start()
+    expiring = asyncio.ensure_future(servicer.expire_leases())
+    try:
+        async with open_channel(address) as channel:
+            yield Coordinator(address, servicer, channel)
+    finally:
+        expiring.cancel()
+        await server.stop(0)
