@@ -1,0 +1,79 @@
+# What people type. Everything runs in $(VENV); a target whose work is done costs nothing.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PROMPT ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP_STAMP := $(VENV)/.setup-stamp
+BUF_VERSION := 1.75.0
+BUF := $(VENV)/node/node_modules/.bin/buf
+BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
+PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
+CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
+
+.PHONY: help setup demo serve protos format check test test-network test-gpu bench
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everything to develop it
+
+$(SETUP_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## answer one prompt through three processes: make demo PROMPT="..."
+	$(BIN)/triptych demo $(if $(PROMPT),--prompt "$$PROMPT")
+
+serve: setup  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
+	$(BIN)/triptych serve $(ARGS)
+
+protos: setup  ## regenerate the stubs beside the protos
+	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
+		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:protos/%=%)
+
+format: setup  ## format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: setup $(BUF_STAMP)  ## formatting, lint, types, import contracts, architecture, protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports
+	$(BUF) lint
+	$(MAKE) --no-print-directory check-stubs
+	$(BIN)/python -m pytest tests/architecture -q
+
+.PHONY: check-stubs
+check-stubs: setup
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	(cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
+		--python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS:protos/%=%)); \
+	cd "$$fresh" && find . -type f | while read -r stub; do \
+		cmp "$$stub" "$(CURDIR)/protos/$$stub" || { echo "stale stub $$stub: run make protos" >&2; exit 1; }; \
+	done
+
+$(BUF_STAMP): | $(SETUP_STAMP)
+	npm install --prefix $(VENV)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
+	touch $@
+
+test: setup  ## the CPU suite
+	$(BIN)/python -m pytest
+
+test-network: setup $(BUF_STAMP)  ## tests that need a package registry
+	$(BIN)/python -m pytest -m network
+
+test-gpu: setup  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+bench: setup  ## the serving smoke benchmark: make bench ARGS="--json out.json"
+	$(BIN)/python -m benchmarks.serve_smoke $(ARGS)
+
+export PROMPT

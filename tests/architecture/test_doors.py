@@ -1,0 +1,65 @@
+"""What only a few files may do: read the environment, catch everything, deserialize the unsafe way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.architecture.sources import Source, package_sources
+
+MAY_READ_THE_ENVIRONMENT = {"service_kit/config.py", "service_kit/process.py"}
+
+# Where the last line of defence is, or where a library raises bare Exceptions for bad data.
+MAY_CATCH_EVERYTHING = {
+    "service_kit/interceptors.py",
+    "engine_svc/engine.py",
+    "engine_svc/engine_thread.py",
+    "frontend_svc/text/detokenizer.py",
+    "frontend_svc/engines/artifacts.py",
+}
+UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}
+
+
+def test_the_environment_has_two_doors() -> None:
+    readers = {source.path for source in package_sources() if _reads_environment(source)}
+    assert readers - MAY_READ_THE_ENVIRONMENT == set()
+
+
+def test_only_few_places_catch_everything() -> None:
+    hits = [
+        f"{source.path}:{handler.lineno}"
+        for source in package_sources()
+        if source.path not in MAY_CATCH_EVERYTHING
+        for handler in _handlers_of_everything(source)
+    ]
+    assert hits == []
+
+
+def test_nothing_that_arrives_is_unpickled_or_evaluated() -> None:
+    hits = []
+    for source in package_sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in UNSAFE_CALLS:
+                hits.append(f"{source.path}:{node.lineno}")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                is_off = isinstance(node.value, ast.Constant) and node.value.value is False
+                hits += [] if is_off else [f"{source.path}:{node.value.lineno}"]
+    assert hits == []
+
+
+def _reads_environment(source: Source) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+        for node in ast.walk(source.tree)
+    )
+
+
+def _handlers_of_everything(source: Source) -> Iterator[ast.ExceptHandler]:
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = "everything" if node.type is None else ast.unparse(node.type)
+        # Who cleans up and raises again hides nothing.
+        raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        if caught in ("everything", "Exception", "BaseException") and not raises_again:
+            yield node

@@ -1,0 +1,100 @@
+"""Who loads what: light services stay light, no import circles, and no folder of ours hides a package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import grimp
+import pytest
+
+from tests.architecture.sources import ROOT
+
+HEAVY = ("torch", "triton", "transformers", "numpy")
+SOURCE_PATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "kernels"))
+
+LIST_LOADED = """
+import importlib, json, pkgutil, sys
+for name in {packages}:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        importlib.import_module(module.name)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def in_fresh_process(program: str) -> str:
+    """Run `program` with the source roots alone on its path, in the root, as a contributor would."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": SOURCE_PATH},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("packages", "forbidden"),
+    [
+        (["service_kit"], (*HEAVY, "tokenizers")),
+        (["coordinator_svc"], (*HEAVY, "tokenizers", "frontend_svc", "engine_svc")),
+        (["frontend_svc"], (*HEAVY, "triptych_kernels", "engine_svc", "coordinator_svc")),
+        (["triptych_client"], (*HEAVY, "tokenizers", "service_kit", "opentelemetry")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_light_packages_load_nothing_heavy(packages: list[str], forbidden: tuple[str, ...]) -> None:
+    loaded = set(json.loads(in_fresh_process(LIST_LOADED.format(packages=packages))))
+    assert loaded & set(forbidden) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["engine_svc.scheduler.scheduler", "engine_svc.cache.kv_cache", "engine_svc.mailbox"]
+)
+def test_the_core_of_the_engine_loads_no_tensors_and_no_wire(module: str) -> None:
+    program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    assert set(json.loads(in_fresh_process(program))) & {"torch", "grpc", "triptych"} == set()
+
+
+@pytest.mark.parametrize(
+    "package", ["service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "launcher"]
+)
+def test_a_package_itself_imports_nothing_heavy(package: str) -> None:
+    program = f"import json, sys, {package}; print(json.dumps(sorted(sys.modules)))"
+    assert set(json.loads(in_fresh_process(program))) & {*HEAVY, "grpc"} == set()
+
+
+def test_transformers_can_be_imported_from_the_source_tree() -> None:
+    program = (
+        "import transformers; from transformers import LlamaForCausalLM; print(transformers.__version__)"
+    )
+    assert in_fresh_process(program).strip()
+
+
+def test_there_are_no_import_circles() -> None:
+    packages = ("service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "launcher")
+    graph = grimp.build_graph(*packages, exclude_type_checking_imports=False)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert [sorted(circle) for circle in _circles(imports)] == []
+
+
+def _circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    # A module is on a circle when it can be reached from itself.
+    reachable = {module: _reached_from(module, imports) for module in imports}
+    on_circle = {module for module, reached in reachable.items() if module in reached}
+    return [{other for other in on_circle if other in reachable[module]} for module in sorted(on_circle)]
+
+
+def _reached_from(start: str, imports: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = list(imports[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += imports.get(module, ())
+    return reached

@@ -1,0 +1,53 @@
+"""What a light image holds: a venv with one extra starts its service, without torch and foreign names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT
+
+pytestmark = pytest.mark.network
+
+SHIPPED = ("service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "launcher")
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [("coordinator", []), ("frontend", ["--engine", "127.0.0.1:1"])],
+    ids=["coordinator", "frontend"],
+)
+def test_a_light_image_starts_its_service(extra: str, arguments: list[str], tmp_path: Path) -> None:
+    bin_folder = installed(extra, tmp_path)
+    packages = {folder.name for folder in next(tmp_path.glob("venv/lib/python*/site-packages")).iterdir()}
+    assert packages & {"torch", "transformers", "numpy", "triton", "kernels", "protos", "tests"} == set()
+    assert packages >= {*SHIPPED, "triptych", "triptych_kernels"}
+    reader, writer = os.pipe()
+    command = [str(bin_folder / "triptych"), extra, "--port", "0", "--announce-fd", str(writer), *arguments]
+    # Started elsewhere, so that nothing of the source tree is found by chance.
+    with subprocess.Popen(command, cwd=tmp_path, pass_fds=[writer]) as process:
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            line = pipe.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert json.loads(line)["service"] == extra
+
+
+def installed(extra: str, folder: Path) -> Path:
+    """Build a copy of the tree, install it with one extra into a fresh venv, and return its bin folder."""
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "node_modules")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    bin_folder = folder / "venv" / "bin"
+    pip = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    constraints = str(ROOT / "constraints.txt")
+    subprocess.run([*pip, "-c", constraints, f"{folder / 'source'}[{extra}]"], check=True)
+    return bin_folder
