@@ -1,0 +1,1 @@
+"""All on one machine: the command line, the supervisor behind `triptych serve`, and the embedded model."""

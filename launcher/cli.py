@@ -1,0 +1,194 @@
+"""The command line: verbs. The options of services come from their configurations, not from here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, NoReturn
+
+import typer
+
+from service_kit.process import prepare_process, process_environment
+
+# A verb that runs services hands on what it is given: their own configurations know the flags and the help.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_USAGE_ERROR = 2
+_DEFAULT_URL = "grpc://127.0.0.1:50051"
+
+# What the user has set. Children start from this, not from what this process sets for its own gRPC.
+_ENVIRONMENT = process_environment()
+
+Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
+Model = Annotated[str, typer.Option(help="name the model is served under; needed where there are several")]
+
+app = typer.Typer(
+    help="An LLM inference stack in three gRPC services: frontend, engine, coordinator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Run the `triptych` command and exit."""
+    app(prog_name="triptych")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from launcher.version import installed_version
+
+        print(f"triptych {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(context: typer.Context) -> None:
+    """Serve a model on this machine: one coordinator, engines, one frontend; --help lists all flags."""
+    from launcher.arguments import parse_serve, serve_usage
+    from service_kit.config import ConfigError
+
+    if "--help" in context.args:
+        print(serve_usage())
+        return
+    try:
+        serving = parse_serve(context.args)
+    except ConfigError as error:
+        _refuse("serve", error)
+    prepare_process("client")
+    from launcher.serve import run_serve
+
+    raise typer.Exit(run_serve(serving, _ENVIRONMENT))
+
+
+@app.command(context_settings=_PASS_ON)
+def frontend(context: typer.Context) -> None:
+    """Run a frontend: text in and out for clients; --help lists its flags."""
+    raise typer.Exit(_main_of("frontend")(context.args))
+
+
+@app.command(context_settings=_PASS_ON)
+def engine(context: typer.Context) -> None:
+    """Run an engine: the model; without MODEL the embedded one; --help lists its flags."""
+    from launcher.arguments import with_model
+
+    raise typer.Exit(_main_of("engine")(with_model(context.args)))
+
+
+@app.command(context_settings=_PASS_ON)
+def coordinator(context: typer.Context) -> None:
+    """Run a coordinator: who is there and how loaded; --help lists its flags."""
+    raise typer.Exit(_main_of("coordinator")(context.args))
+
+
+@app.command()
+def complete(
+    url: Url = _DEFAULT_URL,
+    prompt: Annotated[str | None, typer.Option(help="the prompt as text")] = None,
+    prompt_token_ids: Annotated[str | None, typer.Option(help="the prompt as ids: 1,2,3")] = None,
+    model: Model = "",
+    request_id: Annotated[str, typer.Option(help="an id of your own for the request")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to sample")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="tokens before the output may end")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="smallest set of tokens that reaches this share")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="the k most likely tokens; 0 is all")] = None,
+    min_p: Annotated[float | None, typer.Option(help="least share of the most likely token")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="against tokens that are there")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="against each occurrence")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="divides logits of seen tokens")] = None,
+    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+    n: Annotated[int | None, typer.Option(help="outputs to sample")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; repeatable")] = None,
+    stop_token_ids: Annotated[list[int] | None, typer.Option(help="id that ends it; repeatable")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option(help="go on past the end of sequence")] = None,
+    include_stop_in_output: Annotated[bool | None, typer.Option(help="keep the stop string")] = None,
+    skip_special_tokens: Annotated[bool | None, typer.Option(help="leave special tokens out")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="likeliest tokens to return at each place")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="with --json: one object an event")] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="give up after so many seconds")] = None,
+) -> None:
+    """Continue one prompt; prints the text as it arrives. Exits 1 with the status on stderr if refused."""
+    arguments = dict(locals())
+    prepare_process("client")
+    from launcher.complete import Completion, run_complete
+
+    shown = ("url", "prompt", "prompt_token_ids", "model", "request_id", "as_json", "stream", "timeout_s")
+    sampling = {name: value for name, value in arguments.items() if name not in shown}
+    raise typer.Exit(run_complete(Completion(sampling=sampling, **{name: arguments[name] for name in shown})))
+
+
+@app.command()
+def chat(
+    url: Url = _DEFAULT_URL,
+    model: Model = "",
+    quick: Annotated[str | None, typer.Option(help="say this alone, then exit")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens of an answer")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+) -> None:
+    """Talk with a model: a line is a turn, /exit or the end of input ends it.
+
+    The server's ApplyChatTemplate makes the prompt; a server without it gets the form of the embedded model,
+    which other models do not know.
+    """
+    prepare_process("client")
+    from launcher.chat import Chat, run_chat
+    from launcher.complete import sampling_of
+
+    sampling = sampling_of({"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+    raise typer.Exit(run_chat(Chat(url, model, sampling, quick)))
+
+
+@app.command()
+def health(
+    url: Annotated[str | None, typer.Option(help="the service, grpc://host:port")] = None,
+    service: Annotated[
+        str, typer.Option(help="frontend, engine, coordinator, or a full gRPC name; '' is the process")
+    ] = "frontend",
+    timeout_s: Annotated[float, typer.Option(help="give up after so many seconds")] = 5.0,
+) -> None:
+    """Ask a service whether it is ready: prints the answer, exits 0 if it is SERVING and 1 if not."""
+    prepare_process("client")
+    from launcher.health import run_health
+
+    raise typer.Exit(run_health(url, service, timeout_s))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="what to ask")] = None,
+) -> None:
+    """Start three processes on free ports, stream one answer of the embedded model, show its trace, stop."""
+    prepare_process("client")
+    from launcher.demo import DEFAULT_PROMPT, run_demo
+
+    raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
+
+
+def _main_of(service: str) -> Callable[[list[str]], int]:
+    from launcher.services import main_of
+
+    return main_of(service)
+
+
+def _refuse(verb: str, error: Exception) -> NoReturn:
+    print(f"triptych {verb}: {error}", file=sys.stderr)
+    raise typer.Exit(_USAGE_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What `triptych serve` takes itself. Every other flag belongs to the service whose configuration has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service_kit.config import option
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """A whole stack on this machine: one coordinator, engines, one frontend."""
+
+    model: str | None = option(None, help="model folder; without it the embedded model", positional=True)
+    host: str = option("127.0.0.1", help="address of the frontend; the other services stay on loopback")
+    port: int = option(50051, help="port of the frontend; 0 lets the kernel choose")
+    data_parallel_size: int = option(1, short="dp", help="engines to start, each with all of the model")
+    tensor_parallel_size: int = option(1, short="tp", help="ranks that share a model; only 1 so far")
+    ready_file: str | None = option(None, help="file for addresses and pids as JSON once all is ready")
+    startup_timeout_s: float = option(600.0, help="time for everything to get ready, in s")
+    drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, the range is 0..65535")
+        if not 1 <= self.data_parallel_size <= 64:
+            raise ValueError(f"data_parallel_size is {self.data_parallel_size}, the range is 1..64")
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}: an engine that spans several devices"
+                " is not served yet, use 1, or --data-parallel-size for more engines"
+            )
+        if self.startup_timeout_s <= 0 or self.drain_deadline_s < 0:
+            raise ValueError("startup_timeout_s must be above 0 and drain_deadline_s at least 0")

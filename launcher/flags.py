@@ -1,0 +1,69 @@
+"""Hands the flags of `triptych serve` to the services whose configuration has them. Knows no values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from service_kit.config import ConfigError, flag_names, switch_names
+
+# What the launcher tells its children itself; typed by a user, these would contradict it.
+RESERVED = frozenset(
+    {
+        "--announce-fd",
+        "--config",
+        "--index",
+        "--admin-port",
+        "--coordinator",
+        "--engine",
+        "--advertise-address",
+        "--data-parallel-rank",
+    }
+)
+
+
+def split_flags(
+    argv: Sequence[str], own: type, services: Mapping[str, type]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Sort arguments into those of `own` and those of each service; raises ConfigError for a flag nobody has.
+
+    A flag that `own` has stays there; any other goes to every service that has it. No flag: `own`'s.
+    """
+    owners = {service: flag_names(config) for service, config in services.items()}
+    switches = switch_names(own).union(*(switch_names(config) for config in services.values()))
+    known = flag_names(own).union(*owners.values())
+    kept: list[str] = []
+    routed: dict[str, list[str]] = {service: [] for service in services}
+    arguments = iter(argv)
+    for argument in arguments:
+        if not argument.startswith("-"):
+            kept.append(argument)
+            continue
+        spelling = argument.partition("=")[0]
+        if spelling not in known or spelling in RESERVED:
+            raise ConfigError(_refusal(spelling, known - RESERVED))
+        words = [argument]
+        if "=" not in argument and spelling not in switches:
+            words += _value(spelling, next(arguments, None))
+        if spelling in flag_names(own):
+            kept += words
+            continue
+        for service, spellings in owners.items():
+            if spelling in spellings:
+                routed[service] += words
+    return kept, routed
+
+
+def _value(spelling: str, text: str | None) -> list[str]:
+    if text is None:
+        raise ConfigError(f"{spelling} needs a value")
+    return [text]
+
+
+def _refusal(spelling: str, known: set[str]) -> str:
+    if spelling == "--config":
+        return "--config is for a service that runs alone; here, set TRIPTYCH_<SERVICE>_CONFIG"
+    if spelling in RESERVED:
+        return f"{spelling} is for a service that runs alone; serve connects its services itself"
+    near = difflib.get_close_matches(spelling, known, n=1)
+    return f"unknown flag {spelling}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,0 +1,108 @@
+"""One Generate call as the command line makes it, and its answer as plain data. Knows no terminal."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from service_kit.errors import from_rpc_error
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych.common.v1 import output_pb2
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request came to; of several outputs the first one's text, ids and reason."""
+
+    request_id: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+    trace_id: str = ""
+
+
+class Generation:
+    """A request on its way: iterate its `events` once, then read its `answer`."""
+
+    def __init__(self, channel: grpc.aio.Channel, request: generate_pb2.GenerateRequest) -> None:
+        self.answer = Answer(trace_id=secrets.token_hex(16))
+        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._request = request
+
+    async def events(self, timeout_s: float | None = None) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        """Each message as it comes; raises the ServiceError the server answered with."""
+        # The command line is the root of the trace, and names it before anybody has recorded a span.
+        traceparent = f"00-{self.answer.trace_id}-{secrets.token_hex(8)}-01"
+        call = self._stub.Generate(self._request, timeout=timeout_s, metadata=(("traceparent", traceparent),))
+        try:
+            async for response in call:
+                self._take(response)
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    def _take(self, response: generate_pb2.GenerateResponse) -> None:
+        match response.WhichOneof("event"):
+            case "started":
+                self.answer.request_id = response.started.request_id
+                self.answer.prompt_token_ids = list(response.started.prompt_token_ids)
+            case "delta" if response.delta.output_index == 0:
+                self.answer.text += response.delta.text
+                self.answer.token_ids += response.delta.token_ids
+            case "finished" if response.finished.output_index == 0:
+                self.answer.finish_reason = reason_name(response.finished.reason)
+                self.answer.usage = usage_of(response.finished.usage)
+
+
+def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict[str, Any]:
+    """One message of the stream as an object for JSON."""
+    match response.WhichOneof("event"):
+        case "started":
+            started = response.started
+            return {
+                "event": "started",
+                "request_id": started.request_id,
+                "trace_id": trace_id,
+                "num_prompt_tokens": started.num_prompt_tokens,
+                "num_cached_tokens": started.num_cached_tokens,
+                "prompt_token_ids": list(started.prompt_token_ids),
+            }
+        case "delta":
+            delta = response.delta
+            return {
+                "event": "delta",
+                "output_index": delta.output_index,
+                "text": delta.text,
+                "token_ids": list(delta.token_ids),
+            }
+        case "finished":
+            finished = response.finished
+            return {
+                "event": "finished",
+                "output_index": finished.output_index,
+                "finish_reason": reason_name(finished.reason),
+                "usage": usage_of(finished.usage),
+            }
+    return {"event": "unknown"}
+
+
+def reason_name(reason: output_pb2.FinishReason) -> str:
+    """`stop` for FINISH_REASON_STOP, and so on."""
+    return output_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def usage_of(usage: output_pb2.Usage) -> dict[str, int]:
+    """Token counts by their field names."""
+    return {
+        "num_prompt_tokens": usage.num_prompt_tokens,
+        "num_cached_tokens": usage.num_cached_tokens,
+        "num_completion_tokens": usage.num_completion_tokens,
+    }

@@ -1,0 +1,47 @@
+"""Waits for, and asks about, the standard health service of a peer. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from launcher.services import READINESS
+from service_kit.channel import open_channel
+from service_kit.errors import ServiceError, from_rpc_error
+
+_RETRY_S = 0.1
+
+
+async def await_ready(service: str, address: str) -> None:
+    """Return once `service` at `address` is SERVING; waits for ever, so give it a limit."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=READINESS[service])):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise from_rpc_error(error) from error
+            await asyncio.sleep(_RETRY_S)
+
+
+async def health_of(target: str, name: str, timeout_s: float) -> str:
+    """The health of the gRPC service `name` as a word: SERVING, NOT_SERVING, SERVICE_UNKNOWN.
+
+    The empty name is the process as a whole.
+    """
+    async with open_channel(target, profile="public") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=name)
+        try:
+            answer = await stub.Check(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            failure: ServiceError = from_rpc_error(error)
+            if failure.code is grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
+            raise failure from error
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -1,0 +1,164 @@
+"""The verb `serve`: a whole stack on this machine, from its flags to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.arguments import Serving
+from launcher.config import ServeConfig
+from launcher.loopback import ensure_loopback
+from launcher.port_owner import find_port_owner
+from launcher.process import ChildDied, ProcessPlan
+from launcher.readiness import await_ready
+from launcher.services import command_of
+from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
+from launcher.version import installed_version
+
+EXIT_PORT_IN_USE = 2
+_FRONTEND = "frontend-0"
+_EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
+
+
+def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
+    """Serve until a signal ends it: 0. Returns 1 if a process keeps dying, 2 if the port is taken."""
+    ensure_loopback()
+    config = serving.config
+    owner = find_port_owner(config.host, config.port)
+    if owner is not None:
+        print(f"triptych serve: port {config.port} is in use by {owner}", file=sys.stderr)
+        return EXIT_PORT_IN_USE
+    if config.ready_file:
+        # Left by an earlier run, it would say ready too early.
+        Path(config.ready_file).unlink(missing_ok=True)
+    return asyncio.run(_serve(serving, environment))
+
+
+def plan_stack(serving: Serving) -> StackPlan:
+    """The processes of a stack, with their flags but for what is known only once the coordinator runs."""
+    config = serving.config
+    parent = os.getpid()
+    names = [
+        ("coordinator", 0),
+        *(("engine", index) for index in range(config.data_parallel_size)),
+        ("frontend", 0),
+    ]
+    plans = [ProcessPlan(service, index, command_of(service, parent)) for service, index in names]
+    flags = {plan.name: (*serving.flags.get(plan.service, ()), *_extra_flags(plan, config)) for plan in plans}
+    return StackPlan(
+        coordinator=plans[0],
+        others=tuple(plans[1:]),
+        flags=flags,
+        ports={_FRONTEND: config.port},
+    )
+
+
+def limits_of(config: ServeConfig) -> SupervisorLimits:
+    """The supervisor's limits under that configuration."""
+    # A service may drain to its deadline and then still has to tear down.
+    return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0)
+
+
+def _extra_flags(plan: ProcessPlan, config: ServeConfig) -> list[str]:
+    flags = [f"--drain-deadline-s={config.drain_deadline_s}"]
+    if plan.service == "frontend":
+        flags.append(f"--host={config.host}")
+    if plan.service == "engine":
+        flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={config.data_parallel_size}"]
+    return flags
+
+
+async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
+    config = serving.config
+    supervisor = Supervisor(
+        plan_stack(serving),
+        environment,
+        await_ready=await_ready,
+        report=_report,
+        on_restart=lambda: write_ready_file(config, supervisor),
+        limits=limits_of(config),
+    )
+    stopping = _stop_on_signals(supervisor)
+    running = asyncio.ensure_future(_run(config, serving.model, supervisor))
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    exit_code = 0
+    if not running.done():
+        running.cancel()
+        await asyncio.wait((running,))
+        _report("stopping")
+    elif error := running.exception():
+        _report(str(error))
+        exit_code = 1
+        if not isinstance(error, (ChildDied, StartTimeout)):
+            raise error
+    await supervisor.stop()
+    return exit_code
+
+
+async def _run(config: ServeConfig, model: str, supervisor: Supervisor) -> None:
+    await supervisor.start()
+    write_ready_file(config, supervisor)
+    print(banner(model, supervisor.address_of(_FRONTEND)), flush=True)
+    await supervisor.keep_running()
+
+
+def _stop_on_signals(supervisor: Supervisor) -> asyncio.Future[None]:
+    """A future that the first SIGTERM or SIGINT resolves; the second one cuts the drain."""
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        if stopping.done():
+            supervisor.hurry()
+        else:
+            stopping.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stopping
+
+
+def write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
+    """Write where everything listens, if asked to, so that no reader ever sees half of it."""
+    if config.ready_file is None:
+        return
+    path = Path(config.ready_file)
+    record = {
+        "grpc": supervisor.address_of(_FRONTEND),
+        "http": None,
+        "processes": [
+            {
+                "service": child.plan.service,
+                "index": child.plan.index,
+                "pid": child.pid,
+                "address": supervisor.address_of(name),
+                "admin_address": child.announcement.admin_address if child.announcement else "",
+            }
+            for name, child in supervisor.children.items()
+        ],
+    }
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def banner(model: str, address: str) -> str:
+    """What people see once everything is ready."""
+    return "\n".join(
+        (
+            f"triptych {installed_version()} serves {model}",
+            f"  gRPC    grpc://{address}",
+            "  try     buf curl --protocol grpc --http2-prior-knowledge"
+            f" -d '{_EXAMPLE}' http://{address}/triptych.api.v1.InferenceService/Generate",
+            f"  or      triptych complete --url grpc://{address} --prompt 'Once upon a time'",
+        )
+    )
+
+
+def _report(line: str) -> None:
+    print(f"[serve] {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,41 @@
+"""The three services as programs: where their main and their configuration lie. Imports none until asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+SERVICES = ("coordinator", "engine", "frontend")
+
+# The health name that turns SERVING when a service can do its work.
+READINESS = {
+    "coordinator": "triptych.coordinator.v1.CoordinatorService",
+    "engine": "triptych.engine.v1.EngineCoreService",
+    "frontend": "triptych.api.v1.InferenceService",
+}
+
+_CONFIG_NAMES = {"coordinator": "CoordinatorConfig", "engine": "EngineConfig", "frontend": "FrontendConfig"}
+
+
+def main_of(service: str) -> Callable[[Sequence[str]], int]:
+    """The `main(argv)` of a service; imports it."""
+    main: Callable[[Sequence[str]], int] = import_module(f"{service}_svc.main").main
+    return main
+
+
+def config_of(service: str) -> type:
+    """The configuration dataclass of a service; imports its light config module alone."""
+    config: type = vars(import_module(f"{service}_svc.config"))[_CONFIG_NAMES[service]]
+    return config
+
+
+def command_of(service: str, parent_pid: int) -> tuple[str, ...]:
+    """The command line that runs a service as a child of `parent_pid`, to be followed by its flags."""
+    return (sys.executable, "-m", "launcher.child", str(parent_pid), service)
+
+
+def embedded_model() -> Path:
+    """The folder of the small model that ships with the package."""
+    return Path(__file__).parent / "tiny_model" / "weights"

@@ -1,0 +1,66 @@
+"""The coordinator as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from coordinator_svc.config import CoordinatorConfig
+from service_kit.channel import open_channel
+from tests.coordinator_svc.fakes import EnginePeer, registration
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.coordinator.v1 import coordinator_pb2_grpc
+
+_HEAVY = ("torch", "transformers", "tokenizers", "numpy", "triton", "jinja2")
+
+
+async def test_it_announces_itself_tells_its_status_and_stops_at_once_with_sessions_open() -> None:
+    read_fd, write_fd = os.pipe()
+    flags = ("--port=0", f"--announce-fd={write_fd}", "--index=3", "--lease-ms=9000")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator_svc.main", *flags, pass_fds=(write_fd,)
+    )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        record = json.loads(await asyncio.to_thread(pipe.readline))
+    assert (record["service"], record["index"], record["pid"]) == ("coordinator", 3, process.pid)
+
+    async with open_channel(record["address"]) as channel, open_channel(record["admin_address"]) as admin:
+        peer = EnginePeer(coordinator_pb2_grpc.CoordinatorServiceStub(channel))
+        assert (await peer.register(registration())).lease_ms == 9000
+        answer = await admin_pb2_grpc.AdminServiceStub(admin).GetStatus(
+            admin_pb2.GetStatusRequest(), timeout=10
+        )
+        values = {value.key: value.number for value in answer.values}
+        assert (values["num_engines"], values["num_ready"], values["num_frontends"]) == (1, 0, 0)
+
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError, match="the coordinator stops"):
+            await peer.call.read()
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+def test_it_imports_nothing_heavy() -> None:
+    program = f"import sys, coordinator_svc.run; print([name for name in {_HEAVY} if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"
+
+
+def test_a_wrong_flag_exits_2() -> None:
+    command = [sys.executable, "-m", "coordinator_svc.main", "--lease", "5"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert "did you mean --lease-ms" in answer.stderr
+
+
+@pytest.mark.parametrize("wrong", [{"lease_ms": 10}, {"port": 70_000}, {"admin_port": -1}])
+def test_a_configuration_that_cannot_work_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CoordinatorConfig(**wrong)

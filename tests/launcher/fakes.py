@@ -1,0 +1,103 @@
+"""A frontend without engines: it answers what it is told to, over real gRPC, and keeps what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from service_kit.errors import InvalidArgument
+from service_kit.server import PUBLIC, Registration, Server
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych.common.v1 import output_pb2
+
+_NAME = "triptych.api.v1.InferenceService"
+
+
+class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers every prompt with "hello world" as ids 5 and 6, or refuses what is too hot."""
+
+    def __init__(self) -> None:
+        self.requests: list[generate_pb2.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+
+    async def Generate(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        """One started, two deltas, one finished."""
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        if request.sampling.temperature > 2:
+            raise InvalidArgument("temperature is 3, the range is 0..2", field="sampling.temperature")
+        prompt_ids = list(request.token_ids.ids) or [1, 2]
+        yield generate_pb2.GenerateResponse(
+            position=1,
+            started=generate_pb2.Started(
+                request_id=request.request_id or "made-here",
+                num_prompt_tokens=len(prompt_ids),
+                prompt_token_ids=prompt_ids if request.return_prompt_token_ids else [],
+            ),
+        )
+        for position, (text, token_id) in enumerate((("hello", 5), (" world", 6)), start=2):
+            delta = generate_pb2.Delta(text=text, token_ids=[token_id])
+            yield generate_pb2.GenerateResponse(position=position, delta=delta)
+        usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
+        finished = generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP, usage=usage)
+        yield generate_pb2.GenerateResponse(position=4, finished=finished)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A fake frontend and where it listens."""
+
+    frontend: FakeFrontend
+    server: Server
+    url: str
+
+
+@asynccontextmanager
+async def fake_frontend() -> AsyncIterator[Served]:
+    """A fake frontend that runs for the length of a test."""
+    frontend = FakeFrontend()
+    add = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, frontend)
+    server = Server(
+        listen="127.0.0.1:0",
+        registrations=[Registration(_NAME, add, is_ready=True)],
+        profile=PUBLIC,
+        service="frontend",
+    )
+    address = await server.start()
+    try:
+        yield Served(frontend, server, f"grpc://{address}")
+    finally:
+        await server.stop(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run of the command line came to."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+async def triptych(*arguments: str, stdin: str = "") -> Outcome:
+    """Run the `triptych` command in a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 300)
+    return Outcome(process.returncode or 0, out.decode(), err.decode())

@@ -1,0 +1,77 @@
+"""The command line before anything runs: verbs, help, mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from launcher.config import ServeConfig
+from tests.launcher.fakes import triptych
+
+
+async def test_version_is_one_line() -> None:
+    outcome = await triptych("--version")
+    assert outcome.exit_code == 0
+    assert outcome.out.startswith("triptych ")
+
+
+async def test_help_names_every_verb() -> None:
+    outcome = await triptych("--help")
+    verbs = {line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()}
+    assert {"serve", "frontend", "engine", "coordinator", "complete", "chat", "health", "demo"} <= verbs
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        ("coordinator", ["--lease-ms"]),
+        ("engine", ["--max-num-seqs", "default 256"]),
+        ("frontend", ["--engine"]),
+        ("serve", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
+    ],
+)
+async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags: list[str]) -> None:
+    outcome = await triptych(verb, "--help")
+    assert outcome.exit_code == 0
+    for flag in flags:
+        assert flag in outcome.out
+
+
+async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
+    outcome = await triptych("serve", "--help")
+    for flag in ("--announce-fd", "--coordinator ", "--admin-port", "--config"):
+        assert flag not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--max-num-seq", "4"), "did you mean --max-num-seqs?"),
+        (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
+        (("complete", "--temperatur", "1"), "--temperature"),
+        (("serv",), "serve"),
+        (("serve", "-tp", "2"), "tensor_parallel_size is 2"),
+        (("serve", "-dp", "0"), "data_parallel_size is 0"),
+        (("serve", "--port", "70000"), "port is 70000"),
+    ],
+)
+async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...], message: str) -> None:
+    outcome = await triptych(*arguments)
+    assert outcome.exit_code == 2
+    assert message in outcome.err
+
+
+def test_serve_takes_the_short_flags() -> None:
+    fields = ServeConfig.__dataclass_fields__
+    assert fields["data_parallel_size"].metadata["short"] == "-dp"
+    assert fields["tensor_parallel_size"].metadata["short"] == "-tp"
+
+
+def test_the_command_line_imports_no_grpc_before_a_verb_prepares_for_it() -> None:
+    program = (
+        "import sys, launcher.cli, launcher.arguments; print('grpc' in sys.modules, 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "False False\n"

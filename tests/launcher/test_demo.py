@@ -1,0 +1,43 @@
+"""The verb `demo`, as people run it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+
+from tests.launcher.fakes import triptych
+
+
+async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
+    outcome = await triptych("demo", "--prompt", "Tell me a story about a cat and a key.")
+    assert outcome.exit_code == 0, outcome.out + outcome.err
+    assert outcome.out.splitlines()[-1].startswith("OK:")
+    assert "> Tell me a story about a cat and a key." in outcome.out
+    pids = re.search(r"pids +coordinator-0 (\d+), engine-0 (\d+), frontend-0 (\d+)", outcome.out)
+    assert pids is not None
+    assert len(set(pids.groups())) == 3
+    for span in ("request", "tokenize", "detokenize", "engine.request", "queue", "prefill", "decode"):
+        assert re.search(rf"^(frontend|engine) +\d+ +{span} ", outcome.out, re.MULTILINE)
+
+
+async def test_loopback_that_is_down_is_brought_up() -> None:
+    """In a network namespace of its own there is no loopback until somebody sets it up."""
+    program = (
+        "import socket; from launcher.loopback import ensure_loopback; ensure_loopback(); ensure_loopback();"
+        "server = socket.create_server(('127.0.0.1', 0)); socket.create_connection(server.getsockname());"
+        "print('up')"
+    )
+    process = await asyncio.create_subprocess_exec(
+        "unshare",
+        "--map-root-user",
+        "--net",
+        sys.executable,
+        "-c",
+        program,
+        stdout=asyncio.subprocess.PIPE,
+        env=dict(os.environ),
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert out == b"up\n"

@@ -1,0 +1,30 @@
+"""The verb `health`: a word and an exit code."""
+
+from __future__ import annotations
+
+from tests.launcher.fakes import fake_frontend, triptych
+
+
+async def test_a_ready_service_is_serving_and_exits_0() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("health", "--url", served.url)
+    assert (outcome.exit_code, outcome.out) == (0, "SERVING\n")
+
+
+async def test_a_draining_service_is_not_serving_and_exits_1() -> None:
+    async with fake_frontend() as served:
+        served.server.drain()
+        outcome = await triptych("health", "--url", served.url)
+    assert (outcome.exit_code, outcome.out) == (1, "NOT_SERVING\n")
+
+
+async def test_a_service_that_is_not_served_there_is_unknown() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("health", "--url", served.url, "--service", "engine")
+    assert (outcome.exit_code, outcome.out) == (1, "SERVICE_UNKNOWN\n")
+
+
+async def test_nobody_there_exits_1() -> None:
+    outcome = await triptych("health", "--url", "grpc://127.0.0.1:1")
+    assert outcome.exit_code == 1
+    assert outcome.err.startswith("UNAVAILABLE: ")

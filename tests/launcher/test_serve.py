@@ -1,0 +1,130 @@
+"""The verb `serve` with the real services and the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launcher.fakes import triptych
+
+_START_LIMIT_S = 180
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running `triptych serve`: its process, what it wrote when ready, what it printed so far."""
+
+    process: asyncio.subprocess.Process
+    ready: dict[str, Any]
+    banner: str
+
+    @property
+    def url(self) -> str:
+        """The frontend."""
+        return f"grpc://{self.ready['grpc']}"
+
+    def pid_of(self, service: str) -> int:
+        """The process of a service."""
+        return next(int(one["pid"]) for one in self.ready["processes"] if one["service"] == service)
+
+
+@asynccontextmanager
+async def serving(ready_file: Path, *flags: str) -> AsyncIterator[Stack]:
+    """`triptych serve` with the embedded model, ready."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        "serve",
+        "--port=0",
+        f"--ready-file={ready_file}",
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        # The banner comes after the ready file, when everything is ready.
+        banner = await asyncio.wait_for(process.stdout.readuntil(b"triptych complete"), _START_LIMIT_S)
+        yield Stack(process, json.loads(ready_file.read_text()), banner.decode())
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.communicate(), 60)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of that id is there and not a corpse."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
+    async with serving(tmp_path / "ready.json") as stack:
+        processes = stack.ready["processes"]
+        assert [(one["service"], one["index"]) for one in processes] == [
+            ("coordinator", 0),
+            ("engine", 0),
+            ("frontend", 0),
+        ]
+        assert stack.ready["http"] is None
+        assert stack.ready["grpc"] == processes[2]["address"]
+        assert len({one["address"] for one in processes} | {one["admin_address"] for one in processes}) == 6
+        assert f"grpc://{stack.ready['grpc']}" in stack.banner
+        assert "buf curl --protocol grpc" in stack.banner
+
+        assert (await triptych("health", "--url", stack.url)).exit_code == 0
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        answered = await triptych("complete", "--url", stack.url, *question)
+        answer = json.loads(answered.out)
+        assert len(answer["token_ids"]) == answer["usage"]["num_completion_tokens"] == 5
+
+        second = await triptych("serve", "--port", stack.ready["grpc"].rpartition(":")[2])
+        assert second.exit_code == 2
+        assert f"is in use by pid {stack.pid_of('frontend')} (" in second.err
+
+        stack.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(stack.process.wait(), 60) == 0
+        assert not [one["service"] for one in processes if is_running(one["pid"])]
+
+
+async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_so(tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file) as stack:
+        os.kill(stack.pid_of("frontend"), signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        again = json.loads(ready_file.read_text())
+        assert again["grpc"] == stack.ready["grpc"]
+        assert (await triptych("health", "--url", stack.url)).exit_code == 0
+
+
+async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
+    outcome = await triptych("serve", str(tmp_path), "--port=0", "--max-num-seqs=0")
+    assert outcome.exit_code == 1
+    death = outcome.err.partition("engine-0 (pid ")[2]
+    assert "exited with code 2; its last lines:" in death
+    assert "--max-num-seqs is 0" in death
+
+
+async def test_a_model_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    outcome = await triptych("serve", str(tmp_path / "no-such-model"), "--port=0")
+    assert outcome.exit_code == 2
+    assert "no-such-model is not a folder" in outcome.err
+
+
+async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        outcome = await triptych("serve", "--port", str(holder.getsockname()[1]))
+    assert outcome.exit_code == 2
+    assert f"is in use by pid {os.getpid()} (" in outcome.err

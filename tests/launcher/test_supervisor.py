@@ -1,0 +1,151 @@
+"""The supervisor over real child processes that are no services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.process import ChildDied, ProcessPlan
+from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
+
+FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
+
+
+class Stack:
+    """A supervisor of one coordinator, two engines and one frontend, with a record of what it reported."""
+
+    def __init__(self, diary: Path, *, limits: SupervisorLimits, extra: dict[str, tuple[str, ...]]) -> None:
+        self.diary = diary
+        self.reports: list[str] = []
+        self.restarted = asyncio.Event()
+        names = [("coordinator", 0), ("engine", 0), ("engine", 1), ("frontend", 0)]
+        plans = [
+            ProcessPlan(service, index, (sys.executable, str(FAKE_SERVICE), service, "--diary", str(diary)))
+            for service, index in names
+        ]
+        self.supervisor = Supervisor(
+            StackPlan(plans[0], tuple(plans[1:]), flags=extra, ports={}),
+            os.environ,
+            await_ready=greeted,
+            report=self.reports.append,
+            on_restart=self.restarted.set,
+            limits=limits,
+            quiet=True,
+        )
+
+    def events(self) -> list[str]:
+        """What the children did, without addresses."""
+        return [" ".join(line.split()[:2]) for line in self.diary.read_text().splitlines()]
+
+
+async def greeted(service: str, address: str) -> None:
+    """Return when the fake service at that address answers; for ever silent when it is gone."""
+    host, _, port = address.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.closing(writer):
+            if await reader.readline() == b"ready\n":
+                return
+    except ConnectionError:
+        pass
+    await asyncio.Event().wait()
+
+
+def stack(tmp_path: Path, extra: dict[str, tuple[str, ...]] | None = None, **limits: float) -> Stack:
+    defaults: dict[str, float] = {"startup_s": 30.0, "restart_delay_s": 0.01}
+    return Stack(tmp_path / "diary", limits=SupervisorLimits(**{**defaults, **limits}), extra=extra or {})  # type: ignore[arg-type]
+
+
+async def test_the_coordinator_starts_first_and_all_are_told_of_it(tmp_path: Path) -> None:
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    coordinator = one.supervisor.address_of("coordinator-0")
+    await one.supervisor.stop()
+    assert one.events()[0] == "coordinator-0 start"
+    assert sorted(one.events()[1:4]) == ["engine-0 start", "engine-1 start", "frontend-0 start"]
+    starts = [line for line in one.diary.read_text().splitlines() if " start " in line]
+    assert all(line.endswith(f"coordinator={coordinator}") for line in starts[1:])
+
+
+async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(tmp_path: Path) -> None:
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    await one.supervisor.stop()
+    stops = [event for event in one.events() if event.endswith("stop")]
+    assert stops[0] == "frontend-0 stop"
+    assert sorted(stops[1:3]) == ["engine-0 stop", "engine-1 stop"]
+    assert stops[3] == "coordinator-0 stop"
+    assert not any(child.is_running for child in one.supervisor.children.values())
+
+
+@pytest.mark.parametrize("flag", ["--die-at-start", "--die-before-ready"])
+async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(
+    tmp_path: Path, flag: str
+) -> None:
+    one = stack(tmp_path, {"engine-1": (f"{flag}=3",)})
+    with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3") as died:
+        await one.supervisor.start()
+    assert "something went wrong\n    with this model" in str(died.value)
+    await one.supervisor.stop()
+
+
+async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    one = stack(tmp_path, startup_s=0.0)
+    with pytest.raises(StartTimeout, match="not everything was ready within 0 s"):
+        await one.supervisor.start()
+    await one.supervisor.stop()
+
+
+@pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
+async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
+    tmp_path: Path, name: str
+) -> None:
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    before = one.supervisor.children[name]
+    address = one.supervisor.address_of(name)
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    os.kill(before.pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children[name].pid != before.pid
+    assert one.supervisor.address_of(name) == address
+    assert any(
+        f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
+    )
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
+    one = stack(tmp_path, max_restarts=0)
+    await one.supervisor.start()
+    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+    with pytest.raises(ChildDied, match="engine-0"):
+        await asyncio.wait_for(one.supervisor.keep_running(), 30)
+    await one.supervisor.stop()
+
+
+async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
+    """A launcher that is killed has no chance to stop anybody."""
+
+    program = (
+        "import os, subprocess, sys\n"
+        "child = 'import os, sys, time; from launcher.child import die_with_parent;"
+        ' die_with_parent(int(sys.argv[1])); print("tied", flush=True); time.sleep(600)\'\n'
+        "subprocess.Popen([sys.executable, '-c', child, str(os.getpid())]).wait()\n"
+    )
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert launcher.stdout is not None
+    assert await launcher.stdout.readline() == b"tied\n"
+    launcher.kill()
+    # The pipe ends when the last process that holds it has ended, i.e. the grandchild.
+    assert await asyncio.wait_for(launcher.stdout.read(), 30) == b""
+    await launcher.wait()

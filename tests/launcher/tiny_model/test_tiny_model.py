@@ -1,0 +1,120 @@
+"""The packaged weights: small, loadable, readable, and right about the nouns they are asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from launcher.tiny_model.corpus import Example, Turn, held_out_questions, outside_prompts
+from launcher.tiny_model.evaluate import (
+    RAW_PROMPTS,
+    Answer,
+    answer,
+    corpus_words,
+    has_expected_words,
+    load,
+    render,
+    words_of,
+)
+from launcher.tiny_model.train import WEIGHTS_FOLDER
+
+_STORY_REQUESTS = (
+    ("Tell me a story about a fox and a lantern.", ("fox", "lantern")),
+    ("Tell me a story about an owl and a kettle.", ("owl", "kettle")),
+    ("Write a short story about Anna and a drum.", ("Anna", "drum")),
+)
+
+
+@pytest.fixture(scope="module", name="loaded")
+def _loaded() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    return load(WEIGHTS_FOLDER)
+
+
+def _ask(loaded: tuple[LlamaForCausalLM, PreTrainedTokenizerFast], text: str) -> Answer:
+    example = Example((Turn("user", text), Turn("assistant", "")))
+    return answer(*loaded, render(loaded[1], example))
+
+
+def test_weights_are_bfloat16_and_at_most_eight_megabytes():
+    assert (WEIGHTS_FOLDER / "model.safetensors").stat().st_size <= 8_000_000
+    model, _ = load(WEIGHTS_FOLDER, "auto")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_there_are_at_most_four_million_parameters(loaded):
+    assert sum(parameter.numel() for parameter in loaded[0].parameters()) <= 4_000_000
+
+
+def test_folder_has_card_template_and_end_token(loaded):
+    model, tokenizer = loaded
+    assert (WEIGHTS_FOLDER / "README.md").read_text().startswith("#")
+    assert tokenizer.chat_template is not None
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_every_text_survives_the_tokenizer(loaded):
+    text = "Grüße, 你好 \U0001f98a\n\ttwo  spaces <tag> 12345"
+    assert loaded[1].decode(loaded[1](text)["input_ids"]) == text
+
+
+def test_template_refuses_an_unknown_role(loaded):
+    with pytest.raises(Exception, match="unknown role"):
+        loaded[1].apply_chat_template([{"role": "stranger", "content": "Hello"}], tokenize=False)
+
+
+def test_held_out_questions_get_the_right_nouns(loaded):
+    questions = list(itertools.islice(held_out_questions(seed=11), 20))
+    answers = [answer(*loaded, render(loaded[1], question)) for question in questions]
+    right = sum(
+        has_expected_words(*pair) for pair in zip(questions, (each.text for each in answers), strict=True)
+    )
+    assert right >= 16
+    assert all(each.ended for each in answers)
+
+
+@pytest.mark.parametrize(("request_text", "nouns"), _STORY_REQUESTS)
+def test_a_story_is_about_what_was_asked_for(loaded, request_text, nouns):
+    told = _ask(loaded, request_text)
+    assert all(noun in told.text for noun in nouns)
+    assert told.ended
+    assert 50 <= len(told.token_ids) <= 140
+    assert len(set(told.token_ids)) >= 20
+
+
+def test_stories_are_made_of_words_of_the_corpus(loaded):
+    known = corpus_words()
+    for request_text, _ in _STORY_REQUESTS:
+        words = words_of(_ask(loaded, request_text).text)
+        assert [word for word in words if word not in known] == []
+
+
+def test_prompts_from_outside_its_world_get_an_answer_that_ends(loaded):
+    prompts = [render(loaded[1], example) for example in itertools.islice(outside_prompts(seed=12), 6)]
+    for prompt in prompts:
+        answered = answer(*loaded, prompt)
+        assert answered.ended
+        assert answered.text[0].isupper()
+        assert answered.text.endswith(".")
+
+
+@pytest.mark.parametrize("prompt", RAW_PROMPTS)
+def test_a_raw_prompt_is_continued_and_ends(loaded, prompt):
+    continued = answer(*loaded, prompt)
+    assert continued.ended
+    assert continued.text.strip()
+
+
+def test_the_same_prompt_gives_the_same_tokens(loaded):
+    first = _ask(loaded, "Tell me a story about a hare and a bell.")
+    assert first == _ask(loaded, "Tell me a story about a hare and a bell.")
+
+
+def test_bfloat16_weights_answer_too(loaded):
+    narrow = load(WEIGHTS_FOLDER, torch.bfloat16)
+    told = _ask(narrow, "Tell me a story about a fox and a lantern.")
+    assert told.ended
+    assert "fox" in told.text
+    assert "lantern" in told.text
