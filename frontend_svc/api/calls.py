@@ -1,0 +1,29 @@
+"""What a servicer reads from and tells through a call's context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from frontend_svc.generation import Caller
+from service_kit.logs import log_fields
+
+TRACE_ID_KEY = "x-trace-id"
+
+
+def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    """The caller of a call: request id, trace context and deadline."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return Caller(
+        # Bound by the interceptor, which took it from x-request-id or made it, and echoes it.
+        request_id=log_fields().get("request_id", ""),
+        traceparent=metadata.get("traceparent", ""),
+        tracestate=metadata.get("tracestate", ""),
+        remaining_s=context.time_remaining,
+    )
+
+
+def tell_trace(context: grpc.aio.ServicerContext[Any, Any], trace_id: str) -> None:
+    """Return the trace's id with the call."""
+    context.set_trailing_metadata(((TRACE_ID_KEY, trace_id),))

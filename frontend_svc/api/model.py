@@ -1,0 +1,114 @@
+"""ModelService: what is served, and by what."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TypeAlias
+
+import grpc.aio
+
+from frontend_svc.engines.client import SCHEMA_REVISION, EngineState, FrontendIdentity
+from frontend_svc.engines.directory import Directory
+from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.model import ServedModel
+from service_kit.clock import Clock
+from service_kit.server import PUBLIC
+from triptych.api.v1 import model_pb2, model_pb2_grpc
+
+ListContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.ListModelsRequest, model_pb2.ListModelsResponse]"
+GetContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse]"
+InfoContext: TypeAlias = (
+    "grpc.aio.ServicerContext[model_pb2.GetServerInfoRequest, model_pb2.GetServerInfoResponse]"
+)
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Tells which models there are and what a request may ask for."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        limits: RequestLimits,
+        identity: FrontendIdentity,
+        clock: Clock,
+        *,
+        max_queued_requests: int,
+    ) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._identity = identity
+        self._clock = clock
+        self._started_at = clock.now()
+        self._max_queued_requests = max_queued_requests
+
+    async def ListModels(
+        self, request: model_pb2.ListModelsRequest, context: ListContext
+    ) -> model_pb2.ListModelsResponse:
+        """The models of ready engines, by name."""
+        models = self._directory.models()
+        return model_pb2.ListModelsResponse(models=[self._described(models[name]) for name in sorted(models)])
+
+    async def GetModel(
+        self, request: model_pb2.GetModelRequest, context: GetContext
+    ) -> model_pb2.GetModelResponse:
+        """One model."""
+        return model_pb2.GetModelResponse(model=self._described(self._directory.model(request.model)))
+
+    async def GetServerInfo(
+        self, request: model_pb2.GetServerInfoRequest, context: InfoContext
+    ) -> model_pb2.GetServerInfoResponse:
+        """This frontend, its limits and the engines it knows."""
+        limits = self._limits
+        return model_pb2.GetServerInfoResponse(
+            version=software_version(),
+            schema_revision=SCHEMA_REVISION,
+            frontend_id=self._identity.frontend_id,
+            uptime_ms=int((self._clock.now() - self._started_at) * 1000),
+            limits=model_pb2.Limits(
+                max_n=limits.max_n,
+                max_logprobs=limits.max_logprobs,
+                max_stop_strings=limits.max_stop_strings,
+                max_stop_string_length=limits.max_stop_string_chars,
+                max_request_bytes=PUBLIC.max_receive_bytes,
+                max_logit_bias=limits.max_logit_bias,
+                max_bad_words=limits.max_bad_words,
+                max_queued_requests=self._max_queued_requests,
+            ),
+            engines=[
+                model_pb2.EngineSummary(
+                    engine_id=client.engine_id,
+                    endpoint=client.address,
+                    state=client.state.value,
+                    model="" if client.model is None else client.model.name,
+                    num_in_flight=client.num_in_flight,
+                )
+                for client in self._directory.clients()
+            ],
+        )
+
+    def _described(self, model: ServedModel) -> model_pb2.Model:
+        served_by = [
+            client
+            for client in self._directory.clients()
+            if client.state is EngineState.READY
+            and client.model is not None
+            and client.model.name == model.name
+        ]
+        return model_pb2.Model(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            supported_tasks=model.supported_tasks,
+            num_engines=len(served_by),
+            fingerprint=model.fingerprint,
+            has_chat_template=model.has_chat_template,
+        )
+
+
+def software_version() -> str:
+    """The installed version, or a word for a source tree that is not installed."""
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "source"

@@ -1,0 +1,147 @@
+"""FrontendConfig -> objects. The only file that knows every other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from pathlib import Path
+
+from frontend_svc.admission import Admission
+from frontend_svc.api.inference import InferenceServicer
+from frontend_svc.api.model import ModelServicer
+from frontend_svc.api.tokenizer import TokenizerServicer
+from frontend_svc.config import FrontendConfig
+from frontend_svc.engines.artifacts import ArtifactStore
+from frontend_svc.engines.client import EngineClient, FrontendIdentity
+from frontend_svc.engines.coordinator import CoordinatorSession
+from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.stream import HEARTBEAT_S
+from frontend_svc.generation import Generation
+from frontend_svc.output.collector import ReaderLimit
+from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.tokenizer import TokenizerPool
+from service_kit.admin import AdminServicer
+from service_kit.clock import MonotonicClock
+from service_kit.server import ADMIN, PUBLIC, Registration, Server
+from triptych.api.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_INFERENCE = "triptych.api.v1.InferenceService"
+_TOKENIZER = "triptych.api.v1.TokenizerService"
+_MODEL = "triptych.api.v1.ModelService"
+
+
+class Frontend:
+    """The objects of one frontend process: two servers, and what stands behind them."""
+
+    def __init__(self, config: FrontendConfig, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        clock = MonotonicClock()
+        self.identity = FrontendIdentity(
+            f"frontend-{config.index}-{secrets.token_hex(4)}", secrets.randbits(63) + 1
+        )
+        self._config = config
+        self.address = ""
+        self._pool = TokenizerPool(config.tokenizer_threads or None)
+        artifacts = ArtifactStore(self._pool, read_tokenizer_override(config.tokenizer))
+        make_client = functools.partial(
+            EngineClient, identity=self.identity, artifacts=artifacts, clock=clock, heartbeat_s=heartbeat_s
+        )
+        self.directory = Directory(make_client, on_change=self._show_readiness)
+        limits = RequestLimits()
+        self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
+        reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
+        self.generation = Generation(self.directory, self.admission, limits, reader_limit)
+        model = ModelServicer(
+            self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
+        )
+        self.public = Server(
+            listen=f"{config.host}:{config.port}",
+            registrations=[
+                Registration(
+                    _INFERENCE,
+                    functools.partial(
+                        inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                        InferenceServicer(self.generation),
+                    ),
+                ),
+                Registration(
+                    _TOKENIZER,
+                    functools.partial(
+                        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
+                        TokenizerServicer(self.directory),
+                    ),
+                ),
+                Registration(
+                    _MODEL,
+                    functools.partial(model_pb2_grpc.add_ModelServiceServicer_to_server, model),
+                    is_ready=True,
+                ),
+            ],
+            profile=PUBLIC,
+            service="frontend",
+            reflection=config.reflection,
+        )
+        admin = AdminServicer("frontend", f"frontend-{config.index}", self.status)
+        self.admin = Server(
+            listen=f"127.0.0.1:{config.admin_port}",
+            registrations=[admin.registration()],
+            profile=ADMIN,
+            service="frontend",
+            reflection=config.reflection,
+        )
+        self._coordinator: CoordinatorSession | None = None
+        if config.coordinator is not None:
+            self._coordinator = CoordinatorSession(
+                config.coordinator,
+                self.identity,
+                endpoint=lambda: self.address,
+                on_engines=functools.partial(self.directory.tell, "coordinator"),
+                num_in_flight=lambda: self.generation.num_open,
+            )
+
+    def connect(self, address: str) -> None:
+        """Begin to reach engines and coordinator; `address` is where this frontend listens."""
+        self.address = address
+        self.directory.tell("configuration", self._config.engine)
+        if self._coordinator is not None:
+            self._coordinator.start()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the open ones."""
+        await self.generation.drain()
+
+    async def close(self) -> None:
+        """End every stream of ours."""
+        if self._coordinator is not None:
+            await self._coordinator.close()
+        await self.directory.close()
+        self._pool.close()
+
+    def status(self) -> dict[str, str | int | float]:
+        """Facts and gauges for an operator."""
+        clients = self.directory.clients()
+        values: dict[str, str | int | float] = {
+            "state": "draining" if self.generation.is_draining else "serving",
+            "num_open_requests": self.generation.num_open,
+            "num_queued_requests": self.admission.num_queued,
+            "num_engines": len(clients),
+        }
+        for client in clients:
+            values[f"engine.{client.address}.state"] = client.state.value
+            values[f"engine.{client.address}.num_in_flight"] = client.num_in_flight
+        return values
+
+    def _show_readiness(self) -> None:
+        is_ready = self.directory.is_ready
+        self.public.set_ready(_INFERENCE, is_ready)
+        self.public.set_ready(_TOKENIZER, is_ready)
+
+
+def read_tokenizer_override(path: str | None) -> bytes | None:
+    """The bytes of `--tokenizer`, a tokenizer.json or a folder with one. Raises OSError."""
+    if path is None:
+        return None
+    file = Path(path)
+    return (file / "tokenizer.json" if file.is_dir() else file).read_bytes()

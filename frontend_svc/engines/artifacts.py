@@ -1,0 +1,153 @@
+"""Model files from engines, verified and kept by digest, and the models made from them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+
+import grpc
+from tokenizers import Tokenizer
+
+from frontend_svc.text.model import (
+    GenerationDefaults,
+    ServedModel,
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json_object,
+)
+from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+
+logger = logging.getLogger(__name__)
+
+_FETCH_DEADLINE_S = 60.0
+_MAX_FILE_BYTES = 256 * 1024 * 1024
+# Old digests are forgotten first; a frontend rarely sees more than a few models in its life.
+_MAX_FILES = 64
+
+
+class ArtifactError(Exception):
+    """The files of a model are missing, damaged or not what they should be."""
+
+
+class ArtifactStore:
+    """Files by SHA-256, shared by all engines, and tokenizers made from them.
+
+    `tokenizer_override` is a tokenizer.json used for every model in place of the engine's own.
+    """
+
+    def __init__(self, pool: TokenizerPool, tokenizer_override: bytes | None = None) -> None:
+        self._pool = pool
+        self._override = tokenizer_override
+        self._files: dict[str, bytes] = {}
+        self._tokenizers: dict[str, ModelTokenizer] = {}
+
+    async def model_of(
+        self, ready: session_pb2.Ready, stub: engine_pb2_grpc.EngineCoreServiceStub
+    ) -> ServedModel:
+        """The model of an engine that is ready. Raises ArtifactError."""
+        contents = await self._fetch(ready.artifacts, stub)
+        generation_config = contents.get(session_pb2.ARTIFACT_KIND_GENERATION_CONFIG, b"")
+        config = contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"")
+        text_key, tokenizer = await self._tokenizer(contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER))
+        try:
+            return ServedModel(
+                name=ready.model_name,
+                text_key=text_key,
+                fingerprint=ready.fingerprint.digest,
+                tokenizer=tokenizer,
+                defaults=_defaults(generation_config, ready),
+                max_model_len=ready.max_model_len,
+                vocab_size=ready.vocab_size,
+                eos_token_ids=tuple(ready.eos_token_ids) or read_eos_token_ids(generation_config, config),
+                supported_tasks=tuple(ready.supported_tasks),
+                has_chat_template=_has_chat_template(contents),
+            )
+        except ValueError as error:
+            raise ArtifactError(f"a file of model {ready.model_name} cannot be read: {error}") from error
+
+    async def _tokenizer(self, content: bytes | None) -> tuple[str, ModelTokenizer]:
+        content = content if self._override is None else self._override
+        if content is None:
+            raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self._tokenizers:
+            loop = asyncio.get_running_loop()
+            try:
+                # In a thread of its own: a large vocabulary takes a second to parse.
+                tokenizer = await loop.run_in_executor(None, parse_tokenizer, content, self._pool)
+            except ValueError as error:
+                raise ArtifactError(f"tokenizer.json cannot be read: {error}") from error
+            self._tokenizers.setdefault(digest, tokenizer)
+        return digest, self._tokenizers[digest]
+
+    async def _fetch(
+        self, artifacts: Iterable[session_pb2.Artifact], stub: engine_pb2_grpc.EngineCoreServiceStub
+    ) -> dict[int, bytes]:
+        known = {artifact.sha256: self._files.get(artifact.sha256) for artifact in artifacts}
+        missing = [artifact for artifact in artifacts if known[artifact.sha256] is None]
+        if missing:
+            fetched = await _download(missing, stub)
+            known.update(fetched)
+            self._files |= fetched
+            while len(self._files) > _MAX_FILES:
+                self._files.pop(next(iter(self._files)))
+        return {artifact.kind: known[artifact.sha256] or b"" for artifact in artifacts}
+
+
+def parse_tokenizer(content: bytes, pool: TokenizerPool) -> ModelTokenizer:
+    """A tokenizer.json as a tokenizer. Raises ValueError."""
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # The library has no class of its own for what is wrong in a file.
+        raise ValueError(str(error)) from error
+    return ModelTokenizer(tokenizer, pool)
+
+
+async def _download(
+    artifacts: list[session_pb2.Artifact], stub: engine_pb2_grpc.EngineCoreServiceStub
+) -> dict[str, bytes]:
+    for artifact in artifacts:
+        if artifact.size_bytes > _MAX_FILE_BYTES:
+            raise ArtifactError(
+                f"a file of {artifact.size_bytes} bytes exceeds the limit of {_MAX_FILE_BYTES}"
+            )
+    request = engine_pb2.GetArtifactsRequest(kinds=[artifact.kind for artifact in artifacts])
+    # By kind and not by digest: two files may have the same content.
+    received = {artifact.kind: bytearray() for artifact in artifacts}
+    try:
+        async for response in stub.GetArtifacts(request, timeout=_FETCH_DEADLINE_S):
+            content = received.get(response.artifact.kind)
+            if content is None:
+                continue
+            if response.offset != len(content) or len(content) + len(response.chunk) > _MAX_FILE_BYTES:
+                raise ArtifactError(f"a chunk at {response.offset} came where {len(content)} was due")
+            content += response.chunk
+    except grpc.RpcError as error:
+        raise ArtifactError(f"the engine's files cannot be fetched: {error}") from error
+    for artifact in artifacts:
+        content = received[artifact.kind]
+        if hashlib.sha256(content).hexdigest() != artifact.sha256:
+            raise ArtifactError(f"a file of {len(content)} bytes does not have its digest {artifact.sha256}")
+    return {artifact.sha256: bytes(received[artifact.kind]) for artifact in artifacts}
+
+
+def _defaults(generation_config: bytes, ready: session_pb2.Ready) -> GenerationDefaults:
+    if generation_config:
+        return read_generation_defaults(generation_config)
+    given = ready.default_sampling
+    return GenerationDefaults(
+        temperature=given.temperature if given.HasField("temperature") else None,
+        top_p=given.top_p if given.HasField("top_p") else None,
+        top_k=given.top_k if given.HasField("top_k") else None,
+    )
+
+
+def _has_chat_template(contents: Mapping[int, bytes]) -> bool:
+    if contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE):
+        return True
+    return bool(
+        read_json_object(contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b"")).get("chat_template")
+    )

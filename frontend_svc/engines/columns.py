@@ -1,0 +1,66 @@
+"""A step message's packed columns as plain sequences. The only place that knows their layout."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.processor import StepColumns
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import step_pb2
+
+_REASONS = {
+    output_pb2.FINISH_REASON_STOP: EndReason.STOP,
+    output_pb2.FINISH_REASON_LENGTH: EndReason.LENGTH,
+    output_pb2.FINISH_REASON_ABORT: EndReason.ABORT,
+    output_pb2.FINISH_REASON_ERROR: EndReason.ERROR,
+    output_pb2.FINISH_REASON_REPETITION: EndReason.REPETITION,
+}
+
+
+class MalformedStep(ValueError):
+    """A step message whose columns do not fit together: the peer does not keep the contract."""
+
+
+def read_step(step: step_pb2.Step) -> StepColumns:
+    """The columns of `step`. Raises MalformedStep."""
+    handles = _u32("handles", step.handles)
+    num_rows = len(handles)
+    counts: Sequence[int] = (
+        step.num_tokens or _u32("num_tokens_wide", step.num_tokens_wide) or bytes(num_rows)
+    )
+    token_ids = _u32("token_ids", step.token_ids).tolist()
+    if len(counts) != num_rows or sum(counts) != len(token_ids):
+        raise MalformedStep(
+            f"{num_rows} handles, {len(counts)} counts of {sum(counts)} tokens, {len(token_ids)} ids"
+        )
+    endings = {finished.row: _ending(finished) for finished in step.finished}
+    cached = {first.row: first.num_cached_tokens for first in step.first}
+    if max(endings, default=-1) >= num_rows or max(cached, default=-1) >= num_rows:
+        raise MalformedStep(f"a finished or first row is beyond the {num_rows} rows")
+    return StepColumns(handles, counts, token_ids, endings, cached)
+
+
+def _u32(name: str, column: bytes) -> array[int]:
+    values = array("I")
+    try:
+        values.frombytes(column)
+    except ValueError as error:
+        raise MalformedStep(f"{name} has {len(column)} bytes, no multiple of 4") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _ending(finished: step_pb2.StepFinished) -> Ending:
+    reason = _REASONS.get(finished.reason)
+    if reason is None:
+        raise MalformedStep(f"finish reason {finished.reason} is not known")
+    kind = finished.WhichOneof("stop")
+    return Ending(
+        reason,
+        stop_token_id=finished.stop_token_id if kind == "stop_token_id" else None,
+        eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
+    )

@@ -1,0 +1,163 @@
+"""Which engines there are: told by configuration and by a coordinator, seen by their own streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from frontend_svc.engines.client import RETRY_AFTER_MS, EngineClient, EngineState
+from frontend_svc.engines.routing import pick_engine
+from frontend_svc.text.model import ServedModel
+from service_kit.channel import parse_target
+from service_kit.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+
+class ClientFactory(Protocol):
+    """Makes the client of an engine."""
+
+    def __call__(self, address: str, *, on_change: Callable[[EngineClient], None]) -> EngineClient:
+        """A client that is not started yet."""
+        ...
+
+
+class Directory:
+    """Holds a client for each engine that anybody told of, and picks among those that are ready.
+
+    What this frontend's own stream says wins: an engine nobody tells of any more stays in use while its
+    stream is up, so that a coordinator that restarts and has forgotten everything costs nothing.
+    """
+
+    def __init__(self, make_client: ClientFactory, *, on_change: Callable[[], None]) -> None:
+        self._make_client = make_client
+        self._on_change = on_change
+        self._told: dict[str, frozenset[str]] = {}
+        self._clients: dict[str, EngineClient] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._turn = 0
+
+    def tell(self, source: str, addresses: Iterable[str]) -> None:
+        """Replace what `source` says: there are engines at `addresses`, and no others that it knows."""
+        self._told[source] = frozenset(filter(None, map(_valid_address, addresses)))
+        for address in sorted(self._told[source]):
+            if address not in self._clients:
+                client = self._make_client(address, on_change=self._client_changed)
+                self._clients[address] = client
+                client.start()
+        for client in list(self._clients.values()):
+            self._drop_if_gone(client)
+
+    def clients(self) -> list[EngineClient]:
+        """Every engine there is a client for."""
+        return list(self._clients.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """True when at least one engine takes requests."""
+        return any(client.state is EngineState.READY for client in self._clients.values())
+
+    def models(self) -> dict[str, ServedModel]:
+        """The models of ready engines by name, each as the engine that is ready for longest knows it."""
+        return {
+            client.model.name: client.model for client in reversed(self._ready()) if client.model is not None
+        }
+
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`, or the only one for an empty name.
+
+        Raises NotFound, InvalidArgument for an empty name that could mean several, Unavailable when no
+        engine is ready.
+        """
+        models = self.models()
+        if not models:
+            raise self._nothing_ready()
+        if name in models:
+            return models[name]
+        known = ", ".join(sorted(models))
+        if name:
+            raise NotFound(
+                f"model {name!r} is not served here; served: {known}",
+                resource_type="model",
+                resource_name=name,
+            )
+        if len(models) > 1:
+            raise InvalidArgument(
+                f"model is '', must be one of: {known}", field="model", reason="INVALID_REQUEST"
+            )
+        return next(iter(models.values()))
+
+    def pick(self, model: ServedModel, data_parallel_rank: int | None) -> EngineClient:
+        """The engine that gets the next request for `model`."""
+        ready = [client for client in self._ready() if _serves(client, model)]
+        clients = {client.address: client for client in ready if not client.is_full}
+        infos = [client.info() for client in clients.values()]
+        picked = pick_engine(infos, data_parallel_rank=data_parallel_rank, turn=self._turn)
+        self._turn += 1
+        if picked is not None:
+            return clients[picked.address]
+        if ready and not clients:
+            raise ResourceExhausted(
+                f"every engine of model {model.name!r} has as many requests as it takes",
+                reason="ENGINES_FULL",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if infos and data_parallel_rank is not None:
+            ranks = sorted({info.dp_rank for info in infos})
+            raise Unavailable(
+                f"no engine of data_parallel_rank {data_parallel_rank} is ready; ready ranks: {ranks}",
+                reason="RANK_NOT_READY",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        raise self._nothing_ready()
+
+    async def close(self) -> None:
+        """Close every client."""
+        clients, self._clients = list(self._clients.values()), {}
+        await asyncio.gather(*(client.close() for client in clients), *self._closing)
+
+    def _ready(self) -> list[EngineClient]:
+        return [client for client in self._clients.values() if client.state is EngineState.READY]
+
+    def _client_changed(self, client: EngineClient) -> None:
+        self._drop_if_gone(client)
+        self._on_change()
+
+    def _drop_if_gone(self, client: EngineClient) -> None:
+        is_told = any(client.address in addresses for addresses in self._told.values())
+        is_up = client.state in (EngineState.LOADING, EngineState.READY, EngineState.DRAINING)
+        if is_told or is_up or self._clients.get(client.address) is not client:
+            return
+        del self._clients[client.address]
+        logger.info("engine forgotten", extra={"engine": client.address})
+        task = asyncio.ensure_future(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _nothing_ready(self) -> ServiceError:
+        states = ", ".join(f"{client.address} {client.state.value}" for client in self._clients.values())
+        return Unavailable(
+            f"no engine is ready ({states or 'none is known'})",
+            reason="NO_ENGINE_READY",
+            retry_after_ms=RETRY_AFTER_MS,
+        )
+
+
+def _serves(client: EngineClient, model: ServedModel) -> bool:
+    mine = client.model
+    return (
+        mine is not None
+        and mine.name == model.name
+        and mine.text_key == model.text_key
+        and mine.max_model_len >= model.max_model_len
+    )
+
+
+def _valid_address(address: str) -> str:
+    try:
+        return parse_target(address)
+    except InvalidArgument as error:
+        logger.warning("engine address cannot be used", extra={"address": address, "reason": str(error)})
+        return ""

@@ -1,0 +1,31 @@
+"""The frontend's process: from flags to exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from service_kit.process import prepare_process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a frontend until SIGTERM. Returns the exit code."""
+    prepare_process("frontend")
+    # Imported after the process is prepared: grpc reads its environment once, at import.
+    from frontend_svc.config import FrontendConfig
+    from frontend_svc.run import run
+    from service_kit.config import ConfigError, load_config, usage
+
+    if "--help" in argv:
+        print(usage(FrontendConfig, "triptych frontend"))
+        return 0
+    try:
+        loaded = load_config(FrontendConfig, argv, service="frontend")
+    except ConfigError as error:
+        print(f"triptych frontend: {error}", file=sys.stderr)
+        return 2
+    return run(loaded)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The one pass over a step message: columns in, deltas into each request's collector. Knows no stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from frontend_svc.output.collector import Ending
+from frontend_svc.output.request_state import RequestState
+from service_kit.errors import ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """One step's outputs as parallel columns. `endings` and `cached` are by row, where there is something."""
+
+    handles: Sequence[int]
+    num_tokens: Sequence[int]
+    token_ids: list[int]
+    endings: Mapping[int, Ending]
+    cached: Mapping[int, int]
+
+
+class OutputProcessor:
+    """The requests in flight on one engine stream, by handle, and what a step does to them.
+
+    `on_end` gets the handle of each request once, when no more output of it can come, whatever the cause.
+    """
+
+    def __init__(self, *, on_end: Callable[[int], None]) -> None:
+        self._states: dict[int, RequestState] = {}
+        self._on_end = on_end
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._states
+
+    def register(self, handle: int, state: RequestState) -> None:
+        """Expect output for `handle`. Done before the request is sent, so that none can come too early."""
+        assert handle not in self._states, "a handle is in use once"
+        self._states[handle] = state
+
+    def process(self, step: StepColumns) -> list[int]:
+        """Hand each row to its request; returns the handles that ended here and not in the engine.
+
+        Rows of handles that are not known (any more) are dropped: an abort and an output may cross.
+        """
+        to_abort: list[int] = []
+        states, endings, token_ids = self._states, step.endings, step.token_ids
+        for row, num_cached in step.cached.items():
+            state = states.get(step.handles[row])
+            if state is not None:
+                state.collector.note_cached(num_cached)
+        end = 0
+        for row, (handle, count) in enumerate(zip(step.handles, step.num_tokens, strict=True)):
+            start, end = end, end + count
+            state = states.get(handle)
+            if state is None:
+                continue
+            engine_ending = endings.get(row)
+            if state.advance(token_ids[start:end], engine_ending) is None:
+                continue
+            self._remove(handle)
+            if engine_ending is None:
+                to_abort.append(handle)
+        return to_abort
+
+    def forget(self, handle: int) -> bool:
+        """Drop a request without telling its reader; returns whether it was in flight."""
+        if handle not in self._states:
+            return False
+        self._remove(handle)
+        return True
+
+    def fail(self, handle: int, error: ServiceError) -> bool:
+        """End one request with `error`; returns whether it was in flight."""
+        state = self._states.get(handle)
+        if state is None:
+            return False
+        state.collector.fail(error)
+        self._remove(handle)
+        return True
+
+    def fail_all(self, error: ServiceError) -> int:
+        """End every request with `error`; returns how many."""
+        handles = list(self._states)
+        for handle in handles:
+            self.fail(handle, error)
+        return len(handles)
+
+    def _remove(self, handle: int) -> None:
+        del self._states[handle]
+        self._on_end(handle)

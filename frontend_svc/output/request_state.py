@@ -1,0 +1,77 @@
+"""Everything one request needs to turn its token ids into text: detokenizer, stop strings, collector."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns, time_ns
+
+from frontend_svc.output.collector import Collector, Ending, EndReason
+from frontend_svc.text.detokenizer import Detokenizer
+from frontend_svc.text.stop_strings import StopBuffer
+
+
+class RequestState:
+    """One request in flight. Owned by the `OutputProcessor` it is registered with, until it ends."""
+
+    __slots__ = (
+        "_detokenizer", "_include_stop", "_min_tokens", "_num_output", "_stops", "collector", "detokenize_ns",
+        "first_output_at_ns", "last_output_at_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        collector: Collector,
+        detokenizer: Detokenizer | None,
+        stops: StopBuffer | None,
+        *,
+        include_stop: bool,
+        min_tokens: int,
+    ) -> None:
+        self.collector = collector
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_output = 0
+        self.detokenize_ns = 0
+        self.first_output_at_ns = 0
+        self.last_output_at_ns = 0
+
+    def advance(self, token_ids: list[int], ending: Ending | None) -> Ending | None:
+        """Take one step's tokens and the end the engine tells; returns how the output ended, if it did.
+
+        A stop string ends it although the engine has not, or had another reason for the same tokens. All
+        tokens of the step stay in the output, for they were produced.
+        """
+        started_at_ns = perf_counter_ns()
+        text = ""
+        if self._detokenizer is not None:
+            text, stop = self._text_of(self._detokenizer, token_ids, ending)
+            if stop is not None:
+                ending = Ending(EndReason.STOP, stop_string=stop)
+        self._num_output += len(token_ids)
+        self.collector.put(text, token_ids, ending)
+        self.last_output_at_ns = time_ns()
+        if not self.first_output_at_ns:
+            self.first_output_at_ns = self.last_output_at_ns
+        self.detokenize_ns += perf_counter_ns() - started_at_ns
+        return ending
+
+    def _text_of(
+        self, detokenizer: Detokenizer, token_ids: list[int], ending: Ending | None
+    ) -> tuple[str, str | None]:
+        shown_ids = token_ids
+        if ending is not None and ending.is_by_token and not self._include_stop:
+            shown_ids = token_ids[:-1]
+        if self._stops is None:
+            text = "".join([detokenizer.feed(token_id) for token_id in shown_ids])
+            return (text + detokenizer.flush() if ending is not None else text), None
+        pieces = [detokenizer.feed(token_id) for token_id in shown_ids]
+        if ending is not None:
+            pieces.append(detokenizer.flush())
+        # The first `min_tokens` tokens cannot complete a stop string; text flushed at the end can.
+        num_exempt = max(0, self._min_tokens - self._num_output)
+        num_scanned_chars = sum(len(piece) for piece in pieces[num_exempt:])
+        text, stop = self._stops.push("".join(pieces), num_scanned_chars)
+        if ending is not None and stop is None:
+            text += self._stops.flush()
+        return text, stop

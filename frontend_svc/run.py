@@ -1,0 +1,65 @@
+"""Serves a frontend from its first listening to its drained end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import uvloop
+
+from frontend_svc.build import Frontend
+from frontend_svc.config import FrontendConfig
+from service_kit.config import Loaded
+from service_kit.server import AddressError, run_server, write_announcement
+from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+
+logger = logging.getLogger(__name__)
+
+
+def run(loaded: Loaded[FrontendConfig]) -> int:
+    """Serve until SIGTERM. Returns the exit code."""
+    config = loaded.config
+    setup_telemetry(
+        "frontend", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
+    )
+    logger.info("starting", extra={"options": loaded.changed()})
+    try:
+        return uvloop.run(_serve(config))
+    except AddressError as error:
+        print(f"triptych frontend: {error.strerror}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"triptych frontend: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutdown_telemetry()
+
+
+async def _serve(config: FrontendConfig) -> int:
+    frontend = Frontend(config)
+
+    def announce(addresses: list[str]) -> None:
+        address, admin_address = addresses
+        logger.info("serving", extra={"address": address, "admin_address": admin_address})
+        frontend.connect(address)
+        write_announcement(
+            config.announce_fd,
+            {
+                "service": "frontend",
+                "index": config.index,
+                "pid": os.getpid(),
+                "address": address,
+                "admin_address": admin_address,
+            },
+        )
+
+    try:
+        return await run_server(
+            [frontend.public, frontend.admin],
+            on_drain=frontend.drain,
+            drain_deadline_s=config.drain_deadline_s,
+            announce=announce,
+        )
+    finally:
+        await frontend.close()

@@ -1,0 +1,1 @@
+"""Between words and token ids: validating, tokenizing, detokenizing, stop strings."""

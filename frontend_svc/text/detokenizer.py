@@ -1,0 +1,109 @@
+"""The text of one request's output, grown token by token. Knows no stop strings and no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so eight tokens without a whole one are not the start of a character.
+_MAX_HELD_TOKENS = 8
+# Enough tokens for the longest incomplete character and for the spacing rules of every decoder in use.
+_CONTEXT_TOKENS = 8
+_MAX_WINDOW_TOKENS = 64
+
+
+class Detokenizer:
+    """Yields text as soon as it is certain; all of it together equals one decode of all ids.
+
+    `DecodeStream` does the ordinary case. It has two gaps, both closed here by decoding a small window
+    instead until the text is whole again: it holds back everything while the newest text is not valid
+    UTF-8, at a cost that grows with the square of what it holds, and it raises when a decoder with byte
+    tokens revises text that is already out. What is still incomplete at the end comes from `flush`.
+
+    The prompt's last tokens seed the stream, so that decoders which strip a leading space do so at the
+    start of the prompt and not at the start of the output.
+    """
+
+    __slots__ = ("_context", "_held", "_num_emitted", "_skip", "_skipped_ids", "_stream", "_tokenizer")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        special_ids: frozenset[int],
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._skipped_ids = special_ids if skip_special_tokens else frozenset()
+        self._context = self._seed(prompt_token_ids)
+        self._held: list[int] = []
+        self._num_emitted = 0
+        self._stream: DecodeStream | None = self._new_stream()
+
+    def feed(self, token_id: int) -> str:
+        """Take the next token; returns the text that became certain, perhaps none."""
+        # Left out here and not by the stream, which would keep every one of them in its buffer.
+        if token_id in self._skipped_ids:
+            return ""
+        self._held.append(token_id)
+        if self._stream is None:
+            return self._advance_window()
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001  The library has no class of its own for revised text.
+            return self._leave_stream()
+        if text:
+            self._context = self._held
+            self._held = []
+            return text
+        if len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._leave_stream()
+
+    def flush(self) -> str:
+        """What remains at the end: incomplete bytes, as U+FFFD like a one-shot decode writes them."""
+        if not self._held:
+            return ""
+        if self._stream is not None:
+            self._num_emitted = len(self._decode(self._context))
+        text = self._decode(self._context + self._held)[self._num_emitted :]
+        self._context, self._held = self._context + self._held, []
+        self._num_emitted += len(text)
+        return text
+
+    def _leave_stream(self) -> str:
+        self._stream = None
+        self._num_emitted = len(self._decode(self._context))
+        return self._advance_window()
+
+    def _advance_window(self) -> str:
+        window = self._context + self._held
+        text = self._decode(window)
+        is_whole = not text.endswith(_REPLACEMENT)
+        # Only the last mark can still turn into a character: a decoder writes one for an incomplete tail.
+        num_certain = len(text) if is_whole else len(text) - 1
+        emitted = text[self._num_emitted : num_certain]
+        self._num_emitted = max(self._num_emitted, num_certain)
+        if is_whole:
+            self._context, self._held = window[-_CONTEXT_TOKENS:], []
+            self._stream = self._new_stream()
+        elif len(window) > _MAX_WINDOW_TOKENS:
+            self._context, self._held = [], window[-_CONTEXT_TOKENS:]
+            self._num_emitted = max(0, len(self._decode(self._held)) - 1)
+        return emitted
+
+    def _seed(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        seed = [i for i in prompt_token_ids[-_CONTEXT_TOKENS:] if i not in self._skipped_ids]
+        # A stream seeded with half a character would emit the seed's own text once the character is whole.
+        return [] if self._decode(seed).endswith(_REPLACEMENT) else seed
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -1,0 +1,56 @@
+"""What a request may ask for: the table of limits, and how breaches of it are gathered and told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service_kit.errors import InvalidArgument
+
+_MAX_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits that hold for every model. Ranges are inclusive."""
+
+    max_n: int = 64
+    max_logprobs: int = 20
+    max_temperature: float = 2.0
+    max_priority: int = 100
+    max_penalty: float = 2.0
+    max_stop_strings: int = 16
+    max_stop_string_chars: int = 256
+    max_stop_token_ids: int = 4096
+    max_bad_words: int = 128
+    max_logit_bias: int = 300
+    max_abs_logit_bias: float = 100.0
+    max_id_chars: int = 128
+    max_stream_interval: int = 4096
+
+
+class Violations:
+    """Breaches of limits in one request, told together so that a client need not find them one by one."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str]] = []
+
+    def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
+        """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
+        place = field if index is None else f"{field}[{index}]"
+        self._found.append((field, f"{place} is {_shown(value)}, {rule}"))
+
+    def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
+        """Note a breach unless `is_fine`."""
+        if not is_fine:
+            self.add(field, value, rule, index=index)
+
+    def raise_if_any(self) -> None:
+        """Raise InvalidArgument that lists every breach, if there is one."""
+        if self._found:
+            message = "; ".join(description for _, description in self._found)
+            raise InvalidArgument(message, reason="INVALID_REQUEST", violations=self._found)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

@@ -1,0 +1,78 @@
+"""Stop strings: found in growing text, and never shown in part. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopHit:
+    """A stop string in a text, and how much of the text to keep."""
+
+    stop: str
+    num_kept_chars: int
+
+
+def find_stop(text: str, num_new_chars: int, stops: Sequence[str], *, include: bool) -> StopHit | None:
+    """The stop string that completes first within the last `num_new_chars` of `text`.
+
+    Strings that complete at the same character are ranked by their order in `stops`. The kept text ends
+    before the stop string, or behind it with `include`.
+    """
+    if num_new_chars <= 0:
+        return None
+    best: tuple[int, str] | None = None
+    for stop in stops:
+        start = text.find(stop, max(0, len(text) - num_new_chars - len(stop) + 1))
+        if start >= 0 and (best is None or start + len(stop) < best[0]):
+            best = (start + len(stop), stop)
+    if best is None:
+        return None
+    end, stop = best
+    return StopHit(stop, end if include else end - len(stop))
+
+
+class StopBuffer:
+    """Lets text through while it cannot be part of a stop string, and ends it at the first that completes.
+
+    Without `include` the last `longest stop - 1` characters are held back, for they may be the beginning
+    of a stop string. With it nothing is held back, but as many characters are remembered.
+    """
+
+    __slots__ = ("_include", "_lookback", "_num_released", "_stops", "_text")
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._lookback = max(len(stop) for stop in stops) - 1
+        self._text = ""
+        self._num_released = 0
+
+    def push(self, text: str, num_scanned_chars: int) -> tuple[str, str | None]:
+        """Add `text`, of whose end `num_scanned_chars` may complete a stop string.
+
+        Returns the text to show now, and the stop string that ended it. Nothing may be pushed after one.
+        """
+        self._text += text
+        hit = find_stop(self._text, num_scanned_chars, self._stops, include=self._include)
+        if hit is not None:
+            shown = self._text[self._num_released : hit.num_kept_chars]
+            self._text, self._num_released = "", 0
+            return shown, hit.stop
+        num_certain = len(self._text) if self._include else len(self._text) - self._lookback
+        shown = self._text[self._num_released : max(self._num_released, num_certain)]
+        self._num_released += len(shown)
+        self._forget()
+        return shown, None
+
+    def flush(self) -> str:
+        """What was held back, once it is known that no more text comes."""
+        shown = self._text[self._num_released :]
+        self._text, self._num_released = "", 0
+        return shown
+
+    def _forget(self) -> None:
+        num_forgotten = min(self._num_released, max(0, len(self._text) - self._lookback))
+        self._text = self._text[num_forgotten:]
+        self._num_released -= num_forgotten

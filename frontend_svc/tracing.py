@@ -1,0 +1,82 @@
+"""The spans of one request in the frontend: `request` with the children `tokenize` and `detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+
+from frontend_svc.output.request_state import RequestState
+from service_kit.errors import ServiceError
+from service_kit.telemetry import bind_log_fields, context_from, traceparent_of, tracer
+from triptych.common.v1 import sampling_pb2
+
+_SHOWN_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens")
+
+
+class RequestTrace:
+    """The open `request` span, from a request's arrival to its end whatever that is."""
+
+    def __init__(self, request_id: str, traceparent: str, tracestate: str) -> None:
+        self._span: Span = tracer().start_span(
+            "request",
+            context=context_from(traceparent, tracestate),
+            attributes={"triptych.request_id": request_id},
+        )
+        self.abort_cause = "client"
+        self._context: Context = set_span_in_context(self._span, Context())
+
+    def __enter__(self) -> RequestTrace:
+        bind_log_fields(trace_id=self.trace_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self._span.add_event("aborted", {"cause": self.abort_cause})
+        elif error is not None:
+            code = error.code.name if isinstance(error, ServiceError) else "INTERNAL"
+            self._span.set_attribute("rpc.grpc.status", code)
+            self._span.set_status(
+                Status(StatusCode.ERROR, str(error) if isinstance(error, ServiceError) else code)
+            )
+        self._span.end()
+
+    @property
+    def trace_id(self) -> str:
+        """The trace's id as 32 hex digits."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    @property
+    def traceparent(self) -> str:
+        """What makes spans elsewhere children of this request."""
+        return traceparent_of(self._span)
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[None]:
+        """The span `tokenize` around a block."""
+        with tracer().start_as_current_span("tokenize", context=self._context, record_exception=False):
+            yield
+
+    def note_request(self, model: str, num_prompt_tokens: int, sampling: sampling_pb2.SamplingParams) -> None:
+        """What is asked, once it is known in full."""
+        self._span.set_attribute("gen_ai.request.model", model)
+        self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
+        for name in _SHOWN_PARAMETERS:
+            self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
+
+    def note_output(self, state: RequestState, num_output_tokens: int, finish_reason: str) -> None:
+        """What came of it. Makes the span `detokenize`, from the first output to the last."""
+        self._span.set_attribute("gen_ai.usage.output_tokens", num_output_tokens)
+        self._span.set_attribute("gen_ai.response.finish_reasons", finish_reason)
+        if state.first_output_at_ns:
+            span = tracer().start_span(
+                "detokenize", context=self._context, start_time=state.first_output_at_ns
+            )
+            span.set_attribute("triptych.busy_us", state.detokenize_ns // 1000)
+            span.end(state.last_output_at_ns)

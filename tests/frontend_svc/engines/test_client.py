@@ -1,0 +1,179 @@
+"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import pytest
+
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
+from triptych.api.v1 import model_pb2
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import engine_pb2, session_pb2, step_pb2
+
+
+async def test_an_engine_that_starts_later_is_found():
+    engine = FakeEngine(answer("late"))
+    await engine.start()
+    await engine.kill()
+    async with serving(engine, start_engines=False, waits_ready=False) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await engine.start(engine.address)
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "late"
+
+
+async def test_a_loading_engine_gets_nothing_until_it_is_ready():
+    engine = FakeEngine(answer("done"), is_ready=False)
+    async with serving(engine, waits_ready=False) as (client, frontend):
+        await engine.wait(lambda: bool(engine.sessions))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "done"
+        assert engine.sessions[0].hello.frontend_id == frontend.identity.frontend_id
+    assert engine.goodbyes == ["the frontend stops"]
+
+
+async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        await engine.wait_for_requests(1)
+        engine.has_heartbeat = False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "heartbeat" in (caught.value.details() or "")
+        engine.has_heartbeat = True
+        engine.script = answer("again")
+        await client.wait_ready(is_ready=False)
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "again"
+
+
+async def test_a_gap_in_the_sequence_ends_the_stream():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.skip()
+        engine.step({request: [5]})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_malformed_step_ends_the_stream():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(step=step_pb2.Step(handles=b"xyz"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_draining_engine_finishes_and_gets_no_more():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
+        await client.wait_ready(is_ready=False)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate())
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        assert (await read_all(call))[2] == [5]
+
+
+async def test_a_dying_engines_last_words_reach_the_client():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+    assert "out of memory" in (caught.value.details() or "")
+
+
+async def test_messages_are_acknowledged():
+    engine = FakeEngine(answer("the cat sat on the mat"))
+    async with serving(engine) as (client, _):
+        await read_all(client.generate())
+        await engine.wait(lambda: engine.num_acks > 0)
+
+
+async def test_files_are_fetched_once_for_all_engines_and_sessions():
+    first, second = FakeEngine(answer("x")), FakeEngine(answer("y"), dp_rank=1)
+    await first.start()
+    async with serving(first, start_engines=False) as (client, frontend):
+        await second.start()
+        frontend.directory.tell("more", [second.address])
+        await second.wait(lambda: bool(second.sessions))
+        async with asyncio.timeout(WAIT_S):
+            while (await client.model.GetModel(model_pb2.GetModelRequest())).model.num_engines < 2:
+                pass
+        await second.kill()
+    assert (first.num_downloads, second.num_downloads) == (1, 0)
+
+
+async def test_damaged_files_keep_an_engine_out():
+    engine = FakeEngine(answer("x"))
+    good = engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER]
+    engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = b"{broken"
+    async with serving(engine, waits_ready=False) as (client, _):
+        await engine.wait(lambda: engine.num_connects >= 2)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate())
+        engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = good
+        await client.wait_ready()
+
+
+async def test_a_file_that_does_not_have_its_digest_keeps_an_engine_out():
+    class Liar(FakeEngine):
+        async def GetArtifacts(self, request, context):
+            async for response in super().GetArtifacts(request, context):
+                if self.num_downloads < 3:
+                    response.chunk = response.chunk[:-1] + b"!"
+                yield response
+
+    engine = Liar(answer("x"))
+    async with serving(engine) as (client, _):
+        assert engine.num_downloads == 3
+        assert (await read_all(client.generate()))[1] == "x"
+
+
+async def test_the_tokenizer_override_needs_no_tokenizer_from_the_engine(tmp_path):
+    engine = FakeEngine(answer("x"))
+    (tmp_path / "tokenizer.json").write_bytes(engine.files.pop(session_pb2.ARTIFACT_KIND_TOKENIZER))
+    async with serving(engine, tokenizer=str(tmp_path)) as (client, _):
+        assert (await read_all(client.generate()))[1] == "x"
+
+
+async def test_an_abort_by_the_engine_ends_the_stream_with_its_reason():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        record = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)
+        engine.step({request: []}, finished={request: record})
+        _, text, ids, finished = await read_all(call)
+    assert (text, ids, finished.reason) == ("", [], output_pb2.FINISH_REASON_ABORT)
+
+
+async def test_model_defaults_are_read_from_files():
+    engine = FakeEngine(answer("x"), generation_config={"do_sample": False, "max_new_tokens": 7})
+    assert json.loads(engine.files[session_pb2.ARTIFACT_KIND_GENERATION_CONFIG])["max_new_tokens"] == 7
+    async with serving(engine) as (client, _):
+        await read_all(client.generate())
+    assert engine.requests[0].entry.sampling.temperature == 0.0
+    assert engine.requests[0].entry.sampling.max_tokens == 7

@@ -1,0 +1,33 @@
+"""Options of the frontend."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontend_svc.config import FrontendConfig
+from service_kit.config import ConfigError, load_config
+
+
+def load(*argv: str) -> FrontendConfig:
+    return load_config(FrontendConfig, argv, service="frontend", env={}).config
+
+
+def test_engines_are_repeatable_and_need_no_coordinator():
+    config = load("--engine", "a:1", "--engine=b:2", "--port", "0")
+    assert (config.engine, config.coordinator, config.port) == (("a:1", "b:2"), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "neither --engine nor --coordinator"),
+        (("--engine", "a:1", "--port", "70000"), "port 70000"),
+        (("--engine", "a:1", "--max-queued-requests", "0"), "max_queued_requests 0"),
+        (("--engine", "a:1", "--slow-reader-s=-1"), "slow_reader_s"),
+        (("--engine", "no port"), "engine"),
+        (("--coordinator", "no port"), "coordinator"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*argv)

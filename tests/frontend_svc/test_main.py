@@ -1,0 +1,77 @@
+"""The frontend as a process: announcement, health, drain on SIGTERM, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from service_kit.channel import open_channel
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, read_all
+
+
+async def start(*argv: str) -> tuple[asyncio.subprocess.Process, dict]:
+    """A frontend process and what it announces."""
+    read_fd, write_fd = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "frontend_svc.main",
+        *argv,
+        "--port=0",
+        f"--announce-fd={write_fd}",
+        pass_fds=[write_fd],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        line = await asyncio.get_running_loop().run_in_executor(None, pipe.readline)
+    return process, json.loads(line)
+
+
+async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
+    engine = FakeEngine()
+    await engine.start()
+    process, announced = await start("--engine", engine.address)
+    async with open_channel(announced["address"], profile="public") as channel:
+        client = Client(channel)
+        await client.wait_ready()
+        running = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        process.send_signal(signal.SIGTERM)
+        await client.wait_ready(is_ready=False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        assert (await read_all(running))[2] == [5]
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+    assert (announced["service"], announced["index"]) == ("frontend", 0)
+    await engine.kill()
+
+
+def test_a_configuration_that_cannot_work_exits_2():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "frontend_svc.main"]
+    for argv, words in (([], "--engine"), (["--engine", "a:1", "--tokenizer", "/nowhere"], "/nowhere")):
+        done = subprocess.run([*command, *argv], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+def test_the_frontend_leaves_torch_and_transformers_out():
+    program = (
+        "import sys, frontend_svc.run; "
+        "print([name for name in ('torch', 'transformers', 'engine_svc', 'numpy') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,126 @@
+"""Streamed text equals one-shot decode, whatever the ids."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from frontend_svc.text.detokenizer import Detokenizer
+from tests.frontend_svc.tokenizers import SAMPLES, byte_fallback_tokenizer, byte_level_tokenizer
+
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_FALLBACK = byte_fallback_tokenizer()
+
+
+def detokenizer(tokenizer: Tokenizer, prompt: list[int], *, skip: bool = True) -> Detokenizer:
+    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return Detokenizer(tokenizer, prompt, special_ids=special, skip_special_tokens=skip)
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int], *, skip: bool = True) -> list[str]:
+    stream = detokenizer(tokenizer, prompt, skip=skip)
+    return [*(stream.feed(token_id) for token_id in ids), stream.flush()]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=80),
+    st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=6),
+    st.booleans(),
+)
+def test_any_byte_level_ids_stream_to_their_one_shot_decode(ids, prompt, skip):
+    text = "".join(streamed(BYTE_LEVEL, prompt, ids, skip=skip))
+
+    # A prompt that ends in half a character leaves the other half to the output.
+    if not BYTE_LEVEL.decode(prompt, skip_special_tokens=skip).endswith("\ufffd"):
+        assert text == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(max_size=60))
+def test_any_unicode_text_comes_back(text):
+    assert "".join(streamed(BYTE_LEVEL, [], BYTE_LEVEL.encode(text).ids)) == text
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.text(alphabet="abc日é 😀한ж", min_size=1, max_size=40),
+    st.text(alphabet="abc日 ", min_size=1, max_size=8),
+)
+def test_byte_fallback_text_continues_its_prompt(output, prompt):
+    prompt_ids = [1, *BYTE_FALLBACK.encode(prompt).ids]
+    all_ids = BYTE_FALLBACK.encode(prompt + output).ids
+    # Only where the output's tokens are a true continuation of the prompt's.
+    if all_ids[: len(prompt_ids) - 1] == prompt_ids[1:]:
+        text = "".join(streamed(BYTE_FALLBACK, prompt_ids, all_ids[len(prompt_ids) - 1 :]))
+        assert BYTE_FALLBACK.decode(prompt_ids) + text == BYTE_FALLBACK.decode(all_ids)
+
+
+def test_byte_fallback_garbage_neither_raises_nor_loses_what_follows():
+    rng = random.Random(7)
+    for _ in range(300):
+        ids = [rng.randrange(BYTE_FALLBACK.get_vocab_size()) for _ in range(30)]
+        text = "".join(streamed(BYTE_FALLBACK, [], [*ids, BYTE_FALLBACK.token_to_id("▁a")]))
+        assert text.endswith(" a")
+
+
+def test_leading_space_is_kept_after_a_prompt_and_stripped_at_its_start():
+    mark_a = BYTE_FALLBACK.token_to_id("▁a")
+    assert "".join(streamed(BYTE_FALLBACK, [1, mark_a], [mark_a])) == " a"
+    assert "".join(streamed(BYTE_FALLBACK, [1], [mark_a])) == "a"
+
+
+def test_a_prompt_that_ends_in_half_a_character_is_never_repeated():
+    prompt = [*BYTE_LEVEL.encode("the cat ").ids, BYTE_LEVEL.token_to_id("æ")]
+    assert "cat" not in "".join(streamed(BYTE_LEVEL, prompt, BYTE_LEVEL.encode("dog").ids))
+
+
+def test_half_a_character_is_held_until_it_is_whole():
+    ids = [BYTE_LEVEL.token_to_id(byte) for byte in ("æ", "Ĺ", "¥")]
+    assert streamed(BYTE_LEVEL, [], ids) == ["", "", "日", ""]
+
+
+def test_incomplete_bytes_at_the_end_are_flushed_as_replacement_character():
+    ids = [BYTE_LEVEL.token_to_id(byte) for byte in ("æ", "Ĺ")]
+    assert streamed(BYTE_LEVEL, [], ids) == ["", "", "\ufffd"]
+    assert BYTE_LEVEL.decode(ids) == "\ufffd"
+
+
+def test_a_second_flush_yields_nothing():
+    stream = detokenizer(BYTE_LEVEL, [])
+    stream.feed(BYTE_LEVEL.token_to_id("æ"))
+    assert (stream.flush(), stream.flush()) == ("\ufffd", "")
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_samples_stream_with_little_delay(sample):
+    ids = BYTE_LEVEL.encode(sample).ids
+    pieces = streamed(BYTE_LEVEL, [], ids)
+    assert "".join(pieces) == sample
+    assert pieces[-1] == ""
+
+
+def test_endless_invalid_bytes_cost_the_same_each_and_come_out():
+    stream = detokenizer(BYTE_LEVEL, [])
+    continuation_byte = BYTE_LEVEL.token_to_id("Ģ")
+    started_at = time.perf_counter()
+    text = "".join([stream.feed(continuation_byte) for _ in range(5_000)])
+    # Quadratic cost would take minutes; the bound is generous for a busy machine.
+    assert time.perf_counter() - started_at < 10
+    assert len(text + stream.flush()) == 5_000
+
+
+def test_special_tokens_are_skipped_or_shown():
+    end = BYTE_LEVEL.token_to_id("<|end|>")
+    ids = [*BYTE_LEVEL.encode("cat").ids, end]
+    assert "".join(streamed(BYTE_LEVEL, [], ids)) == "cat"
+    assert "".join(streamed(BYTE_LEVEL, [], ids, skip=False)) == "cat<|end|>"
+
+
+def test_ids_without_text_are_ignored():
+    assert "".join(streamed(BYTE_LEVEL, [], [100_000, *BYTE_LEVEL.encode("cat").ids])) == "cat"

@@ -1,0 +1,150 @@
+"""From a request to an ADD, without any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.model import GenerationDefaults, ServedModel
+from frontend_svc.text.preprocess import build_entry, check_request, tokenize_prompt
+from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
+from service_kit.errors import InvalidArgument, Unimplemented
+from tests.frontend_svc.fakes import make_request
+from tests.frontend_svc.tokenizers import byte_level_tokenizer
+
+LIMITS = RequestLimits()
+
+
+@pytest.fixture
+def model() -> Iterator[ServedModel]:
+    pool = TokenizerPool(1)
+    yield ServedModel(
+        name="tiny",
+        text_key="k",
+        fingerprint="f",
+        tokenizer=ModelTokenizer(byte_level_tokenizer(), pool),
+        defaults=GenerationDefaults(),
+        max_model_len=2048,
+        vocab_size=600,
+        eos_token_ids=(0,),
+    )
+    pool.close()
+
+
+def test_unset_max_tokens_is_what_fits(model):
+    assert build_entry(make_request([5] * 100), [5] * 100, model).entry.sampling.max_tokens == 1948
+
+
+def test_prompt_and_one_token_must_fit_and_the_error_names_both_numbers(model):
+    assert build_entry(make_request([5]), [5] * 2047, model).entry.sampling.max_tokens == 1
+    with pytest.raises(InvalidArgument, match="2048 tokens, the model takes 2048") as caught:
+        build_entry(make_request([5]), [5] * 2048, model)
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert caught.value.metadata == {"num_tokens": "2048", "max_model_len": "2048"}
+
+
+def test_same_input_yields_the_same_entry_but_for_id_and_seed(model):
+    request = make_request([5, 6], temperature=0.5, stop_token_ids=[7, 7])
+    first, second = (build_entry(request, [5, 6], model).entry for _ in range(2))
+    assert (first.request_id, first.request_seed) != (second.request_id, second.request_seed)
+    for entry in (first, second):
+        entry.ClearField("request_id")
+        entry.ClearField("request_seed")
+    assert first == second
+    assert list(first.sampling.stop_token_ids) == [7]
+
+
+def test_the_models_defaults_are_used_only_where_the_client_set_nothing(model):
+    model = replace(
+        model, defaults=GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=64)
+    )
+    unset = build_entry(make_request([5]), [5], model).entry.sampling
+    assert (unset.temperature, unset.top_p) == (pytest.approx(0.6), pytest.approx(0.9))
+    assert (unset.top_k, unset.max_tokens) == (20, 64)
+    given = build_entry(make_request([5], temperature=0.0, top_p=1.0, top_k=0, max_tokens=100), [5], model)
+    sampling = given.entry.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 100)
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 600, 10**9])
+def test_every_way_to_ask_for_all_tokens_is_zero(model, top_k):
+    assert build_entry(make_request([5], top_k=top_k), [5], model).entry.sampling.top_k == 0
+
+
+async def test_truncation_keeps_the_end_of_the_prompt(model):
+    request = make_request(list(range(1, 101)), truncate_prompt_tokens=10)
+    assert await tokenize_prompt(request, model) == list(range(91, 101))
+    request = make_request(range(5000), truncate_prompt_tokens=-1, max_tokens=48)
+    assert len(await tokenize_prompt(request, model)) == 2000
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(model):
+    with pytest.raises(InvalidArgument, match="at least"):
+        await tokenize_prompt(make_request("x" * 10_000_000), model)
+
+
+def test_all_breaches_are_told_together(model):
+    request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request, model, LIMITS)
+    assert {field for field, _ in caught.value.violations} == {
+        "prompt",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.max_tokens",
+        "priority",
+    }
+
+
+def test_min_tokens_beyond_max_tokens_is_a_breach(model):
+    with pytest.raises(InvalidArgument, match="min_tokens is 5"):
+        check_request(make_request("x", min_tokens=5, max_tokens=4), model, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": 2}, "sampling.n"),
+        ({"logprobs": 0}, "sampling.logprobs"),
+        ({"prompt_logprobs": 1}, "sampling.prompt_logprobs"),
+        ({"frequency_penalty": 1.0}, "sampling.frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "sampling.repetition_penalty"),
+        ({"min_p": 0.1}, "sampling.min_p"),
+        ({"logit_bias": [{"token_id": 1, "bias": 1.0}]}, "sampling.logit_bias"),
+        ({"allowed_token_ids": [1]}, "sampling.allowed_token_ids"),
+        ({"bad_words": ["x"]}, "sampling.bad_words"),
+        ({"structured_output": {"regex": "a"}}, "sampling.structured_output"),
+        ({"repetition_detection": {"max_pattern_size": 1}}, "sampling.repetition_detection"),
+        ({"thinking_token_budget": 1}, "sampling.thinking_token_budget"),
+        ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between"),
+        ({"adapter": "x"}, "adapter"),
+        ({"media": [{"url": "x"}]}, "media"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(model, fields, name):
+    with pytest.raises(Unimplemented, match=name):
+        check_request(make_request("x", **fields), model, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logit_bias": [{"token_id": 1, "bias": float("inf")}]}, r"sampling\.logit_bias\[0\] is inf"),
+        ({"logit_bias": [{"token_id": 600}]}, r"sampling\.logit_bias\[0\] is 600"),
+        ({"bad_words": ["x"] * 129}, "129 *, words"),
+        ({"stop_token_ids": [600]}, r"sampling\.stop_token_ids\[0\] is 600"),
+        ({"stop": [""]}, r"sampling\.stop\[0\] is 0"),
+        ({"stop": ["x"], "detokenize": False}, "sampling.detokenize"),
+        ({"output_kind": 9}, "sampling.output_kind is 9"),
+        ({"stream_interval": 0}, "sampling.stream_interval is 0"),
+        ({"request_id": "x" * 129}, "request_id is 129"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+        ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_value_and_limit(model, fields, name):
+    with pytest.raises(InvalidArgument, match=name):
+        check_request(make_request("x", **fields), model, LIMITS)
