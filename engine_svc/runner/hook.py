@@ -1,0 +1,27 @@
+"""Where optional features attach to a step on the device. Declared here, by their user."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine_svc.runner.input_batch import InputBatch
+from engine_svc.step import StepPlan
+
+
+class RunnerHook(Protocol):
+    """Told before and after a forward."""
+
+    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        """The batch holds the plan's rows; nothing is computed yet."""
+
+    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        """The step's keys and values are in the cache; nothing is sampled yet."""
+
+
+class LogitsProcessor(Protocol):
+    """Changes what is sampled from."""
+
+    def __call__(self, logits: Tensor, batch: InputBatch, rows: list[int]) -> Tensor:
+        """Logits [N, V] fp32 in place of those given, which may be written; entry n is of row rows[n]."""

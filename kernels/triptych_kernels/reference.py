@@ -1,0 +1,392 @@
+"""Every op in plain torch: the specification, and what runs where no faster kernel is at hand.
+
+Written for the CPU: rows that compute one token are gathered and multiplied together, padded to a few fixed
+lengths, so that no Python runs per row and a row's result does not depend on its neighbours.
+Knows no model, no request and no device but its tensors' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triptych_kernels.attention_batch import AttentionBatch
+
+_MIN_PADDED_LENGTH = 64
+_QUERY_TILE = 256
+# Greedy but for ties, and far from making logits overflow.
+_MIN_TEMPERATURE = 1e-6
+_CDF_CHUNK = 128
+_NUM_NUCLEUS_CANDIDATES = 1024
+
+
+def kv_write(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Store this step's keys and values at their slots.
+
+    keys: [T, G, D], values: [T, G, E], any strides.
+    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous, written.
+    slot_mapping: [T] int64, all different, slot = block_id * S + offset.
+    """
+    num_kv_heads, _, _, key_dim = key_cache.shape
+    key_cache.view(num_kv_heads, -1, key_dim).index_copy_(1, slot_mapping, keys.transpose(0, 1))
+    value_dim = value_cache.shape[-1]
+    value_cache.view(num_kv_heads, -1, value_dim).index_copy_(1, slot_mapping, values.transpose(0, 1))
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of each row's tokens over the KV in its blocks, this step's included.
+
+    softmax(cap(scale * q k^T)) v, softmax in fp32; token p of a row sees tokens max(0, p - window + 1) .. p;
+    cap(x) = soft_cap * tanh(x / soft_cap); a sink adds exp(sinks[h]) to the denominator of head h.
+    query: [T, H, D]; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in query's dtype.
+    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. Blocks of other rows are never read;
+    places in a row's blocks behind its last token must hold finite numbers.
+    """
+    output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+    for group in _decode_groups(batch, window, key_cache.shape[0], key_cache.shape[1]):
+        queries = query if group.tokens is None else query.index_select(0, group.tokens)
+        attended = _attend_single_tokens(queries, key_cache, value_cache, group, scale, sinks, soft_cap)
+        if group.tokens is None:
+            return attended
+        output.index_copy_(0, group.tokens, attended)
+    for chunk in _chunks(batch, window):
+        keys = key_cache.index_select(1, chunk.block_ids).flatten(1, 2)
+        values = value_cache.index_select(1, chunk.block_ids).flatten(1, 2)
+        for tile in chunk.tiles:
+            queries = query[tile.first_token : tile.end_token]
+            visible_keys = keys[:, tile.first_key : tile.end_key]
+            visible_values = values[:, tile.first_key : tile.end_key]
+            if sinks is None and soft_cap is None:
+                attended = _attend_tile(queries, visible_keys, visible_values, tile.mask, scale)
+            else:
+                attended = _attend_tile_densely(
+                    queries, visible_keys, visible_values, tile.mask, scale, sinks, soft_cap
+                )
+            output[tile.first_token : tile.end_token] = attended
+    return output
+
+
+@dataclass(slots=True)
+class _DecodeGroup:
+    """Rows with one token each whose visible KV pads to the same number of blocks."""
+
+    tokens: Tensor | None  # [n], their places in the step; None where they are all of it, in order
+    gather: Tensor  # [G * n * padded blocks], rows of a cache seen as [G * B, S * D]
+    bias: Tensor  # [n, 1, L] fp32, 0 where visible, else -inf
+
+
+def _decode_groups(
+    batch: AttentionBatch, window: int | None, num_kv_heads: int, num_blocks: int
+) -> list[_DecodeGroup]:
+    key = ("decode", window, num_kv_heads, num_blocks)
+    groups = batch.derived.get(key)
+    if groups is None:
+        groups = batch.derived[key] = _make_decode_groups(batch, window, num_kv_heads, num_blocks)
+    return groups  # type: ignore[return-value]  # Only this function writes the key.
+
+
+def _make_decode_groups(
+    batch: AttentionBatch, window: int | None, num_kv_heads: int, num_blocks: int
+) -> list[_DecodeGroup]:
+    single_rows = (batch.query_lengths == 1).nonzero().flatten()
+    if single_rows.numel() == 0:
+        return []
+    size = batch.block_size
+    lengths = batch.total_lengths[single_rows]
+    first_visible = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
+    first_block, last_block = first_visible // size, (lengths - 1) // size
+    ladder = _padded_block_counts(int((last_block - first_block).max()) + 1, size)
+    rungs = torch.bucketize(last_block - first_block + 1, torch.tensor(ladder, device=lengths.device))
+    tokens = (batch.query_lengths.cumsum(0) - 1)[single_rows]
+    head_offsets = torch.arange(num_kv_heads, device=lengths.device)[:, None] * num_blocks
+    groups = []
+    for rung in rungs.unique().tolist():
+        members = (rungs == rung).nonzero().flatten()
+        is_whole_step = members.numel() == batch.query_lengths.numel()
+        # Padding repeats the row's own last block: NaN that another row holds must not reach this one.
+        steps = torch.arange(ladder[rung], device=lengths.device)
+        columns = torch.minimum(first_block[members, None] + steps, last_block[members, None])
+        block_ids = batch.block_tables[single_rows[members, None], columns].long()
+        position = first_block[members, None] * size + torch.arange(
+            ladder[rung] * size, device=lengths.device
+        )
+        is_visible = (position >= first_visible[members, None]) & (position < lengths[members, None])
+        bias = torch.zeros(is_visible.shape, dtype=torch.float32, device=lengths.device)
+        groups.append(
+            _DecodeGroup(
+                tokens=None if is_whole_step else tokens[members],
+                gather=(head_offsets + block_ids.flatten()).flatten(),
+                bias=bias.masked_fill_(~is_visible, float("-inf")).unsqueeze(1),
+            )
+        )
+    return groups
+
+
+def _padded_block_counts(max_blocks: int, block_size: int) -> list[int]:
+    """Lengths that rows are padded to, as blocks: 64 tokens, then powers of two and one step between them.
+
+    A function of the row's own length alone, so its sums have one order whoever shares the batch.
+    """
+    ladder, length = [-(-_MIN_PADDED_LENGTH // block_size)], 2 * _MIN_PADDED_LENGTH
+    while ladder[-1] < max_blocks:
+        ladder += [-(-length // block_size), -(-3 * length // 2 // block_size)]
+        length *= 2
+    return ladder
+
+
+def _attend_single_tokens(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    group: _DecodeGroup,
+    scale: float,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+) -> Tensor:
+    num_kv_heads, num_blocks, _, key_dim = key_cache.shape
+    num_rows, num_heads, _ = query.shape
+    length = group.bias.shape[-1]
+    share = num_heads // num_kv_heads
+    keys = key_cache.view(num_kv_heads * num_blocks, -1).index_select(0, group.gather)
+    queries = query.reshape(num_rows, num_kv_heads, share, key_dim).transpose(0, 1)
+    products = torch.bmm(
+        queries.reshape(num_kv_heads * num_rows, share, key_dim),
+        keys.view(num_kv_heads * num_rows, length, key_dim).transpose(1, 2),
+    ).view(num_kv_heads, num_rows, share, length)
+    del keys  # So that the values are gathered into memory that is still in the CPU's cache.
+    head_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, share, 1)
+    weights = _softmax(products, group.bias, scale, head_sinks, soft_cap).to(query.dtype)
+    values = value_cache.view(num_kv_heads * num_blocks, -1).index_select(0, group.gather)
+    attended = torch.bmm(
+        weights.reshape(num_kv_heads * num_rows, share, length),
+        values.view(num_kv_heads * num_rows, length, -1),
+    )
+    return attended.view(num_kv_heads, num_rows, share, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
+
+
+def _softmax(
+    products: Tensor, bias: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
+) -> Tensor:
+    """fp32 weights of raw products q k^T; bias and sinks are broadcast against them."""
+    if soft_cap is None:
+        scores = torch.add(bias, products, alpha=scale)
+    else:
+        scores = torch.tanh(products.float() * (scale / soft_cap)) * soft_cap + bias
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Consecutive tokens of one row, and the keys any of them sees: places among those gathered."""
+
+    first_token: int
+    end_token: int
+    first_key: int
+    end_key: int
+    mask: Tensor | None  # [n, keys] bool, True where visible; None for a square causal tile
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A row that computes more than one token."""
+
+    block_ids: Tensor
+    tiles: list[_Tile]
+
+
+def _chunks(batch: AttentionBatch, window: int | None) -> list[_Chunk]:
+    key = ("chunks", window)
+    chunks = batch.derived.get(key)
+    if chunks is None:
+        chunks = batch.derived[key] = _make_chunks(batch, window)
+    return chunks  # type: ignore[return-value]  # Only this function writes the key.
+
+
+def _make_chunks(batch: AttentionBatch, window: int | None) -> list[_Chunk]:
+    chunks, token = [], 0
+    lengths = zip(batch.query_lengths.tolist(), batch.total_lengths.tolist(), strict=True)
+    for row, (num_tokens, total) in enumerate(lengths):
+        if num_tokens > 1:
+            start = total - num_tokens
+            first_block = 0 if window is None else max(0, start - window + 1) // batch.block_size
+            block_ids = batch.block_tables[row, first_block : -(-total // batch.block_size)].long()
+            tiles = [
+                _make_tile(
+                    token,
+                    start,
+                    first,
+                    min(first + _QUERY_TILE, total),
+                    first_block * batch.block_size,
+                    window,
+                    block_ids.device,
+                )
+                for first in range(start, total, _QUERY_TILE)
+            ]
+            chunks.append(_Chunk(block_ids, tiles))
+        token += num_tokens
+    return chunks
+
+
+def _make_tile(
+    chunk_token: int,
+    chunk_start: int,
+    first: int,
+    end: int,
+    gathered_from: int,
+    window: int | None,
+    device: torch.device,
+) -> _Tile:
+    """The tile of positions first .. end - 1 of a chunk that starts at token chunk_token."""
+    first_key = 0 if window is None else max(0, first - window + 1)
+    mask = None
+    if first_key < first or (window is not None and window < end - first):
+        position = torch.arange(first, end, device=device)[:, None]
+        key_position = torch.arange(first_key, end, device=device)
+        mask = key_position <= position
+        if window is not None:
+            mask &= key_position > position - window
+    return _Tile(
+        first_token=chunk_token + first - chunk_start,
+        end_token=chunk_token + end - chunk_start,
+        first_key=first_key - gathered_from,
+        end_key=end - gathered_from,
+        mask=mask,
+    )
+
+
+def _attend_tile(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    num_tokens, num_heads, key_dim = query.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    share = num_heads // num_kv_heads
+    attended = F.scaled_dot_product_attention(
+        query.reshape(num_tokens, num_kv_heads, share, key_dim).permute(1, 2, 0, 3),
+        keys.unsqueeze(1).expand(num_kv_heads, share, num_keys, key_dim),
+        values.unsqueeze(1).expand(num_kv_heads, share, num_keys, values.shape[-1]),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
+
+
+def _attend_tile_densely(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+) -> Tensor:
+    num_tokens, num_heads, key_dim = query.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    share = num_heads // num_kv_heads
+    if mask is None:
+        mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril_()
+    bias = torch.zeros(mask.shape, device=query.device).masked_fill_(~mask, float("-inf"))
+    queries = query.reshape(num_tokens, num_kv_heads, share, key_dim).permute(1, 2, 0, 3)
+    products = torch.matmul(queries, keys.unsqueeze(1).transpose(2, 3))
+    head_sinks = None if sinks is None else sinks.view(num_kv_heads, share, 1, 1)
+    weights = _softmax(products, bias, scale, head_sinks, soft_cap).to(query.dtype)
+    attended = torch.matmul(weights, values.unsqueeze(1))
+    return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
+
+
+def uniform_noise(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
+    """One uniform number in [0, 1) a row: a pure function of (seed, position, draw), equal on every machine.
+
+    The output function of SplitMix64, applied to the seed, then after adding the position, then the draw.
+    seeds: [N] int64, the bits of an unsigned seed.  positions: [N] int64.  draw: which use at a position.
+    Returns [N] float64, a multiple of 2^-52.
+    Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
+    """
+    state = _mix(_mix(_mix(seeds) + positions) + draw)
+    return _logical_shift(state, 12).double() * 2.0**-52
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's step on [N] int64 with wrap-around; the published constants as signed numbers."""
+    state = state + -0x61C8864680B583EB
+    state = (state ^ _logical_shift(state, 30)) * -0x40A7B892E31B1A47
+    state = (state ^ _logical_shift(state, 27)) * -0x6B2FB644ECCEEE15
+    return state ^ _logical_shift(state, 31)
+
+
+def _logical_shift(bits: Tensor, places: int) -> Tensor:
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token a row from softmax(logits / temperature), cut to top-k, then to top-p.
+
+    By inverse CDF in vocabulary order. Top-k keeps the k largest, top-p of these the fewest largest that
+    reach top_p of their mass; ties of the smallest kept stay in. A row's token is a pure function of the row.
+    logits: [N, V] fp32, finite maximum.  temperature: [N] fp32 above 0.  top_k: [N] int64, 0 = all.
+    top_p: [N] fp32 in (0, 1].  uniforms: [N] float64 in [0, 1).  Returns [N] int64.
+    """
+    weights = torch.softmax(logits / temperature.clamp(min=_MIN_TEMPERATURE)[:, None], dim=-1)
+    vocab_size = logits.shape[1]
+    is_cut = (top_k > 0) & (top_k < vocab_size)
+    if is_cut.any():
+        limits = torch.where(is_cut, top_k, vocab_size)
+        largest = weights.topk(int(top_k[is_cut].max()), dim=-1).values
+        smallest_kept = largest.gather(1, limits.clamp(max=largest.shape[1])[:, None] - 1)
+        weights = weights.masked_fill((weights < smallest_kept) & is_cut[:, None], 0.0)
+    if (top_p < 1.0).any():
+        weights = weights.masked_fill(weights < _smallest_in_nucleus(weights, top_p)[:, None], 0.0)
+    return _inverse_cdf(weights, uniforms)
+
+
+def _smallest_in_nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
+    """[N] the smallest weight that top-p keeps, 0 for rows that keep all."""
+    vocab_size = weights.shape[1]
+    needed = weights.sum(-1, dtype=torch.float64) * top_p
+    num_candidates = min(_NUM_NUCLEUS_CANDIDATES, vocab_size)
+    while True:
+        largest = weights.topk(num_candidates, dim=-1).values
+        reached = largest.cumsum(-1, dtype=torch.float64)
+        is_open = (reached[:, -1] < needed) & (top_p < 1.0)
+        if num_candidates == vocab_size or not is_open.any():
+            break
+        num_candidates = vocab_size
+    index = (reached < needed[:, None]).sum(-1).clamp_(max=num_candidates - 1)
+    smallest = largest.gather(1, index[:, None]).squeeze(1)
+    return torch.where(top_p < 1.0, smallest, 0.0)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """[N] the first token where the running sum of weights exceeds uniform * total: by chunk, then inside."""
+    num_rows, vocab_size = weights.shape
+    num_chunks = -(-vocab_size // _CDF_CHUNK)
+    if vocab_size < num_chunks * _CDF_CHUNK:
+        weights = F.pad(weights, (0, num_chunks * _CDF_CHUNK - vocab_size))
+    chunks = weights.view(num_rows, num_chunks, _CDF_CHUNK)
+    reached = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniforms[:, None] * reached[:, -1:]
+    chunk = (reached <= target).sum(-1, keepdim=True)
+    before = torch.where(chunk > 0, reached.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    inner = chunks[torch.arange(num_rows, device=weights.device), chunk.squeeze(1)].cumsum(
+        -1, dtype=torch.float64
+    )
+    place = (inner <= target - before).sum(-1)
+    # Sums taken in two orders differ by a rounding: never step past the chunk's last token with weight.
+    last = (inner < inner[:, -1:]).sum(-1)
+    return chunk.squeeze(1) * _CDF_CHUNK + torch.minimum(place, last)

@@ -1,0 +1,1 @@
+"""Tests of loading and of the forward."""

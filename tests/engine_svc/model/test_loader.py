@@ -1,0 +1,256 @@
+"""Folders that load, and how those that do not are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.facts import KVShape
+from engine_svc.model.loader import load_model
+from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own to break."""
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def change_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_facts_say_what_the_checkpoint_is(llama):
+    facts = load_model(llama, num_threads=1).facts
+    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.kv_shapes == (KVShape(2, 8, 8), KVShape(2, 8, 8))
+    assert (facts.num_layers, facts.num_kv_heads, facts.head_dim) == (2, 2, 8)
+    assert (facts.vocab_size, facts.max_position) == (VOCAB_SIZE, MAX_POSITION)
+    assert facts.dtype == "float32"
+    assert facts.eos_token_ids == (2,)
+    assert facts.num_parameters == sum(
+        tensor.numel() for tensor in load_file(llama / "model.safetensors").values()
+    )
+
+
+def test_progress_counts_the_bytes_of_the_weights_and_the_warm_up(llama):
+    seen: list[tuple[str, int, int]] = []
+    load_model(llama, num_threads=1, progress=lambda *event: seen.append(event))
+    size = (llama / "model.safetensors").stat().st_size
+    weights = [event for event in seen if event[0] == "weights"]
+    assert weights[0] == ("weights", 0, size)
+    assert weights[-1] == ("weights", size, size)
+    assert [done for _, done, _ in weights] == sorted(done for _, done, _ in weights)
+    assert seen[len(weights) :] == [("warm-up", 0, 1), ("warm-up", 1, 1)]
+
+
+def test_sharded_weights_load_as_one_file_does(llama, tmp_path):
+    make_checkpoint("llama", tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    sharded, single = load_model(tmp_path, num_threads=1), load_model(llama, num_threads=1)
+    ids = torch.arange(12)[None]
+    assert torch.equal(
+        sharded.model.module.model.embed_tokens(ids), single.model.module.model.embed_tokens(ids)
+    )
+    assert sharded.facts.num_parameters == single.facts.num_parameters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wished_dtype_is_the_one_computed_in(llama, dtype):
+    loaded = load_model(llama, dtype=dtype, num_threads=1)
+    assert loaded.facts.dtype == dtype
+    assert str(loaded.model.module.dtype) == f"torch.{dtype}"
+
+
+def test_auto_takes_the_dtype_of_the_weights_where_the_config_is_silent(copy):
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    del config["dtype"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert load_model(copy, num_threads=1).facts.dtype == "bfloat16"
+
+
+def test_prepacking_changes_how_weights_lie_and_not_what_they_compute(llama):
+    ids = torch.arange(3, 20)[None]
+    hidden = []
+    for prepack in (True, False):
+        module = load_model(llama, prepack=prepack, num_threads=1).model.module
+        with torch.inference_mode():
+            layer = module.model.layers[0]
+            hidden.append(layer.mlp(layer.post_attention_layernorm(module.model.embed_tokens(ids))))
+        assert (type(layer.mlp.up_proj) is torch.nn.Linear) is not prepack
+    torch.testing.assert_close(hidden[0], hidden[1])
+
+
+def test_ends_come_from_config_and_generation_config_together(copy):
+    change_json(copy / "config.json", eos_token_id=[7, 3])
+    change_json(copy / "generation_config.json", eos_token_id=9)
+    assert load_model(copy, num_threads=1).facts.eos_token_ids == (3, 7, 9)
+
+
+def test_the_digest_follows_weights_config_and_dtype(copy):
+    first = load_model(copy, num_threads=1).facts.weights_digest
+    assert load_model(copy, num_threads=1).facts.weights_digest == first
+    assert load_model(copy, dtype="bfloat16", num_threads=1).facts.weights_digest != first
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] += 1.0
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    second = load_model(copy, num_threads=1).facts.weights_digest
+    assert second != first
+    change_json(copy / "config.json", rms_norm_eps=1e-5)
+    assert load_model(copy, num_threads=1).facts.weights_digest not in (first, second)
+
+
+def test_the_warm_up_leaves_no_trace_in_another_model_of_the_process(llama):
+    first = load_model(llama, num_threads=1).model
+    second = load_model(llama, num_threads=1).model
+    names = {first.module.config._attn_implementation, second.module.config._attn_implementation}
+    assert len(names) == 2
+
+
+def test_threads_are_set(llama):
+    load_model(llama, num_threads=2)
+    assert torch.get_num_threads() == 2
+    load_model(llama)
+    assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) - 1)
+    load_model(llama, num_threads=1)
+    assert torch.get_num_threads() == 1
+
+
+def refusal(folder: Path, **options: object) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, num_threads=1, **options)
+    return str(caught.value)
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    assert "is not a folder" in refusal(tmp_path / "nothing")
+
+
+def test_a_folder_without_config_is_refused(copy):
+    (copy / "config.json").unlink()
+    assert "has no config.json" in refusal(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no-such-model"}'])
+def test_a_config_that_cannot_be_read_is_refused(copy, text):
+    (copy / "config.json").write_text(text)
+    assert "config.json cannot be read" in refusal(copy)
+
+
+def test_a_config_that_wants_its_own_code_is_refused(copy):
+    marker = copy / "was_run"
+    (copy / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    change_json(copy / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"})
+    assert "config.json cannot be read" in refusal(copy)
+    assert not marker.exists()
+
+
+def test_a_folder_without_weights_is_refused(copy):
+    (copy / "model.safetensors").unlink()
+    assert "no weights to load" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "weights.pt"])
+def test_pickled_weights_are_refused_unread(copy, name):
+    (copy / "model.safetensors").unlink()
+    (copy / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    message = refusal(copy)
+    assert name in message
+    assert "convert them to safetensors" in message
+
+
+def test_missing_weights_are_named(copy):
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors")
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(copy)
+
+
+def test_weights_of_another_shape_are_named(copy):
+    change_json(copy / "config.json", intermediate_size=48)
+    message = refusal(copy)
+    assert "mlp.up_proj.weight has shape (64, 32), config.json says (48, 32)" in message
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    make_checkpoint("llama", tmp_path, max_shard_size="30KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x.safetensors", "model.bin", 3])
+def test_an_index_that_points_elsewhere_is_refused(copy, name):
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "model.safetensors.index.json names" in refusal(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_refused(copy, text):
+    (copy / "model.safetensors.index.json").write_text(text)
+    assert "is not a weights index" in refusal(copy)
+
+
+def test_a_truncated_file_is_refused(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "model.safetensors cannot be read" in refusal(copy)
+
+
+def test_a_broken_generation_config_is_refused(copy):
+    (copy / "generation_config.json").write_text("{")
+    assert "generation_config.json cannot be read" in refusal(copy)
+
+
+def test_an_unknown_dtype_is_refused(llama):
+    assert "choose auto, float32, bfloat16, float16" in refusal(llama, dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("falcon", "FalconForCausalLM has 2 layers, but called the attention interface 0 times"),
+        ("bloom", "BloomForCausalLM has 2 layers"),
+        ("gptj", "GPTJForCausalLM has 2 layers"),
+        ("mamba2", "Mamba2ForCausalLM has layers of kind linear_attention"),
+        ("t5", "T5ForConditionalGeneration is an encoder-decoder"),
+        ("bert", "BertLMHeadModel lets tokens see later ones"),
+    ],
+)
+def test_models_that_would_run_wrongly_are_refused_by_name(tmp_path, family, reason):
+    make_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(tmp_path, num_threads=1)
+
+
+def test_quantized_weights_are_refused(copy):
+    change_json(copy / "config.json", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModel, match="quantized"):
+        load_model(copy, num_threads=1)
+
+
+def test_a_rope_that_depends_on_the_batch_limits_the_length(copy):
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 96,
+    }
+    change_json(copy / "config.json", rope_parameters=rope)
+    assert load_model(copy, num_threads=1).facts.max_position == 96

@@ -1,0 +1,1 @@
+"""Tests of a step on the device."""

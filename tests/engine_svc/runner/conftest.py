@@ -1,0 +1,57 @@
+"""Loaded tiny models, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from engine_svc.model.loader import LoadedModel, load_model
+from engine_svc.runner.kv_tensors import KVTensors, size_kv_cache
+from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
+from tests.engine_svc.runner.fakes import PlanDriver
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 256
+
+
+@dataclass
+class TinyModel:
+    """A model as we load it and as transformers made it."""
+
+    theirs: PreTrainedModel
+    ours: LoadedModel
+
+    def runner(self, *, logits_processors: tuple = ()) -> ModelRunner:
+        sizing = size_kv_cache(
+            self.ours.facts,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_POSITION,
+            max_num_seqs=8,
+            num_kv_blocks=NUM_BLOCKS,
+        )
+        config = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
+        kv = KVTensors(self.ours.facts, sizing)
+        return ModelRunner(self.ours.model, self.ours.facts, kv, config, logits_processors=logits_processors)
+
+    def driver(self, *, logits_processors: tuple = ()) -> PlanDriver:
+        runner = self.runner(logits_processors=logits_processors)
+        return PlanDriver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    made: dict[str, TinyModel] = {}
+
+    def get(family: str) -> TinyModel:
+        if family not in made:
+            folder: Path = tmp_path_factory.mktemp(family)
+            theirs = make_checkpoint(family, folder)
+            made[family] = TinyModel(theirs, load_model(folder, num_threads=1))
+        return made[family]
+
+    return get

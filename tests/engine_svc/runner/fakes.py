@@ -1,0 +1,92 @@
+"""A scheduler's stand-in: makes the plans a test asks for, over block tables in no order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from engine_svc.runner.model_runner import ModelRunner
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.step import AdmittedRequest, StepPlan, StepResult
+
+
+@dataclass
+class DrivenRequest:
+    """A request as its driver sees it."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    is_admitted: bool = False
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+class PlanDriver:
+    """Holds requests and a pool of shuffled blocks; `step` plans the given grants and runs them."""
+
+    def __init__(self, runner: ModelRunner, *, num_blocks: int, block_size: int) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self.free_blocks = list(range(num_blocks))
+        random.Random(1).shuffle(self.free_blocks)
+        self.requests: dict[str, DrivenRequest] = {}
+        self._released: list[str] = []
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt: list[int], **wishes: object) -> DrivenRequest:
+        sampling = SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **wishes})
+        request = DrivenRequest(request_id, list(prompt), len(prompt), sampling)
+        self.requests[request_id] = request
+        return request
+
+    def step(self, grants: dict[str, int]) -> StepResult:
+        plan = StepPlan(self.num_steps, released=self._released)
+        self._released = []
+        self.num_steps += 1
+        for request_id, num_tokens in grants.items():
+            self._plan_row(plan, self.requests[request_id], num_tokens)
+        result = self._runner.execute(plan)
+        for index, (request_id, num_tokens) in enumerate(grants.items()):
+            request = self.requests[request_id]
+            request.num_computed_tokens += num_tokens
+            request.token_ids += result.sampled[index]
+        return result
+
+    def preempt(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        self.free_blocks += request.block_ids
+        request.block_ids, request.num_computed_tokens, request.is_admitted = [], 0, False
+        self._released.append(request_id)
+
+    def finish(self, request_id: str) -> DrivenRequest:
+        self.preempt(request_id)
+        return self.requests.pop(request_id)
+
+    def _plan_row(self, plan: StepPlan, request: DrivenRequest, num_tokens: int) -> None:
+        total = request.num_computed_tokens + num_tokens
+        num_new = -(-total // self._block_size) - len(request.block_ids)
+        new_blocks = [self.free_blocks.pop(0) for _ in range(num_new)]
+        plan.new_block_ids.append(new_blocks if request.is_admitted else request.block_ids + new_blocks)
+        request.block_ids += new_blocks
+        if not request.is_admitted:
+            request.is_admitted = True
+            plan.admitted.append(
+                AdmittedRequest(
+                    request.request_id, list(request.token_ids), request.num_prompt_tokens, request.sampling
+                )
+            )
+        plan.request_ids.append(request.request_id)
+        plan.num_tokens.append(num_tokens)
+        plan.num_computed_tokens.append(request.num_computed_tokens)
+        plan.draft_token_ids.append([])
+        plan.samples.append(total == len(request.token_ids))

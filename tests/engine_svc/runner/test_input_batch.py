@@ -1,0 +1,102 @@
+"""Rows of the batch: who is in, and a step's inputs made from them."""
+
+from __future__ import annotations
+
+from engine_svc.runner.input_batch import InputBatch
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.step import AdmittedRequest, StepPlan
+
+
+def small_batch(**sizes: int) -> InputBatch:
+    defaults = {"max_num_seqs": 3, "max_model_len": 32, "block_size": 4, "vocab_size": 50}
+    return InputBatch(**{**defaults, **sizes})
+
+
+def admitted(request_id: str, num_tokens: int, **wishes: object) -> AdmittedRequest:
+    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **wishes})
+    return AdmittedRequest(request_id, list(range(10, 10 + num_tokens)), num_tokens, sampling)
+
+
+def plan(rows: list[tuple[str, int, int, list[int]]], **columns: object) -> StepPlan:
+    """Rows as (request id, tokens to compute, tokens computed, new block ids)."""
+    return StepPlan(
+        0,
+        request_ids=[row[0] for row in rows],
+        num_tokens=[row[1] for row in rows],
+        num_computed_tokens=[row[2] for row in rows],
+        new_block_ids=[row[3] for row in rows],
+        draft_token_ids=[[] for _ in rows],
+        **{"samples": [True for _ in rows], **columns},
+    )
+
+
+def test_tokens_of_all_rows_lie_flat_with_their_positions_and_slots():
+    batch = small_batch()
+    step = plan(
+        [("a", 3, 0, [7, 2]), ("b", 2, 4, [5, 1])],
+        admitted=[admitted("a", 6), admitted("b", 6)],
+        samples=[False, True],
+    )
+    batch.apply(step)
+    inputs = batch.gather(step)
+    assert inputs.token_ids.tolist() == [10, 11, 12, 14, 15]
+    assert inputs.positions.tolist() == [0, 1, 2, 4, 5]
+    assert inputs.slot_mapping.tolist() == [28, 29, 30, 4, 5]
+    assert inputs.logit_rows.tolist() == [4]
+    assert inputs.attention.query_lengths.tolist() == [3, 2]
+    assert inputs.attention.total_lengths.tolist() == [3, 6]
+    assert inputs.attention.block_tables.tolist() == [[7, 2], [5, 1]]
+
+
+def test_blocks_that_hold_computed_tokens_are_not_fresh():
+    batch = small_batch()
+    step = plan([("a", 2, 8, [3, 1, 2]), ("b", 5, 0, [6, 7])], admitted=[admitted("a", 10), admitted("b", 5)])
+    assert batch.apply(step) == [2, 6, 7]
+    assert batch.apply(plan([("a", 1, 10, []), ("b", 1, 5, [])])) == []
+    assert batch.apply(plan([("b", 1, 8, [9])])) == [9]
+
+
+def test_appended_tokens_are_the_next_steps_input():
+    batch = small_batch()
+    batch.apply(plan([("a", 4, 0, [0])], admitted=[admitted("a", 4)]))
+    step = plan([("a", 4, 0, [])])
+    rows = batch.gather(step).sampling_rows
+    batch.append(rows, rows * 0 + 44)
+    later = plan([("a", 1, 4, [8])])
+    batch.apply(later)
+    assert batch.gather(later).token_ids.tolist() == [44]
+    assert batch.lengths[rows].tolist() == [5]
+
+
+def test_a_released_row_is_entered_by_the_next_request_without_what_was_in_it():
+    batch = small_batch(max_num_seqs=1)
+    batch.apply(
+        plan([("a", 8, 0, [0, 1])], admitted=[admitted("a", 8, min_tokens=3, eos_token_id=4, top_k=9)])
+    )
+    step = plan([("b", 2, 0, [6])], released=["a"], admitted=[admitted("b", 2)])
+    batch.apply(step)
+    inputs = batch.gather(step)
+    assert inputs.slot_mapping.tolist() == [24, 25]
+    row = int(inputs.sampling_rows[0])
+    assert (batch.min_lengths[row], batch.top_k[row], batch.end_token_ids[row]) == (0, 0, [])
+
+
+def test_a_request_may_leave_and_return_in_one_plan():
+    batch = small_batch(max_num_seqs=1)
+    batch.apply(plan([("a", 2, 0, [0])], admitted=[admitted("a", 2)]))
+    step = plan([("a", 3, 0, [5])], released=["a"], admitted=[admitted("a", 3)])
+    assert batch.apply(step) == [5]
+    assert batch.gather(step).slot_mapping.tolist() == [20, 21, 22]
+
+
+def test_seeds_keep_all_their_bits_and_foreign_ends_are_dropped():
+    batch = small_batch()
+    step = plan(
+        [("a", 2, 0, [0])],
+        admitted=[admitted("a", 2, seed=2**64 - 2, min_tokens=1, stop_token_ids=frozenset({49, 50, -1}))],
+    )
+    batch.apply(step)
+    row = int(batch.gather(step).sampling_rows[0])
+    assert int(batch.seeds[row]) == -2
+    assert batch.end_token_ids[row] == [49]
+    assert batch.min_lengths[row] == 3

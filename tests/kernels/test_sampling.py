@@ -1,0 +1,113 @@
+"""uniform_noise and sample against their twins, and the distribution they draw from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.naive import naive_sample, naive_uniform
+from triptych_kernels import sample, uniform_noise
+
+
+def signed(seed: int) -> int:
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def uniforms_of(num: int, *, seed: int = 7) -> torch.Tensor:
+    return uniform_noise(torch.full((num,), seed), torch.arange(num), 0)
+
+
+def draw(logits, temperature=1.0, top_k=0, top_p=1.0, uniforms=None):
+    num_rows = logits.shape[0]
+    return sample(
+        logits.float(),
+        torch.full((num_rows,), temperature),
+        torch.full((num_rows,), top_k, dtype=torch.int64),
+        torch.full((num_rows,), top_p),
+        uniforms if uniforms is not None else uniforms_of(num_rows),
+    )
+
+
+def test_noise_is_splitmix64_of_seed_position_and_draw():
+    seeds = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 123456789012345678]
+    positions = [0, 5, 131071, 1, 77, 2**40]
+    for number in (0, 1, 9):
+        noise = uniform_noise(torch.tensor([signed(seed) for seed in seeds]), torch.tensor(positions), number)
+        expected = [
+            naive_uniform(seed, position, number) for seed, position in zip(seeds, positions, strict=True)
+        ]
+        assert noise.tolist() == expected
+
+
+def test_noise_is_spread_evenly_over_positions_seeds_and_draws():
+    num = 20_000
+    by_position = uniform_noise(torch.full((num,), 3), torch.arange(num), 0)
+    by_seed = uniform_noise(torch.arange(num), torch.full((num,), 3), 0)
+    by_draw = uniform_noise(torch.arange(num), torch.full((num,), 3), 1)
+    for noise in (by_position, by_seed, by_draw):
+        counts = torch.histc(noise.float(), bins=20, min=0.0, max=1.0)
+        chi_square = ((counts - num / 20) ** 2 / (num / 20)).sum()
+        assert chi_square < 43.8  # 0.1 % of true uniforms exceed it at 19 degrees of freedom
+    assert torch.corrcoef(torch.stack([by_position, by_seed, by_draw])).fill_diagonal_(0.0).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 1500])
+@pytest.mark.parametrize(
+    "wish",
+    [(1.0, 0, 1.0), (0.3, 0, 1.0), (1.0, 5, 1.0), (2.0, 0, 0.6), (0.8, 40, 0.9), (1.0, 5000, 0.999)],
+    ids=str,
+)
+def test_tokens_equal_the_twin(vocab_size, wish):
+    temperature, top_k, top_p = wish
+    logits = torch.randn(33, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    uniforms = uniforms_of(33, seed=vocab_size)
+    tokens = draw(logits, temperature, top_k, top_p, uniforms)
+    expected = [
+        naive_sample(row, temperature, top_k, top_p, uniform)
+        for row, uniform in zip(logits.tolist(), uniforms.tolist(), strict=True)
+    ]
+    assert tokens.tolist() == expected
+
+
+def test_rows_keep_their_own_wishes():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    uniforms = uniforms_of(4)
+    wishes = [(1.0, 0, 1.0), (0.5, 3, 1.0), (1.5, 0, 0.5), (1.0, 20, 0.7)]
+    columns = [torch.tensor(column) for column in zip(*wishes, strict=True)]
+    together = sample(logits, columns[0], columns[1], columns[2], uniforms)
+    alone = [int(draw(logits[i : i + 1], *wishes[i], uniforms[i : i + 1])) for i in range(4)]
+    assert together.tolist() == alone
+
+
+def test_a_flat_nucleus_wider_than_the_first_candidates():
+    logits = torch.zeros(1, 4000)
+    logits[0, :2000] = 1.0
+    tokens = draw(logits.expand(500, -1).contiguous(), top_p=0.7, uniforms=uniforms_of(500))
+    assert int(tokens.max()) < 2000
+    assert int(tokens.max()) > 1500
+
+
+def test_drawn_tokens_follow_the_softmax():
+    probabilities = torch.tensor([0.5, 0.2, 0.0, 0.2, 0.1])
+    tokens = draw(probabilities.log().clamp(min=-1e30).expand(20_000, -1).contiguous())
+    counts = torch.bincount(tokens, minlength=5)
+    assert counts[2] == 0
+    expected = probabilities[[0, 1, 3, 4]] * 20_000
+    assert ((counts[[0, 1, 3, 4]] - expected) ** 2 / expected).sum() < 16.3  # 0.1 % at 3 degrees of freedom
+
+
+def test_masked_tokens_are_never_drawn_at_either_end_of_the_noise():
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(3))
+    logits[:, :100] = float("-inf")
+    logits[:, 990:] = float("-inf")
+    tokens = draw(logits, uniforms=torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64))
+    assert tokens.tolist() == [100, 989]
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
+    assert draw(logits, temperature=1e-30).tolist() == logits.argmax(-1).tolist()
+
+
+def test_an_empty_batch_gives_no_tokens():
+    assert draw(torch.zeros(0, 10)).shape == (0,)
