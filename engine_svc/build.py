@@ -1,0 +1,246 @@
+"""From the configuration to objects: the only place that decides by it. Imported by `run` alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine_svc import announce
+from engine_svc.artifacts import Artifact, find_artifacts
+from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.config import EngineConfig
+from engine_svc.engine import Engine, NoLockstep
+from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
+from engine_svc.features.observe import RequestSpans
+from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
+from engine_svc.lifecycle import Lifecycle
+from engine_svc.mailbox import Board, Inbox
+from engine_svc.membership import Membership
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.servicer import FULL_NAME, EngineCoreServicer
+from service_kit.admin import AdminServicer
+from service_kit.clock import MonotonicClock
+from service_kit.config import ConfigError
+from service_kit.server import ADMIN, INTERNAL, Registration, Server
+from service_kit.telemetry import tracer
+from triptych.engine.v1 import engine_pb2_grpc
+
+if TYPE_CHECKING:
+    from engine_svc.model.facts import ModelFacts
+    from engine_svc.runner.kv_tensors import KVSizing
+
+logger = logging.getLogger(__name__)
+
+# One step at a time, until a step can be planned before the tokens of the one before it are known.
+_MAX_IN_FLIGHT = 1
+_KERNEL_MODE = "transformers-cpu"
+_MAX_COMMANDS = 16_384
+_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
+
+
+def build_served_engine(config: EngineConfig) -> ServedEngine:
+    """What there is of an engine before its model is loaded."""
+    identity = EngineIdentity(
+        # Stable where the port is: then the next process on it replaces this one at the coordinator.
+        engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
+        # Never 0, which means "none" on the wire.
+        engine_epoch=secrets.randbits(63) + 1,
+        version=_version(),
+        dp_rank=config.data_parallel_rank,
+        dp_size=config.data_parallel_size,
+    )
+    return ServedEngine(
+        identity=identity,
+        artifacts=find_artifacts(Path(config.model)),
+        lifecycle=Lifecycle(),
+        inbox=Inbox(_MAX_COMMANDS),
+        board=Board(),
+        clock=MonotonicClock(),
+        drain_deadline_s=config.drain_deadline_s,
+    )
+
+
+def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
+    """The listener for frontends, then the one for operators."""
+    admin = AdminServicer(
+        "engine", f"engine-{config.index}", lambda: announce.status(engine, servicer.num_sessions)
+    )
+    add = functools.partial(engine_pb2_grpc.add_EngineCoreServiceServicer_to_server, servicer)
+    return [
+        Server(
+            listen=f"{config.host}:{config.port}",
+            registrations=[Registration(FULL_NAME, add)],
+            profile=INTERNAL,
+            service="engine",
+            reflection=config.reflection,
+        ),
+        Server(
+            listen=f"127.0.0.1:{config.admin_port}",
+            registrations=[admin.registration()],
+            profile=ADMIN,
+            service="engine",
+            reflection=config.reflection,
+        ),
+    ]
+
+
+def build_memberships(
+    config: EngineConfig, engine: ServedEngine, *, bound: str, stop_engine: Callable[[], None]
+) -> list[Membership]:
+    """The membership at the coordinator, where there is one."""
+    if config.coordinator is None:
+        return []
+    endpoint = _endpoint(config, bound)
+    return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, stop_engine=stop_engine)]
+
+
+def build_engine(
+    config: EngineConfig,
+    served: ServedEngine,
+    *,
+    progress: Callable[[LoadProgress], None],
+    defer: Callable[[Callable[[], None]], object],
+) -> tuple[Engine, LoadedCore]:
+    """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
+    # Here and not above: these import torch, and a process should answer before that is done.
+    from engine_svc.model.loader import load_model
+    from engine_svc.runner.executor import InlineExecutor
+    from engine_svc.runner.kv_tensors import KVTensors
+    from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+
+    loaded = load_model(
+        config.model,
+        dtype=config.dtype,
+        num_threads=config.num_threads,
+        progress=lambda phase, done, total: progress(LoadProgress(phase, done, total)),
+    )
+    max_model_len, sizing = _fit(config, loaded.facts)
+    facts = _describe(config, served.artifacts, loaded.facts, max_model_len, sizing.num_blocks)
+    # The cache keeps one block as a placeholder, which no request can have.
+    sizing = replace(sizing, num_blocks=sizing.num_blocks + 1)
+    runner = ModelRunner(
+        loaded.model,
+        loaded.facts,
+        KVTensors(loaded.facts, sizing),
+        RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
+    )
+    hasher = BlockHasher(config.block_size, bytes.fromhex(facts.fingerprint.digest))
+    scheduler = _build_scheduler(
+        config, max_model_len, sizing.num_blocks, hasher, (RequestSpans(tracer(), served.clock, defer),)
+    )
+    engine = Engine(
+        scheduler=scheduler,
+        executor=InlineExecutor(runner),
+        inbox=served.inbox,
+        board=served.board,
+        clock=served.clock,
+        lockstep=NoLockstep(),
+        max_in_flight=_MAX_IN_FLIGHT,
+    )
+    return engine, LoadedCore(facts, refusal=scheduler.refusal, prepare=hasher.extend)
+
+
+def _fit(config: EngineConfig, model: ModelFacts) -> tuple[int, KVSizing]:
+    """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
+    from engine_svc.runner.kv_tensors import KVCapacityError, size_kv_cache
+
+    def size(max_model_len: int, max_num_seqs: int) -> KVSizing:
+        return size_kv_cache(
+            model,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory=config.kv_cache_memory,
+            num_kv_blocks=config.num_kv_blocks,
+        )
+
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(f"--max-model-len is {max_model_len}, the model takes {model.max_position}")
+    try:
+        return max_model_len, size(max_model_len, config.max_num_seqs)
+    except KVCapacityError:
+        if config.max_model_len is not None:
+            raise
+    max_model_len = config.block_size * size(1, sys.maxsize).num_blocks
+    logger.warning("max_model_len is fitted to the KV memory", extra={"max_model_len": max_model_len})
+    return max_model_len, size(max_model_len, config.max_num_seqs)
+
+
+def _describe(
+    config: EngineConfig,
+    artifacts: tuple[Artifact, ...],
+    model: ModelFacts,
+    max_model_len: int,
+    num_kv_blocks: int,
+) -> EngineFacts:
+    folder = Path(config.model)
+    return EngineFacts(
+        model_name=config.served_model_name or folder.resolve().name,
+        fingerprint=make_fingerprint(
+            folder,
+            artifacts,
+            weights_digest=model.weights_digest,
+            dtype=model.dtype,
+            vocab_size=model.vocab_size,
+            kernel_mode=_KERNEL_MODE,
+            max_model_len=max_model_len,
+        ),
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_kv_blocks=num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=main_eos_first(folder, model.eos_token_ids),
+        default_sampling=read_sampling_defaults(folder),
+    )
+
+
+def _build_scheduler(
+    config: EngineConfig,
+    max_model_len: int,
+    num_blocks: int,
+    hasher: BlockHasher,
+    hooks: tuple[SchedulerHook, ...],
+) -> Scheduler:
+    pool = BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    scheduler_config = SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        policy=config.scheduling_policy,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+    return Scheduler(scheduler_config, KVCache(pool, hasher, max_model_len=max_model_len), hooks)
+
+
+def _endpoint(config: EngineConfig, bound: str) -> str:
+    """Where frontends dial this engine; never a wildcard, and with the port that was bound."""
+    host, _, port = bound.rpartition(":")
+    if config.advertise_address is not None:
+        has_port = config.advertise_address.rpartition(":")[2].isdigit()
+        return config.advertise_address if has_port else f"{config.advertise_address}:{port}"
+    return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else bound
+
+
+def _version() -> str:
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "unknown"

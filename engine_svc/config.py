@@ -1,0 +1,93 @@
+"""The options of an engine: the only source of its flags and environment variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from service_kit.config import ConfigError, option
+
+_POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a user may choose about one engine. Unset sizes are fitted to the model and the machine."""
+
+    model: str = option(
+        positional=True, help="folder of the checkpoint: config.json, safetensors, tokenizer.json"
+    )
+    served_model_name: str | None = option(None, help="name clients ask for (default: the folder's name)")
+
+    host: str = option("127.0.0.1", help="address to listen on")
+    port: int = option(50061, help="port for frontends; 0 lets the kernel choose")
+    admin_port: int = option(
+        0, help="port of the admin listener, always on loopback; 0 lets the kernel choose"
+    )
+    coordinator: str | None = option(None, help="host:port of the coordinator; unset: none")
+    advertise_address: str | None = option(
+        None, help="host[:port] frontends reach this engine at (default: where it listens)"
+    )
+
+    dtype: str = option(
+        "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
+    )
+    num_threads: int | None = option(None, help="CPU threads of the model (default: one a core)")
+    max_model_len: int | None = option(
+        None, size=True, help="longest sequence, prompt and output (default: the model's)"
+    )
+    max_num_seqs: int = option(256, help="most requests in one step")
+    max_num_batched_tokens: int = option(2048, size=True, help="most tokens in one step")
+    block_size: int = option(16, help="tokens of a KV block")
+    kv_cache_memory: int | None = option(
+        None, size=True, help="bytes of the KV cache (default: a share of free memory)"
+    )
+    num_kv_blocks: int | None = option(None, help="number of KV blocks, whatever they weigh")
+    enable_prefix_caching: bool = option(True, help="reuse the KV of equal beginnings")
+    enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
+    long_prefill_token_threshold: int = option(
+        0, help="most prompt tokens of one request in a step; 0: no such limit"
+    )
+    scheduling_policy: str = option("fcfs", choices=_POLICIES, help="who runs first")
+
+    data_parallel_rank: int = option(0, help="index of this engine among equal ones")
+    data_parallel_size: int = option(1, help="number of equal engines")
+
+    index: int = option(0, help="instance number, for logs")
+    announce_fd: int | None = option(
+        None, help="file descriptor that is told the bound addresses, for supervisors"
+    )
+    log_format: Literal["text", "json"] = option("text", help="how log lines look")
+    log_level: str = option(
+        "info", choices=("debug", "info", "warning", "error"), help="least level that is logged"
+    )
+    reflection: bool = option(True, help="serve gRPC reflection")
+    drain_deadline_s: float = option(20.0, help="time for running requests at the end; 0: none")
+
+    def __post_init__(self) -> None:
+        """Refuse what can never work; what depends on the model is checked when it is known."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("num_threads", "max_model_len", "kv_cache_memory", "num_kv_blocks"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+        for name in ("port", "admin_port"):
+            _require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
+        _require(
+            self.long_prefill_token_threshold >= 0,
+            "long_prefill_token_threshold",
+            self.long_prefill_token_threshold,
+            "0 or more",
+        )
+        _require(self.drain_deadline_s >= 0, "drain_deadline_s", self.drain_deadline_s, "0 or more")
+        _require(
+            0 <= self.data_parallel_rank < self.data_parallel_size,
+            "data_parallel_rank",
+            self.data_parallel_rank,
+            f"below the number of engines, {self.data_parallel_size}",
+        )
+
+
+def _require(holds: bool, name: str, value: object, limit: str) -> None:
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}, it has to be {limit}")

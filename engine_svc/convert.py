@@ -1,0 +1,229 @@
+"""Between the wire and the engine: the only file that knows both the protos and `Request`.
+
+What arrives is checked here as if no frontend had looked at it. Knows no stream and no thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+
+from engine_svc.facts import EngineFacts
+from engine_svc.mailbox import FinishedRow, StepOutput
+from engine_svc.request import FinishReason, Request
+from engine_svc.sampling_params import SamplingParams
+from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
+from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
+from triptych.engine.v1 import add_pb2, step_pb2
+
+_MAX_TEXT_CHARACTERS = 256
+_MAX_STOP_TOKEN_IDS = 4096
+_MAX_PRIORITY = 100
+_MAX_TEMPERATURE = 2.0
+
+# What the contract has and this engine cannot do: refused by name, for a parameter ignored is a wrong answer.
+_UNSERVED_ENTRY = (
+    "prompt_embeds",
+    "adapter",
+    "media",
+    "resumable",
+    "reasoning_parser",
+    "kv_transfer",
+    "is_token",
+)
+_UNSERVED_SAMPLING = (
+    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids",
+    "structured_output", "thinking_token_budget", "repetition_detection",
+)  # fmt: skip
+_NEUTRAL_SAMPLING = {
+    "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1,
+}  # fmt: skip
+
+_REASONS = {
+    FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: output_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: output_pb2.FINISH_REASON_ERROR,
+    FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
+}
+
+
+def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFacts, now: float) -> Request:
+    """The request an ADD asks for. Raises InvalidArgument or Unimplemented for that request alone."""
+    if len(entry.request_id) > _MAX_TEXT_CHARACTERS or len(entry.cache_salt) > _MAX_TEXT_CHARACTERS:
+        raise InvalidArgument(
+            f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
+        )
+    _refuse_unserved(entry, _UNSERVED_ENTRY)
+    if entry.WhichOneof("params") != "sampling":
+        raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
+    if entry.tenant:
+        # Tenants share nothing in the prefix cache, whatever their salts.
+        cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
+    else:
+        cache_salt = entry.cache_salt
+    prompt = _token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
+    output = _token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
+    if not prompt:
+        raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
+    if len(prompt) + len(output) >= facts.max_model_len:
+        raise InvalidArgument(
+            f"prompt has {len(prompt) + len(output)} tokens, the model takes {facts.max_model_len - 1}",
+            field="prompt_token_ids",
+        )
+    _check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
+    request = Request(
+        # Readable in logs, and unique whatever a frontend sends.
+        request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
+        token_ids=prompt + output,
+        num_prompt_tokens=len(prompt),
+        sampling=_to_sampling(entry, facts, max_tokens_left=facts.max_model_len - len(prompt)),
+        priority=entry.priority,
+        arrival_at=now - entry.age_ms / 1000,
+        cache_salt=cache_salt,
+        trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
+    )
+    # Its age counts for its turn; its time in this queue begins here.
+    request.timeline.queued_at = now
+    return request
+
+
+def to_deadline(entry: add_pb2.AddEntry, now: float) -> float | None:
+    """When the request has to end, on the engine's clock; None: never."""
+    return now + entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
+
+
+def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> step_pb2.Step:
+    """The columns of a step. `stop_token_ids` are, by handle, those that requests themselves asked for."""
+    step = step_pb2.Step(
+        step_number=output.step_number,
+        handles=_column(array("I", output.handles)),
+        token_ids=_column(array("I", output.token_ids)),
+    )
+    if max(output.num_tokens, default=0) <= 255:
+        step.num_tokens = bytes(output.num_tokens)
+    else:
+        step.num_tokens_wide = _column(array("I", output.num_tokens))
+    for row, num_cached_tokens in output.first:
+        step.first.add(row=row, num_cached_tokens=num_cached_tokens)
+    last_tokens = dict(_last_tokens(output)) if output.finished else {}
+    for finished in output.finished:
+        record = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
+        if finished.reason is FinishReason.STOP:
+            _set_stop(
+                record, finished, last_tokens[finished.row], stop_token_ids[output.handles[finished.row]]
+            )
+        elif finished.reason is FinishReason.ERROR:
+            record.message = "the model yielded logits that are not finite"
+    return step
+
+
+def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
+    """`error` as data, with its google.rpc details."""
+    status = to_status(error)
+    message = error_pb2.ErrorStatus(code=error.code.value[0], message=status.details)
+    for _, value in status.trailing_metadata or ():
+        if isinstance(value, bytes):
+            message.details = value
+    return message
+
+
+def _to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, max_tokens_left: int) -> SamplingParams:
+    given = entry.sampling
+    _refuse_unserved(given, _UNSERVED_SAMPLING)
+    for name, neutral in _NEUTRAL_SAMPLING.items():
+        if given.HasField(name) and getattr(given, name) != neutral:
+            raise _unserved(name)
+    temperature = given.temperature if given.HasField("temperature") else 1.0
+    _check(0.0 <= temperature <= _MAX_TEMPERATURE, "temperature", temperature, "0 to 2")
+    top_p = given.top_p if given.HasField("top_p") else 1.0
+    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
+    _check(given.top_k >= -1, "top_k", given.top_k, "-1 or more")
+    max_tokens = given.max_tokens if given.HasField("max_tokens") else max_tokens_left
+    _check(
+        1 <= max_tokens <= max_tokens_left,
+        "max_tokens",
+        max_tokens,
+        f"1 to {max_tokens_left} for this prompt",
+    )
+    _check(
+        0 <= given.min_tokens <= max_tokens, "min_tokens", given.min_tokens, f"0 to max_tokens, {max_tokens}"
+    )
+    _check_stop_token_ids(given, facts.vocab_size)
+    stop_token_ids = frozenset(given.stop_token_ids)
+    if not given.ignore_eos:
+        stop_token_ids |= frozenset(facts.eos_token_ids[1:])
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=0 if given.top_k in (-1, 0) else min(given.top_k, facts.vocab_size),
+        top_p=top_p,
+        seed=entry.request_seed,
+        min_tokens=given.min_tokens,
+        ignore_eos=given.ignore_eos,
+        eos_token_id=facts.eos_token_ids[0] if facts.eos_token_ids else None,
+        stop_token_ids=stop_token_ids,
+        skip_reading_prefix_cache=entry.skip_reading_prefix_cache or given.skip_reading_prefix_cache,
+    )
+
+
+def _check_stop_token_ids(given: sampling_pb2.SamplingParams, vocab_size: int) -> None:
+    num_ids = len(given.stop_token_ids)
+    _check(num_ids <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {_MAX_STOP_TOKEN_IDS} ids")
+    largest = max(given.stop_token_ids, default=0)
+    _check(largest < vocab_size, "stop_token_ids", largest, f"below the vocabulary's size, {vocab_size}")
+
+
+def _token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
+    if len(column) % 4:
+        raise InvalidArgument(f"{name} has {len(column)} bytes, it takes whole u32 values", field=name)
+    token_ids = array("I", column)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    largest = max(token_ids, default=0)
+    _check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
+    return token_ids.tolist()
+
+
+def _column(values: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _last_tokens(output: StepOutput) -> Iterator[tuple[int, int]]:
+    end = 0
+    for row, num_tokens in enumerate(output.num_tokens):
+        end += num_tokens
+        if num_tokens:
+            yield row, output.token_ids[end - 1]
+
+
+def _set_stop(
+    record: step_pb2.StepFinished, finished: FinishedRow, last_token: int, stop_token_ids: frozenset[int]
+) -> None:
+    # To the scheduler, the model's further end-of-sequence ids are stop tokens; to the frontend they are not.
+    if finished.stop_token_id is not None and finished.stop_token_id in stop_token_ids:
+        record.stop_token_id = finished.stop_token_id
+    else:
+        record.eos_token_id = last_token
+
+
+def _refuse_unserved(message: Message, names: tuple[str, ...]) -> None:
+    for descriptor, _ in message.ListFields():
+        if descriptor.name in names:
+            raise _unserved(descriptor.name)
+
+
+def _unserved(name: str) -> Unimplemented:
+    return Unimplemented(
+        f"{name} is not served by this engine", reason="UNIMPLEMENTED_FIELD", metadata={"field": name}
+    )
+
+
+def _check(holds: bool, name: str, value: float, limit: str) -> None:
+    if not holds:
+        raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)

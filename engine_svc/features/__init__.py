@@ -1,0 +1,1 @@
+"""What an engine can do beyond its core, one file each; only `build.py` imports them."""

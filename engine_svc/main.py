@@ -1,0 +1,31 @@
+"""The engine's process: from flags to exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from service_kit.process import prepare_process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run an engine until SIGTERM. Returns the exit code."""
+    prepare_process("engine")
+    # Imported after the process is prepared: grpc reads its environment once, at import.
+    from engine_svc.config import EngineConfig
+    from engine_svc.run import run
+    from service_kit.config import ConfigError, load_config, usage
+
+    if "--help" in argv:
+        print(usage(EngineConfig, "triptych engine"))
+        return 0
+    try:
+        loaded = load_config(EngineConfig, argv, service="engine")
+    except ConfigError as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        return 2
+    return run(loaded)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

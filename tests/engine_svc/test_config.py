@@ -1,0 +1,42 @@
+"""The options of an engine: what can never work is refused by the name of its flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_svc.config import EngineConfig
+from service_kit.config import ConfigError, load_config
+
+
+def test_flags_environment_and_defaults_make_a_configuration():
+    loaded = load_config(
+        EngineConfig,
+        ["folder", "--max-model-len", "16k", "--no-enable-prefix-caching"],
+        service="engine",
+        env={"TRIPTYCH_ENGINE_MAX_NUM_SEQS": "8"},
+    )
+    config = loaded.config
+    assert (config.model, config.max_model_len, config.max_num_seqs) == ("folder", 16_000, 8)
+    assert (config.enable_prefix_caching, config.block_size, config.port) == (False, 16, 50061)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--num-kv-blocks", "-1"], "--num-kv-blocks"),
+        (["--port", "70000"], "--port"),
+        (["--drain-deadline-s", "-1"], "--drain-deadline-s"),
+        (["--data-parallel-rank", "2", "--data-parallel-size", "2"], "--data-parallel-rank"),
+        (["--scheduling-policy", "lifo"], "--scheduling-policy"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_value_that_cannot_work_is_refused_by_its_flag(arguments, flag):
+    with pytest.raises(ConfigError, match=flag):
+        load_config(EngineConfig, ["folder", *arguments], service="engine", env={})
+
+
+def test_a_model_is_required():
+    with pytest.raises(ConfigError, match="MODEL"):
+        load_config(EngineConfig, [], service="engine", env={})

@@ -1,0 +1,217 @@
+"""What an ADD may say, what is refused and how, and how a step looks on the wire."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from engine_svc import convert
+from engine_svc.mailbox import FinishedRow, StepOutput
+from engine_svc.request import FinishReason
+from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
+from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.engine_svc.service_rig import column, make_entry, make_facts
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2
+
+
+def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
+    return convert.to_request(entry, session_number=3, facts=make_facts(), now=now)
+
+
+def test_an_add_becomes_the_request_it_asks_for():
+    entry = make_entry(
+        7,
+        prompt=[1, 2, 3],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_tokens=2,
+        stop_token_ids=[11],
+    )
+    entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
+    entry.trace_context.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    request = to_request(entry)
+    assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
+    assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
+    assert (request.cache_salt, request.trace_context[0]) == ("salt", entry.trace_context.traceparent)
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 40, 7)
+    assert (sampling.temperature, sampling.top_p) == pytest.approx((0.5, 0.9))
+    assert sampling.eos_token_id == EOS_TOKEN_ID
+    assert sampling.stop_token_ids == {11, EOS_TOKEN_ID + 1}
+
+
+def test_what_is_not_said_takes_the_neutral_value():
+    entry = add_pb2.AddEntry(
+        handle=1, prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
+    )
+    sampling = to_request(entry).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_tokens) == (1.0, 1.0, 0, 0)
+    assert sampling.max_tokens == MAX_MODEL_LEN - 2
+
+
+def test_ignore_eos_takes_the_models_other_end_ids_off_as_well():
+    assert to_request(make_entry(1, ignore_eos=True)).sampling.end_token_ids == frozenset()
+
+
+def test_a_request_that_continues_counts_its_output_against_max_tokens():
+    entry = make_entry(1, prompt=[1, 2, 3], max_tokens=5)
+    entry.output_token_ids = column([8, 9])
+    request = to_request(entry)
+    assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3, 8, 9], 3)
+    assert request.sampling.max_tokens == 5
+
+
+def test_ids_differ_by_session_handle_and_attempt():
+    entries = [make_entry(1), make_entry(2), make_entry(1, attempt=1)]
+    ids = {to_request(entry).request_id for entry in entries}
+    ids.add(convert.to_request(entries[0], session_number=4, facts=make_facts(), now=0.0).request_id)
+    assert len(ids) == 4
+
+
+def test_tenants_share_no_cache_even_with_crafted_salts():
+    salts = set()
+    for tenant, salt in (("a", "b"), ("ab", ""), ("", "ab"), ("a", ""), ("", "")):
+        entry = make_entry(1)
+        entry.tenant, entry.cache_salt = tenant, salt
+        salts.add(to_request(entry).cache_salt)
+    assert len(salts) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"prompt": [VOCAB_SIZE]}, "prompt_token_ids", ["1000", "below"]),
+        ({"prompt": [1] * MAX_MODEL_LEN}, "prompt_token_ids", ["128", "127"]),
+        ({"max_tokens": 0}, "max_tokens", ["0", "1 to"]),
+        ({"max_tokens": 2**40}, "max_tokens", [str(2**40), "123"]),
+        ({"temperature": float("nan")}, "temperature", ["nan", "0 to 2"]),
+        ({"temperature": float("inf")}, "temperature", ["inf"]),
+        ({"temperature": -0.5}, "temperature", ["-0.5"]),
+        ({"temperature": 2.5}, "temperature", ["2.5"]),
+        ({"top_p": 0.0}, "top_p", ["0.0"]),
+        ({"top_p": float("nan")}, "top_p", ["nan"]),
+        ({"top_k": -2}, "top_k", ["-2"]),
+        ({"min_tokens": -1}, "min_tokens", ["-1"]),
+        ({"min_tokens": 6}, "min_tokens", ["6", "5"]),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", ["1000"]),
+        ({"stop_token_ids": [1] * 5000}, "stop_token_ids", ["5000", "4096"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, words):
+    with pytest.raises(InvalidArgument) as caught:
+        to_request(make_entry(1, **changes))
+    assert caught.value.violations[0][0] == field
+    assert all(word in caught.value.message for word in words)
+
+
+def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_refused():
+    cut, empty, wild = make_entry(1), make_entry(1), make_entry(1)
+    cut.prompt_token_ids = b"\x01\x00\x00"
+    empty.prompt_token_ids = b""
+    wild.priority = 101
+    for entry, word in ((cut, "3 bytes"), (empty, "no tokens"), (wild, "101")):
+        with pytest.raises(InvalidArgument, match=word):
+            to_request(entry)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 2},
+        {"logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1.0},
+        {"repetition_penalty": 1.1},
+        {"min_p": 0.1},
+        {"logit_bias": [sampling_pb2.LogitBias(token_id=1, bias=1.0)]},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["x"]},
+        {"structured_output": sampling_pb2.StructuredOutput(regex="a")},
+        {"repetition_detection": sampling_pb2.RepetitionDetection(max_pattern_size=3)},
+        {"thinking_token_budget": 5},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_parameter_that_cannot_be_served_is_refused_by_name(changes):
+    with pytest.raises(Unimplemented, match=next(iter(changes))):
+        to_request(make_entry(1, **changes))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        add_pb2.AddEntry(adapter="a"),
+        add_pb2.AddEntry(media=[add_pb2.MediaItem()]),
+        add_pb2.AddEntry(prompt_embeds=tensor_pb2.Tensor()),
+        add_pb2.AddEntry(pooling=sampling_pb2.PoolingParams()),
+        add_pb2.AddEntry(resumable=True),
+    ],
+    ids=lambda entry: entry.ListFields()[0][0].name,
+)
+def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
+    whole = make_entry(1)
+    whole.MergeFrom(entry)
+    with pytest.raises(Unimplemented):
+        to_request(whole)
+
+
+def test_neutral_values_of_unserved_parameters_are_accepted():
+    to_request(make_entry(1, n=1, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0))
+
+
+def test_a_deadline_is_on_the_engines_clock():
+    entry = make_entry(1)
+    assert convert.to_deadline(entry, 10.0) is None
+    entry.remaining_ms = 1500
+    assert convert.to_deadline(entry, 10.0) == 11.5
+
+
+def test_a_step_becomes_packed_columns():
+    output = StepOutput(
+        4,
+        handles=[9, 300],
+        num_tokens=[1, 2],
+        token_ids=[70_000, 1, 2],
+        finished=[FinishedRow(1, FinishReason.LENGTH)],
+        first=[(0, 16)],
+    )
+    step = convert.to_step(output, {300: frozenset()})
+    assert step.step_number == 4
+    assert step.handles == b"\x09\x00\x00\x00\x2c\x01\x00\x00"
+    assert step.num_tokens == b"\x01\x02"
+    assert step.token_ids == (70_000).to_bytes(4, "little") + b"\x01\x00\x00\x00\x02\x00\x00\x00"
+    assert [(one.row, one.reason, one.WhichOneof("stop")) for one in step.finished] == [
+        (1, output_pb2.FINISH_REASON_LENGTH, None)
+    ]
+    assert [(one.row, one.num_cached_tokens) for one in step.first] == [(0, 16)]
+
+
+def test_a_row_of_more_than_255_tokens_takes_the_wide_column():
+    step = convert.to_step(StepOutput(1, [1], [256], list(range(256))), {})
+    assert (step.num_tokens, step.num_tokens_wide) == (b"", b"\x00\x01\x00\x00")
+
+
+@pytest.mark.parametrize(
+    ("stop_token_id", "asked_for", "kind"),
+    [(None, set(), "eos_token_id"), (991, set(), "eos_token_id"), (11, {11}, "stop_token_id")],
+    ids=["main eos", "further eos", "stop token"],
+)
+def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
+    last = stop_token_id or EOS_TOKEN_ID
+    finished = [FinishedRow(1, FinishReason.STOP, stop_token_id)]
+    output = StepOutput(1, [5, 6, 7], [1, 2, 1], [1, 2, last, 3], finished)
+    record = convert.to_step(output, {6: frozenset(asked_for)}).finished[0]
+    assert record.WhichOneof("stop") == kind
+    assert getattr(record, kind) == last
+
+
+def test_an_error_keeps_code_message_and_details():
+    error: ServiceError = InvalidArgument("too long", field="prompt")
+    status = convert.to_error_status(error)
+    assert (status.code, status.message) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "too long")
+    assert b"prompt" in status.details

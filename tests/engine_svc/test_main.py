@@ -1,0 +1,148 @@
+"""The engine as a process: what it announces, how it answers, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import launcher.tiny_model
+from engine_svc.servicer import FULL_NAME
+from service_kit.channel import open_channel
+from tests.engine_svc.service_rig import LENGTH, StreamClient, make_entry
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.engine.v1 import engine_pb2_grpc
+
+_MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
+_PATIENCE_S = 120.0
+
+
+class EngineProcess:
+    """`engine_svc.main` with the given arguments; its announcement is read when it comes."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._pipe, writing = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine_svc.main", *arguments, "--announce-fd", str(writing)],
+            pass_fds=[writing],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(writing)
+
+    def announcement(self) -> dict[str, str | int]:
+        with open(self._pipe, encoding="utf-8", closefd=False) as pipe:
+            return json.loads(pipe.readline())
+
+    def exit(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=_PATIENCE_S)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        os.close(self._pipe)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[EngineProcess]:
+    process = EngineProcess(*arguments)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+async def test_a_process_loads_serves_drains_on_sigterm_and_exits_with_zero():
+    with running(str(_MODEL), "--port", "0", "--num-threads", "1", "--kv-cache-memory", "64M") as engine:
+        record = engine.announcement()
+        assert (record["service"], record["index"], record["pid"]) == ("engine", 0, engine.process.pid)
+        async with open_channel(str(record["address"])) as channel:
+            client = StreamClient(engine_pb2_grpc.EngineCoreServiceStub(channel), "f")
+            await client.open()
+            await client.until(lambda: "ready" in client.kinds(), patience_s=_PATIENCE_S)
+            health = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=FULL_NAME)
+            )
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            traced = make_entry(7, max_tokens=3)
+            traced.trace_context.traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+            await client.add(traced)
+            await client.until_ended(7)
+            assert await _span_names(str(record["admin_address"]), "a" * 32) == {
+                "engine.request",
+                "queue",
+                "prefill",
+                "decode",
+            }
+            client.finished.clear()
+            await client.add(make_entry(1, max_tokens=300, ignore_eos=True))
+            await client.until(lambda: 1 in client.tokens)
+            engine.process.send_signal(signal.SIGTERM)
+            await client.until(lambda: "draining" in client.kinds())
+            await client.add(make_entry(2))
+            await client.until(lambda: client.is_over)
+            assert client.finished == {1: [LENGTH]}
+            assert len(client.tokens[1]) == 300
+            assert client.rejected[2].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        code, errors = engine.exit()
+        assert code == 0
+        assert "READY" in errors
+        assert "Traceback" not in errors
+
+
+async def _span_names(admin_address: str, trace_id: str) -> set[str]:
+    async with open_channel(admin_address) as channel:
+        trace = await admin_pb2_grpc.AdminServiceStub(channel).GetTrace(
+            admin_pb2.GetTraceRequest(trace_id=trace_id)
+        )
+    return {span.name for span in trace.spans}
+
+
+async def test_a_process_that_is_told_to_stop_while_it_loads_does_so_at_once():
+    with running(str(_MODEL), "--port", "0") as engine:
+        record = engine.announcement()
+        async with open_channel(str(record["admin_address"])) as channel:
+            status = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+            values = {value.key: value.text or value.number for value in status.values}
+            assert values["engine_state"] == "loading"
+        engine.process.send_signal(signal.SIGTERM)
+        code, errors = engine.exit()
+        assert code == 0
+        assert "READY" not in errors
+
+
+def test_a_folder_without_a_model_is_named_and_exits_as_wrong_usage(tmp_path):
+    with running(str(tmp_path / "nothing"), "--port", "0") as engine:
+        code, errors = engine.exit()
+        assert code == 2
+        assert str(tmp_path / "nothing") in errors
+        assert "Traceback" not in errors
+
+
+def test_a_port_in_use_is_named_and_exits_as_wrong_usage():
+    with running(str(_MODEL), "--port", "0") as first:
+        port = str(first.announcement()["address"]).rpartition(":")[2]
+        with running(str(_MODEL), "--port", port) as second:
+            code, errors = second.exit()
+            assert code == 2
+            assert port in errors
+
+
+@pytest.mark.parametrize("arguments", [["--max-num-sequences", "3"], []], ids=["unknown flag", "no model"])
+def test_wrong_usage_says_what_is_wrong(arguments):
+    with running(*arguments) as engine:
+        code, errors = engine.exit()
+        assert code == 2
+        assert errors.startswith("triptych engine: ")

@@ -1,0 +1,160 @@
+"""The engine at its coordinator: registration, reports, leases, commands, coming back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+
+from engine_svc.facts import EngineIdentity
+from engine_svc.lifecycle import EngineState, Lifecycle
+from engine_svc.mailbox import Board, Figures, Inbox
+from engine_svc.membership import Membership
+from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
+from service_kit.clock import MonotonicClock
+from service_kit.server import INTERNAL, Registration, Server
+from tests.engine_svc.fakes import FakeCoordinator, make_scheduler
+from tests.engine_svc.service_rig import make_facts
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2_grpc, member_pb2
+
+_NAME = "triptych.coordinator.v1.CoordinatorService"
+
+
+def make_engine() -> ServedEngine:
+    return ServedEngine(
+        identity=EngineIdentity("engine-a", 7, "test", dp_rank=1, dp_size=2),
+        artifacts=(),
+        lifecycle=Lifecycle(),
+        inbox=Inbox(10),
+        board=Board(),
+        clock=MonotonicClock(),
+    )
+
+
+def make_core() -> LoadedCore:
+    return LoadedCore(make_facts(), refusal=lambda request: None, prepare=lambda request: None)
+
+
+@contextlib.asynccontextmanager
+async def serve(coordinator: FakeCoordinator, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    add = functools.partial(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
+    server = Server(
+        listen=address,
+        registrations=[Registration(_NAME, add)],
+        profile=INTERNAL,
+        service="coordinator",
+        reflection=False,
+    )
+    bound = await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(0)
+
+
+def make_membership(engine: ServedEngine, coordinator: str, stops: list[str]) -> Membership:
+    return Membership(
+        engine, coordinator=coordinator, endpoint="10.0.0.1:50061", stop_engine=lambda: stops.append("stop")
+    )
+
+
+@contextlib.asynccontextmanager
+async def member(engine: ServedEngine, coordinator: str, stops: list[str]) -> AsyncIterator[Membership]:
+    membership = make_membership(engine, coordinator, stops)
+    task = asyncio.create_task(membership.run())
+    try:
+        yield membership
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_an_engine_registers_reports_and_says_more_when_it_is_loaded():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: len(coordinator.reports) == 1)
+        first = coordinator.registrations[0]
+        assert (first.engine_id, first.engine_epoch, first.endpoint) == ("engine-a", 7, "10.0.0.1:50061")
+        assert (first.dp_rank, first.dp_size, first.fingerprint) == (1, 2, "")
+        assert coordinator.reports[0].state == member_pb2.MEMBER_STATE_LOADING
+        engine.become_ready(make_core())
+        await coordinator.until(lambda: len(coordinator.registrations) == 2)
+        await coordinator.until(lambda: coordinator.reports[-1].state == member_pb2.MEMBER_STATE_READY)
+        second = coordinator.registrations[1]
+        assert (second.model_name, second.fingerprint) == ("fake", make_facts().fingerprint.digest)
+        assert (second.capacity.num_kv_blocks, second.capacity.block_size) == (64, 4)
+
+
+async def test_loads_are_reported_on_change_and_leases_renewed_without():
+    engine, coordinator = make_engine(), FakeCoordinator(renew_after_ms=300)
+    async with serve(coordinator) as address, member(engine, address, []):
+        engine.board.post(Figures(step_number=5, scheduler=make_scheduler().stats()))
+        await coordinator.until(lambda: any(report.step_number == 5 for report in coordinator.reports))
+        load = coordinator.reports[-1].load
+        assert (load.engine_id, load.engine_epoch, load.step_number) == ("engine-a", 7, 5)
+        assert (load.num_used_blocks, load.num_total_blocks) == (0, 64)
+        num_reports = len(coordinator.reports)
+        await coordinator.until(lambda: len(coordinator.reports) == num_reports + 2)
+        assert [report.seq for report in coordinator.reports] == list(range(1, num_reports + 3))
+
+
+async def test_an_engine_comes_before_its_coordinator_and_outlives_it():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    engine = make_engine()
+    engine.become_ready(make_core())
+    async with member(engine, address, []) as membership:
+        for _ in range(2):
+            coordinator = FakeCoordinator()
+            async with serve(coordinator, address):
+                await coordinator.until(lambda coordinator=coordinator: len(coordinator.reports) > 0)
+                assert membership.is_member
+                assert coordinator.registrations[0].model_name == "fake"
+
+
+async def test_commands_are_acknowledged_or_refused_by_name():
+    engine, coordinator, stops = make_engine(), FakeCoordinator(), []
+    async with serve(coordinator) as address, member(engine, address, stops):
+        for command in (
+            command_pb2.Command(command_id=1, drain=command_pb2.DrainCommand()),
+            command_pb2.Command(command_id=2, start_wave=command_pb2.StartWave(wave=3)),
+            command_pb2.Command(command_id=3, update_interval=command_pb2.UpdateInterval(interval_ms=200)),
+        ):
+            coordinator.commands.put_nowait(command)
+        await coordinator.until(lambda: len(coordinator.results) == 3)
+        kinds = {result.command_id: result.WhichOneof("result") for result in coordinator.results}
+        assert kinds == {1: "ack", 2: "nack", 3: "ack"}
+        nack = coordinator.results[1].nack
+        assert nack.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+        assert "start_wave" in nack.message
+        assert stops == ["stop"]
+
+
+async def test_a_drained_engine_says_goodbye_and_ends_its_membership():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    engine.become_ready(make_core())
+    async with serve(coordinator) as address:
+        membership = asyncio.create_task(make_membership(engine, address, []).run())
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+        engine.lifecycle.move_to(EngineState.DRAINING)
+        await coordinator.until(lambda: coordinator.reports[-1].state == member_pb2.MEMBER_STATE_DRAINING)
+        engine.lifecycle.move_to(EngineState.STOPPED)
+        await asyncio.wait_for(membership, 10)
+        assert coordinator.goodbyes == 1
+
+
+async def test_a_failed_engine_reports_it_and_leaves():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    async with serve(coordinator) as address:
+        membership = asyncio.create_task(make_membership(engine, address, []).run())
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+        engine.fail(Failure("broken", 70))
+        await asyncio.wait_for(membership, 10)
+        assert coordinator.reports[-1].state == member_pb2.MEMBER_STATE_FAILED
+        assert coordinator.goodbyes == 0
