@@ -1,0 +1,73 @@
+"""An OTLP receiver over gRPC, as a collector is one: what the services export, kept as a list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """One exported span with what its process said of itself."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_span_id: str
+    service: str
+    pid: int
+    events: tuple[str, ...]
+
+
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Serves the collector's trace service on a port of the kernel's choice."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self._server = grpc.aio.server()
+        self._arrived = asyncio.Condition()
+
+    async def start(self) -> str:
+        """Returns the endpoint as OTEL_EXPORTER_OTLP_ENDPOINT wants it."""
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"http://127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        """End at once."""
+        await self._server.stop(None)
+
+    async def Export(self, request, context):
+        async with self._arrived:
+            for group in request.resource_spans:
+                facts = {pair.key: pair.value for pair in group.resource.attributes}
+                for span in (span for scope in group.scope_spans for span in scope.spans):
+                    self.spans.append(
+                        ReceivedSpan(
+                            name=span.name,
+                            trace_id=span.trace_id.hex(),
+                            span_id=span.span_id.hex(),
+                            parent_span_id=span.parent_span_id.hex(),
+                            service=facts["service.name"].string_value,
+                            pid=facts["process.pid"].int_value,
+                            events=tuple(event.name for event in span.events),
+                        )
+                    )
+            self._arrived.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def trace(
+        self, trace_id: str, holds: Callable[[list[ReceivedSpan]], bool], limit_s: float = 30.0
+    ) -> list[ReceivedSpan]:
+        """The spans of one trace, once they satisfy `holds`."""
+        async with asyncio.timeout(limit_s), self._arrived:
+            await self._arrived.wait_for(lambda: holds(self._of(trace_id)))
+            return self._of(trace_id)
+
+    def _of(self, trace_id: str) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.trace_id == trace_id]

@@ -1,0 +1,122 @@
+"""Services come and go in any order, and only those whose stream it was notice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from launcher.process import ChildProcess
+from tests.system.checkpoints import VOCAB_SIZE, Reference
+from tests.system.generation import collect, random_prompt, read_to_end, request_of
+from tests.system.ports import free_port
+from tests.system.stack import Stack, address_of
+
+ORDERS = list(itertools.permutations(("coordinator", "engine", "frontend")))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order))
+async def test_any_start_order_works(order: tuple[str, ...], llama: str) -> None:
+    port = free_port()
+    flags = {
+        "coordinator": (f"--port={port}",),
+        "engine": (llama, "--port=0", f"--coordinator=127.0.0.1:{port}"),
+        "frontend": ("--port=0", f"--coordinator=127.0.0.1:{port}"),
+    }
+    async with Stack() as stack:
+        children: dict[str, ChildProcess] = {}
+        for service in order:
+            children[service] = await stack.start(service, *flags[service])
+        await stack.ready("frontend", children["frontend"])
+        answer = await collect(stack.inference(children["frontend"]), request_of("the quick brown fox", 8))
+    assert len(answer.token_ids) == 8
+
+
+async def test_a_frontend_told_its_engine_needs_no_coordinator(llama: str) -> None:
+    port = free_port()
+    async with Stack() as stack:
+        frontend = await stack.start("frontend", "--port=0", f"--engine=127.0.0.1:{port}")
+        await stack.start("engine", llama, f"--port={port}")
+        await stack.ready("frontend", frontend)
+        answer = await collect(stack.inference(frontend), request_of("the quick brown fox", 8))
+    assert len(answer.token_ids) == 8
+
+
+async def test_a_killed_frontend_leaves_no_blocks_and_disturbs_nobody(llama: str) -> None:
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, 20, VOCAB_SIZE) for _ in range(8)]
+    async with Stack() as stack:
+        trio = await stack.start_all(llama, "--num-kv-blocks=600")
+        other = await stack.start(
+            "frontend", "--port=0", f"--coordinator={address_of(trio.coordinator)}", index=1
+        )
+        await stack.ready("frontend", other)
+        engine = stack.engine(trio.engine)
+        doomed_stub, other_stub = stack.inference(trio.frontend), stack.inference(other)
+        doomed = [doomed_stub.Generate(request_of(prompt, 400)) for prompt in prompts]
+        for call in doomed:
+            await call.read()
+        kept = [asyncio.ensure_future(collect(other_stub, request_of(prompt, 300))) for prompt in prompts]
+        await engine.until(lambda stats: stats.num_running == 16)
+        os.kill(trio.frontend.pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        await engine.until(lambda stats: stats.num_running <= 8)
+        assert time.monotonic() - killed_at < 5.0
+        answers = await asyncio.gather(*kept)
+        stats = await engine.until_idle()
+    assert stats.num_used_blocks == 0
+    reference = Reference(Path(llama))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert reference.generate(prompt, 300).first_real_difference(answer.token_ids) is None
+    for call in doomed:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_coordinator_killed_and_restarted_under_streams_is_not_noticed(llama: str) -> None:
+    rng = random.Random(6)
+    port = free_port()
+    async with Stack() as stack:
+        coordinator = await stack.start("coordinator", f"--port={port}")
+        known = f"--coordinator=127.0.0.1:{port}"
+        await stack.start("engine", llama, "--port=0", known)
+        frontend = await stack.start("frontend", "--port=0", known)
+        await stack.ready("frontend", frontend)
+        stub = stack.inference(frontend)
+        running = [
+            asyncio.ensure_future(collect(stub, request_of(random_prompt(rng, 20, VOCAB_SIZE), 300)))
+            for _ in range(16)
+        ]
+        await asyncio.wait(running, timeout=0.2)
+        os.kill(coordinator.pid, signal.SIGKILL)
+        await coordinator.wait()
+        during = await collect(stub, request_of(random_prompt(rng, 20, VOCAB_SIZE), 20))
+        again = await stack.start("coordinator", f"--port={port}", index=1)
+        answers = await asyncio.gather(*running)
+        await stack.engines_known(again, 1)
+    assert len(during.token_ids) == 20
+    assert [len(answer.token_ids) for answer in answers] == [300] * 16
+
+
+@pytest.mark.parametrize("service", ["frontend", "engine", "coordinator"])
+async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(service: str, llama: str) -> None:
+    async with Stack() as stack:
+        trio = await stack.start_all(llama)
+        child = {"frontend": trio.frontend, "engine": trio.engine, "coordinator": trio.coordinator}[service]
+        running = asyncio.ensure_future(collect(stack.inference(trio.frontend), request_of("the quick", 300)))
+        await stack.engine(trio.engine).until(lambda stats: stats.num_running == 1)
+        child.terminate()
+        answer = await running
+        finished_at = time.monotonic()
+        await child.wait()
+        assert time.monotonic() - finished_at < 2.0
+    assert child.ending == f"(pid {child.pid}) exited with code 0"
+    assert len(answer.token_ids) == 300

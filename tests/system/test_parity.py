@@ -1,0 +1,69 @@
+"""Three processes on a real checkpoint yield what transformers' own generate yields."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
+from tests.system.generation import Answer, collect, random_prompt, request_of
+from tests.system.stack import Stack
+
+NUM_REQUESTS = 32
+MAX_TOKENS = 64
+# Small enough that 32 requests do not fit at once and long prompts need several steps.
+ENGINE_FLAGS = (
+    "--num-kv-blocks=72",
+    "--block-size=16",
+    "--max-num-seqs=16",
+    "--max-num-batched-tokens=96",
+    "--max-model-len=448",
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_concurrent_requests_equal_transformers_generate(
+    architecture: str, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints[architecture]
+    prompts = _prompts_with_shared_heads()
+    async with Stack() as stack:
+        trio = await stack.start_all(str(folder), *ENGINE_FLAGS)
+        stub = stack.inference(trio.frontend)
+        answers = await asyncio.gather(*(collect(stub, request_of(prompt, MAX_TOKENS)) for prompt in prompts))
+        stats = await stack.engine(trio.engine).until_idle()
+    _check_streams(folder, prompts, answers)
+    assert stats.num_chunked_prefills > 0
+    assert stats.num_preemptions >= 8
+    assert stats.num_prefix_hits > 0
+    assert stats.max_rows >= 8
+    assert stats.num_used_blocks == 0
+    print(f"{architecture}: {stats}")
+
+
+def _prompts_with_shared_heads() -> list[list[int]]:
+    rng = random.Random(7)
+    head = random_prompt(rng, 48, VOCAB_SIZE)
+    prompts = []
+    for index in range(NUM_REQUESTS):
+        own = random_prompt(rng, rng.choice((3, 17, 40, 90, 250)), VOCAB_SIZE)
+        prompts.append(head + own if index % 3 == 0 else own)
+    return prompts
+
+
+def _check_streams(folder: Path, prompts: list[list[int]], answers: list[Answer]) -> None:
+    reference = Reference(folder)
+    differences = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        expected = reference.generate(prompt, MAX_TOKENS)
+        assert answer.num_finished == 1
+        if answer.token_ids != expected.token_ids:
+            print(f"request {index} leaves transformers' stream; least margin {min(expected.margins):.3g}")
+        difference = expected.first_real_difference(answer.token_ids)
+        if difference is not None:
+            differences.append(f"request {index}: {difference}")
+    assert not differences
+    assert sum(len(set(answer.token_ids)) >= 20 for answer in answers) >= NUM_REQUESTS - 2
