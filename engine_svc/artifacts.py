@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -23,30 +27,46 @@ class ArtifactKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One file. It is read again for each caller: digest and size are those it had at the start."""
+    """One file as it was at the start: what changes on the disk afterwards must not contradict the digest."""
 
     kind: ArtifactKind
-    path: Path
     sha256: str
-    size_bytes: int
+    content: bytes = field(repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        return len(self.content)
 
     def chunks(self) -> Iterator[tuple[int, bytes]]:
         """Its bytes with their offsets, a mebibyte at a time; an empty file has one empty chunk."""
-        offset = 0
-        with self.path.open("rb") as file:
-            while (chunk := file.read(CHUNK_BYTES)) or offset == 0:
-                yield offset, chunk
-                offset += len(chunk)
-                if not chunk:
-                    return
+        for offset in range(0, max(1, len(self.content)), CHUNK_BYTES):
+            yield offset, self.content[offset : offset + CHUNK_BYTES]
 
 
-def find_artifacts(folder: Path) -> tuple[Artifact, ...]:
+def read_artifacts(folder: Path) -> tuple[Artifact, ...]:
     """Those that the folder has, in the order of their kinds."""
-    found = []
+    read = []
     for kind in ArtifactKind:
         path = folder / kind.value
         if path.is_file():
             content = path.read_bytes()
-            found.append(Artifact(kind, path, hashlib.sha256(content).hexdigest(), len(content)))
-    return tuple(found)
+            read.append(Artifact(kind, hashlib.sha256(content).hexdigest(), content))
+    return tuple(read)
+
+
+def check_tokenizer(artifacts: tuple[Artifact, ...]) -> None:
+    """Refuse a tokenizer.json that no frontend could use; a folder without one is only warned of.
+
+    Raises ValueError, in words for people.
+    """
+    tokenizers = [artifact for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
+    if not tokenizers:
+        logger.warning("the model folder has no tokenizer.json: frontends need --tokenizer to use it")
+    for tokenizer in tokenizers:
+        try:
+            content = json.loads(tokenizer.content)
+        except ValueError as error:
+            raise ValueError(f"the model folder's tokenizer.json is not JSON: {error}") from error
+        if not isinstance(content, dict) or "model" not in content:
+            raise ValueError("the model folder's tokenizer.json is not a tokenizer: it has no model")

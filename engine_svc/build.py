@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_svc import announce
-from engine_svc.artifacts import Artifact, find_artifacts
+from engine_svc.artifacts import Artifact, check_tokenizer, read_artifacts
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.block_pool import BlockPool
 from engine_svc.cache.kv_cache import KVCache
@@ -65,7 +65,7 @@ def build_served_engine(config: EngineConfig) -> ServedEngine:
     )
     return ServedEngine(
         identity=identity,
-        artifacts=find_artifacts(Path(config.model)),
+        artifacts=read_artifacts(Path(config.model)),
         lifecycle=Lifecycle(),
         inbox=Inbox(_MAX_COMMANDS),
         board=Board(),
@@ -122,6 +122,7 @@ def build_engine(
     from engine_svc.runner.kv_tensors import KVTensors
     from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 
+    check_tokenizer(served.artifacts)
     loaded = load_model(
         config.model,
         dtype=config.dtype,

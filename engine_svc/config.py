@@ -32,7 +32,9 @@ class EngineConfig:
     dtype: str = option(
         "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
     )
-    num_threads: int | None = option(None, help="CPU threads of the model (default: one a core)")
+    num_threads: int | None = option(
+        None, help="CPU threads of the model (default: one less than the CPUs, at least 1)"
+    )
     max_model_len: int | None = option(
         None, size=True, help="longest sequence, prompt and output (default: the model's)"
     )
@@ -68,9 +70,11 @@ class EngineConfig:
         """Refuse what can never work; what depends on the model is checked when it is known."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("num_threads", "max_model_len", "kv_cache_memory", "num_kv_blocks"):
+        for name, least in (
+            ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
+            _require(value is None or value >= least, name, value, f"at least {least}")
         for name in ("port", "admin_port"):
             _require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
         _require(

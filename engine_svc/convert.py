@@ -17,7 +17,7 @@ from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
-from triptych.engine.v1 import add_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, step_pb2
 
 _MAX_TEXT_CHARACTERS = 256
 _MAX_STOP_TOKEN_IDS = 4096
@@ -50,6 +50,14 @@ _REASONS = {
     FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
 }
 
+# Unset, and what a newer frontend may say, is the client's wish.
+_ABORT_CAUSES = {
+    engine_pb2.ABORT_REASON_DEADLINE: "deadline",
+    engine_pb2.ABORT_REASON_STOP_STRING: "stop_string",
+    engine_pb2.ABORT_REASON_SLOW_CONSUMER: "slow_consumer",
+    engine_pb2.ABORT_REASON_MIGRATED: "migrated",
+}
+
 
 def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFacts, now: float) -> Request:
     """The request an ADD asks for. Raises InvalidArgument or Unimplemented for that request alone."""
@@ -65,15 +73,17 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
         cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
     else:
         cache_salt = entry.cache_salt
+    # By bytes, before anything is made of them: what is far too long must not cost more than this look.
+    num_tokens = (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // 4
+    if num_tokens >= facts.max_model_len:
+        raise InvalidArgument(
+            f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
+            field="prompt_token_ids",
+        )
     prompt = _token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
     output = _token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
-    if len(prompt) + len(output) >= facts.max_model_len:
-        raise InvalidArgument(
-            f"prompt has {len(prompt) + len(output)} tokens, the model takes {facts.max_model_len - 1}",
-            field="prompt_token_ids",
-        )
     _check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
     request = Request(
         # Readable in logs, and unique whatever a frontend sends.
@@ -94,6 +104,11 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
 def to_deadline(entry: add_pb2.AddEntry, now: float) -> float | None:
     """When the request has to end, on the engine's clock; None: never."""
     return now + entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
+
+
+def to_abort_cause(reason: engine_pb2.AbortReason) -> str:
+    """Why a frontend ends a request, as spans say it."""
+    return _ABORT_CAUSES.get(reason, "client")
 
 
 def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> step_pb2.Step:

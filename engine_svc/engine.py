@@ -150,8 +150,8 @@ class Engine:
             match command:
                 case Add():
                     self._add(command)
-                case Abort(request_id):
-                    self._abort(request_id)
+                case Abort(request_id, cause):
+                    self._abort(request_id, cause)
                 case Stop():
                     self._is_stopping = True
 
@@ -163,14 +163,14 @@ class Engine:
         self._num_prompt_tokens += request.num_prompt_tokens
         self._scheduler.add(request)
 
-    def _abort(self, request_id: str) -> None:
-        self._aborted += self._scheduler.abort([request_id], self._clock.now())
+    def _abort(self, request_id: str, cause: str) -> None:
+        self._aborted += self._scheduler.abort([request_id], self._clock.now(), cause)
 
     def _expire_deadlines(self) -> None:
         if not self._routes:
             self._deadlines.clear()
         while self._deadlines and self._deadlines[0][0] <= self._clock.now():
-            self._abort(heapq.heappop(self._deadlines)[1])
+            self._abort(heapq.heappop(self._deadlines)[1], "deadline")
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""

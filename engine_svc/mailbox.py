@@ -29,9 +29,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request from outside. Ignored when it has ended already."""
+    """End a request from outside, and why, for people. Ignored when it has ended already."""
 
     request_id: str
+    cause: str = "client"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class Request:
 
     status: RequestStatus = field(default=RequestStatus.BLOCKED, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
+    abort_cause: str = field(default="", init=False)  # who or what ended it from outside
     timeline: Timeline = field(init=False)
     draft_token_ids: list[int] = field(default_factory=list, init=False)  # proposed for the next step
     num_computed_tokens: int = field(default=0, init=False)  # with KV, those of steps in flight included

@@ -22,7 +22,9 @@ from engine_svc.lifecycle import EngineState
 from engine_svc.load_display import LoadDisplay
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
+from service_kit.channel import parse_target
 from service_kit.config import Loaded
+from service_kit.errors import InvalidArgument
 from service_kit.server import AddressError, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
@@ -38,10 +40,9 @@ _LAST_WORDS_S = 1.0
 def run(loaded: Loaded[EngineConfig]) -> int:
     """Serve until SIGTERM or the end of the loop. Returns the exit code."""
     config = loaded.config
-    if not (Path(config.model) / "config.json").is_file():
-        print(
-            f"triptych engine: {config.model} is not a model folder: it has no config.json", file=sys.stderr
-        )
+    mistake = _mistake_in(config)
+    if mistake is not None:
+        print(f"triptych engine: {mistake}", file=sys.stderr)
         return EXIT_CANNOT_LOAD
     setup_telemetry(
         "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
@@ -60,6 +61,21 @@ def run(loaded: Loaded[EngineConfig]) -> int:
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
+
+
+def _mistake_in(config: EngineConfig) -> str | None:
+    """What can be seen to be wrong before anything is started, in words for people."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        return f"{folder} is not a folder: the model must be a local Hugging Face folder"
+    if not (folder / "config.json").is_file():
+        return f"{folder} is not a model folder: it has no config.json"
+    if config.coordinator is not None:
+        try:
+            parse_target(config.coordinator)
+        except InvalidArgument as error:
+            return f"--coordinator: {error}"
+    return None
 
 
 async def _serve(config: EngineConfig) -> tuple[int, bool]:

@@ -74,7 +74,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             record = announce.artifact_record(artifact)
             if (request.kinds and record.kind not in request.kinds) or record.sha256 in request.known_sha256:
                 continue
-            for offset, chunk in await asyncio.to_thread(list, artifact.chunks()):
+            for offset, chunk in artifact.chunks():
                 yield engine_pb2.GetArtifactsResponse(artifact=record, offset=offset, chunk=chunk)
 
     async def GetEngineInfo(

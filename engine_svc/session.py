@@ -150,7 +150,7 @@ class Session:
         """Abort what still runs; nothing is sent any more."""
         self._outbox.close()
         for entry in self._in_flight.values():
-            self._engine.inbox.put(Abort(entry.request_id))
+            self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
         self._in_flight.clear()
 
     async def responses(self) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
@@ -238,7 +238,7 @@ class Session:
         )
 
     def _abort(self, abort: engine_pb2.Abort) -> None:
-        late = []
+        late, cause = [], convert.to_abort_cause(abort.reason)
         for index, handle in enumerate(abort.handles):
             entry = self._in_flight.get(handle)
             if entry is None:
@@ -248,7 +248,7 @@ class Session:
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
             ):
                 entry.is_aborted = True
-                self._engine.inbox.put(Abort(entry.request_id))
+                self._engine.inbox.put(Abort(entry.request_id, cause))
         if late:
             self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 

@@ -54,19 +54,29 @@ class RequestSpans:
             attributes=_attributes(request),
         )
         for name, at in timeline.events:
-            span.add_event(name, timestamp=self._unix_ns(at))
+            cause = {"cause": request.abort_cause} if name == "aborted" else None
+            span.add_event(name, cause, timestamp=self._unix_ns(at))
         if request.finish_reason is FinishReason.ERROR:
             span.set_status(trace.StatusCode.ERROR)
         context = trace.set_span_in_context(span, Context())
-        self._make_child("queue", context, timeline.queued_at, scheduled_at)
+        parts = [("queue", timeline.queued_at, scheduled_at)]
         if timeline.scheduled_at is not None:
-            self._make_child("prefill", context, scheduled_at, first_token_at)
+            parts.append(("prefill", scheduled_at, first_token_at))
         if timeline.first_token_at is not None:
-            self._make_child("decode", context, first_token_at, finished_at)
+            parts.append(("decode", first_token_at, finished_at))
+        for name, start_at, end_at in parts:
+            self._make_child(name, context, start_at, end_at, request.request_id)
         span.end(end_time=self._unix_ns(finished_at))
 
-    def _make_child(self, name: str, context: Context, start_at: float, end_at: float) -> None:
-        child = self._tracer.start_span(name, context=context, start_time=self._unix_ns(start_at))
+    def _make_child(
+        self, name: str, context: Context, start_at: float, end_at: float, request_id: str
+    ) -> None:
+        child = self._tracer.start_span(
+            name,
+            context=context,
+            start_time=self._unix_ns(start_at),
+            attributes={"request_id": request_id},
+        )
         child.end(end_time=self._unix_ns(end_at))
 
     def _unix_ns(self, at: float) -> int:
@@ -75,7 +85,7 @@ class RequestSpans:
 
 def _attributes(request: Request) -> dict[str, str | int]:
     reason = "" if request.finish_reason is None else request.finish_reason.value
-    return {
+    attributes: dict[str, str | int] = {
         "request_id": request.request_id,
         "finish_reason": reason,
         "num_prompt_tokens": request.num_prompt_tokens,
@@ -83,3 +93,6 @@ def _attributes(request: Request) -> dict[str, str | int]:
         "num_output_tokens": request.num_output_tokens,
         "num_preemptions": request.num_preemptions,
     }
+    if request.abort_cause:
+        attributes["abort_cause"] = request.abort_cause
+    return attributes

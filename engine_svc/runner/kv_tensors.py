@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.facts import KVShape, ModelFacts
+
+logger = logging.getLogger(__name__)
 
 # Free memory that the cache may take when nobody said how much.
 _DEFAULT_SHARE = 0.25
@@ -59,24 +63,36 @@ def size_kv_cache(
         num_blocks, source = num_kv_blocks, f"num_kv_blocks is {num_kv_blocks}"
     elif kv_cache_memory is not None:
         num_blocks = kv_cache_memory // bytes_per_block
-        source = f"kv_cache_memory of {kv_cache_memory / _MIB:.1f} MiB holds {num_blocks}"
+        source = f"kv_cache_memory of {kv_cache_memory} bytes holds {num_blocks}"
     else:
         free = psutil.virtual_memory().available
         num_blocks = int(free * _DEFAULT_SHARE) // bytes_per_block
         source = f"{_DEFAULT_SHARE:.0%} of {free / _MIB:.0f} MiB free memory hold {num_blocks}"
     if num_blocks < blocks_per_request:
+        shorter = f"lower max_model_len to at most {num_blocks * block_size} or " if num_blocks else ""
         raise KVCapacityError(
             f"one request of max_model_len {max_model_len} needs {blocks_per_request} blocks of {block_size} "
-            f"tokens ({blocks_per_request * bytes_per_block / _MIB:.1f} MiB), but {source}; "
-            f"lower max_model_len to at most {num_blocks * block_size} or give the cache more memory"
+            f"tokens, {blocks_per_request * bytes_per_block} bytes, but {source}; "
+            f"{shorter}give the cache more memory"
         )
     if num_kv_blocks is None:
         num_blocks = min(num_blocks, max_num_seqs * blocks_per_request)
-    return KVSizing(num_blocks, block_size, bytes_per_block)
+    sizing = KVSizing(num_blocks, block_size, bytes_per_block)
+    free = psutil.virtual_memory().available
+    if sizing.total_bytes > free:
+        # Nothing is taken before it is used, so this shows only when most of the blocks have been.
+        logger.warning(
+            "the KV cache is larger than free memory",
+            extra={"kv_cache_mib": sizing.total_bytes // _MIB, "free_mib": free // _MIB},
+        )
+    return sizing
 
 
 class KVTensors:
-    """A key cache [G, B, S, D] and a value cache [G, B, S, E] per attention layer; equals lie together."""
+    """A key cache [G, B, S, D] and a value cache [G, B, S, E] per attention layer; equals lie together.
+
+    Raises KVCapacityError where the machine has no room for them at all.
+    """
 
     def __init__(self, facts: ModelFacts, sizing: KVSizing) -> None:
         self.sizing = sizing
@@ -89,8 +105,8 @@ class KVTensors:
         dtype = _DTYPES[facts.dtype]
         for shape, layers in layers_of.items():
             for caches, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
-                stack = torch.zeros(
-                    len(layers), shape.num_kv_heads, sizing.num_blocks, sizing.block_size, dim, dtype=dtype
+                stack = _allocate(
+                    (len(layers), shape.num_kv_heads, sizing.num_blocks, sizing.block_size, dim), dtype
                 )
                 self._stacks.append(stack)
                 caches.update(zip(layers, stack.unbind(0), strict=True))
@@ -102,3 +118,15 @@ class KVTensors:
         for stack in self._stacks:
             for block_id in block_ids:
                 stack[:, :, block_id].zero_()
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        # Not zeroed: memory that was never touched costs nothing, and `clear` comes before any use.
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raise KVCapacityError(
+            f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
+            "kv_cache_memory"
+        ) from error

@@ -128,12 +128,13 @@ class Scheduler:
             request.move_to(RequestStatus.WAITING)
             self._enqueue(request)
 
-    def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
+    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
         """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
+                request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
                 outputs.append(self._end_early(request, FinishReason.ABORT, now))
         return outputs

@@ -134,6 +134,30 @@ def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_h
     assert stats.num_used_blocks == 0
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"enable_prefix_caching": False, "num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"enable_chunked_prefill": False, "num_kv_blocks": 200},
+        {"scheduling_policy": "priority", "num_kv_blocks": 12, "long_prefill_token_threshold": 7},
+    ],
+    ids=["no prefix cache", "room for one", "no chunks", "priority"],
+)
+def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
+    built = Built(EngineConfig(model=str(llama), max_model_len=144, num_threads=1, **choices))
+    rng = random.Random(2)
+    shared = [rng.randrange(256) for _ in range(40)]
+    prompts = [
+        shared * (row % 2) + [rng.randrange(256) for _ in range(rng.randrange(1, 50))] for row in range(16)
+    ]
+    answers = built.generate(prompts, 32)
+    assert answers == [transformers_greedy(llama, prompt, 32) for prompt in prompts]
+    stats = built.board.read().scheduler
+    assert (stats.num_preemptions > 0) == (choices["num_kv_blocks"] < 100)
+    assert stats.num_used_blocks == 0
+
+
 def test_ids_of_the_packaged_model_equal_those_of_transformers():
     built = Built(EngineConfig(model=str(_PACKAGED), dtype="float32", num_threads=1, kv_cache_memory=2**26))
     prompts = [list(range(10, 20)), list(range(100, 103))]

@@ -25,6 +25,7 @@ def test_flags_environment_and_defaults_make_a_configuration():
     [
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--num-kv-blocks", "-1"], "--num-kv-blocks"),
+        (["--max-model-len", "1"], "--max-model-len"),
         (["--port", "70000"], "--port"),
         (["--drain-deadline-s", "-1"], "--drain-deadline-s"),
         (["--data-parallel-rank", "2", "--data-parallel-size", "2"], "--data-parallel-rank"),

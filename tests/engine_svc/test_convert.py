@@ -12,11 +12,17 @@ from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.service_rig import column, make_entry, make_facts
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
 
 
 def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
     return convert.to_request(entry, session_number=3, facts=make_facts(), now=now)
+
+
+def test_every_reason_of_an_abort_has_a_name_of_its_own():
+    causes = [convert.to_abort_cause(reason) for reason in engine_pb2.AbortReason.values()]
+    assert causes == ["client", "client", "deadline", "stop_string", "slow_consumer", "migrated"]
+    assert convert.to_abort_cause(99) == "client"
 
 
 def test_an_add_becomes_the_request_it_asks_for():
@@ -215,3 +221,9 @@ def test_an_error_keeps_code_message_and_details():
     status = convert.to_error_status(error)
     assert (status.code, status.message) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "too long")
     assert b"prompt" in status.details
+
+
+def test_a_prompt_that_is_too_long_is_refused_for_its_length_whatever_it_holds():
+    entry = make_entry(1, prompt=[VOCAB_SIZE + 1] * MAX_MODEL_LEN)
+    with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN} tokens"):
+        to_request(entry)

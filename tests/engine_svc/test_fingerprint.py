@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_svc.artifacts import find_artifacts
+from engine_svc.artifacts import read_artifacts
 from engine_svc.facts import SamplingDefaults
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 
@@ -28,7 +28,7 @@ def digest(folder: Path, **changes: object) -> str:
         "kernel_mode": "k",
         "max_model_len": 8,
     }
-    return make_fingerprint(folder, find_artifacts(folder), **{**facts, **changes}).digest
+    return make_fingerprint(folder, read_artifacts(folder), **{**facts, **changes}).digest
 
 
 def test_equal_folders_and_settings_have_equal_fingerprints(folder):

@@ -131,6 +131,14 @@ def test_a_folder_without_a_model_is_named_and_exits_as_wrong_usage(tmp_path):
         assert "Traceback" not in errors
 
 
+def test_a_coordinator_that_is_no_address_is_named_and_exits_as_wrong_usage():
+    with running(str(_MODEL), "--port", "0", "--coordinator", "nowhere") as engine:
+        code, errors = engine.exit()
+        assert code == 2
+        assert "--coordinator: 'nowhere'" in errors
+        assert "Traceback" not in errors
+
+
 def test_a_port_in_use_is_named_and_exits_as_wrong_usage():
     with running(str(_MODEL), "--port", "0") as first:
         port = str(first.announcement()["address"]).rpartition(":")[2]

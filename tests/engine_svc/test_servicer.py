@@ -9,7 +9,7 @@ import json
 import grpc.aio
 import pytest
 
-from engine_svc.artifacts import find_artifacts
+from engine_svc.artifacts import read_artifacts
 from engine_svc.lifecycle import EngineState
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.service_rig import (
@@ -189,7 +189,10 @@ async def test_artifacts_come_in_chunks_with_digests(tmp_path):
     tokenizer = json.dumps({"big": "x" * 2_500_000}).encode()
     (tmp_path / "tokenizer.json").write_bytes(tokenizer)
     (tmp_path / "config.json").write_bytes(b"")
-    rig = ServiceRig(artifacts=find_artifacts(tmp_path))
+    rig = ServiceRig(artifacts=read_artifacts(tmp_path))
+    # What is served is what was announced, whatever becomes of the folder.
+    (tmp_path / "tokenizer.json").write_bytes(b"another")
+    (tmp_path / "config.json").unlink()
     async with serving(rig) as stub:
         chunks = [chunk async for chunk in stub.GetArtifacts(engine_pb2.GetArtifactsRequest())]
         received: dict[int, bytes] = {}

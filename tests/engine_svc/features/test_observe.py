@@ -49,6 +49,8 @@ def test_a_finished_request_gets_a_tree_below_its_own_context():
     assert {spans[name].parent_span_id for name in ("queue", "prefill", "decode")} == {root.span_id}
     assert [name for name, _ in root.events] == ["scheduled", "preempted", "first_token"]
     assert root.attributes["finish_reason"] == "length"
+    assert "abort_cause" not in root.attributes
+    assert {span.attributes["request_id"] for span in spans.values()} == {"r"}
     assert root.attributes["num_output_tokens"] == "1"
     seconds = {name: (span.end_unix_ns - span.start_unix_ns) / 1e9 for name, span in spans.items()}
     assert seconds == pytest.approx({"engine.request": 8.0, "queue": 1.0, "prefill": 2.0, "decode": 5.0})
@@ -76,9 +78,11 @@ def test_an_aborted_request_has_the_spans_it_came_to(times, names):
     trace = f"{3 + len(times):x}" * 32
     request = finished_request(trace, FinishReason.ABORT, **times)
     request.timeline.events.append(("aborted", 5.0))
+    request.abort_cause = "deadline"
     spans = spans_of(request, trace)
     assert set(spans) == names
     assert spans["engine.request"].attributes["finish_reason"] == "abort"
+    assert spans["engine.request"].attributes["abort_cause"] == "deadline"
     assert [name for name, _ in spans["engine.request"].events] == ["aborted"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import psutil
 import pytest
 import torch
@@ -70,6 +72,26 @@ def test_too_little_memory_for_one_request_is_refused_with_the_numbers():
         size(num_kv_blocks=3)
 
 
+def test_a_cache_larger_than_free_memory_is_warned_of(caplog):
+    caplog.set_level(logging.WARNING)
+    size(num_kv_blocks=1000)
+    assert caplog.text == ""
+    size(num_kv_blocks=1 << 30)
+    assert "larger than free memory" in caplog.text
+
+
+def test_memory_for_not_even_one_block_is_refused_without_advice_that_cannot_help():
+    with pytest.raises(KVCapacityError) as caught:
+        size(kv_cache_memory=100)
+    assert "of 100 bytes holds 0; give the cache" in str(caught.value)
+
+
+def test_a_cache_that_no_machine_can_hold_is_refused_in_words():
+    facts = facts_of(*(KVShape(8, 128, 128),) * 32)
+    with pytest.raises(KVCapacityError, match="MiB of the KV cache cannot be allocated"):
+        KVTensors(facts, size(facts, num_kv_blocks=1 << 30))
+
+
 def test_every_layer_has_caches_of_its_shape():
     facts = facts_of(KVShape(2, 8, 4), KVShape(1, 8, 8), KVShape(2, 8, 4))
     kv = KVTensors(facts, size(facts, num_kv_blocks=5))
@@ -77,6 +99,14 @@ def test_every_layer_has_caches_of_its_shape():
     assert [tuple(cache.shape) for cache in kv.value_caches] == [(2, 5, 16, 4), (1, 5, 16, 8), (2, 5, 16, 4)]
     assert all(cache.is_contiguous() for cache in kv.key_caches + kv.value_caches)
     assert {cache.dtype for cache in kv.key_caches} == {torch.bfloat16}
+
+
+def test_memory_is_taken_by_use_and_not_by_size():
+    facts = facts_of(KVShape(2, 64, 64), KVShape(2, 64, 64))
+    before = psutil.Process().memory_info().rss
+    kv = KVTensors(facts, size(facts, num_kv_blocks=1 << 15))
+    assert kv.sizing.total_bytes == 1 << 29
+    assert psutil.Process().memory_info().rss - before < 1 << 26
 
 
 def test_clearing_zeroes_the_blocks_in_every_layer_and_no_other():
