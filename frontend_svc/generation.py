@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
-from frontend_svc.engines.client import RETRY_AFTER_MS, EngineClient
+from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
 from frontend_svc.engines.directory import Directory
-from frontend_svc.output.collector import Collector, Output, OutputKind, ReaderLimit
+from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.preprocess import Prepared, build_entry, check_request, tokenize_prompt
 from frontend_svc.text.stop_strings import StopBuffer
 from frontend_svc.tracing import RequestTrace
-from service_kit.errors import Unavailable
+from service_kit.errors import DeadlineExceeded, ServiceError, Unavailable
 from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
+# What the engine's clock and ours may differ by about one deadline.
+_LATE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +36,79 @@ class Caller:
     tracestate: str
     remaining_s: Callable[[], float | None]
 
+    def is_late(self) -> bool:
+        """True when the caller's deadline has passed, or passes before an answer could be with it."""
+        remaining_s = self.remaining_s()
+        return remaining_s is not None and remaining_s < _LATE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request as it was sent to one engine."""
+
+    client: EngineClient
+    handle: int
+    state: RequestState
+
+    def abort(self, reason: engine_pb2.AbortReason) -> None:
+        """End it in the engine, where it has not ended, and forget it here."""
+        self.client.abort(self.handle, reason)
+        self.state.collector.close()
+
 
 class OpenRequest:
-    """A request that is in an engine: who it is, and its outputs."""
+    """A request that is in an engine: who it is, and its outputs.
+
+    `send` sends it to an engine other than the given one, if that is not None. It is sent a second time when
+    the first engine refuses it for now, as one does that has just begun to drain.
+    """
 
     def __init__(
         self,
+        caller: Caller,
         request_id: str,
         model: str,
         prompt_token_ids: list[int],
-        collector: Collector,
+        send: Callable[[EngineClient | None], Attempt],
         leave_queue: Callable[[], None],
     ) -> None:
+        self._caller = caller
         self.request_id = request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         self.num_output_tokens = 0
         self.finish_reason = "abort"
-        self._collector = collector
+        self.attempt = send(None)
+        self._resend: Callable[[EngineClient], Attempt] | None = send
         self._leave_queue = leave_queue
 
     async def next(self) -> Output:
         """What came since the last call, waiting for it; the last has an ending."""
-        output = await self._collector.get()
+        try:
+            output = await self.attempt.state.collector.get()
+        except Unavailable as error:
+            if not self._is_sent_on(error):
+                raise
+            output = await self.attempt.state.collector.get()
         self._leave_queue()
         self.num_output_tokens = output.num_output_tokens
         if output.ending is not None:
             self.finish_reason = output.ending.reason.name.lower()
+            if output.ending.reason is EndReason.ABORT and self._caller.is_late():
+                raise _too_late()
         return output
+
+    def _is_sent_on(self, error: Unavailable) -> bool:
+        # An engine that was lost may have been brought down by this very request.
+        resend, self._resend = self._resend, None
+        if resend is None or self.num_output_tokens or error.reason == ENGINE_LOST:
+            return False
+        try:
+            self.attempt = resend(self.attempt.client)
+        except ServiceError:
+            # That no other engine can take it says less than why the first one did not.
+            return False
+        return True
 
 
 class Generation:
@@ -110,12 +158,12 @@ class Generation:
         ):
             model = self._directory.model(request.model)
             prepared = await self._prepare(request, model, ticket, trace)
-            collector, state, client, handle = self._send(request, prepared, model, caller, kind, trace)
             opened = OpenRequest(
+                caller,
                 request.request_id or caller.request_id,
                 model.name,
                 prepared.prompt_token_ids,
-                collector,
+                lambda avoided: self._send(request, prepared, model, caller, kind, trace, avoided),
                 lambda: self._admission.leave_queue(ticket),
             )
             try:
@@ -124,9 +172,8 @@ class Generation:
                 reason = _abort_reason(caller)
                 if reason == engine_pb2.ABORT_REASON_DEADLINE:
                     trace.abort_cause = "deadline"
-                client.abort(handle, reason)
-                collector.close()
-                trace.note_output(state, opened.num_output_tokens, opened.finish_reason)
+                opened.attempt.abort(reason)
+                trace.note_output(opened.attempt.state, opened.num_output_tokens, opened.finish_reason)
 
     async def _prepare(
         self, request: generate_pb2.GenerateRequest, model: ServedModel, ticket: Ticket, trace: RequestTrace
@@ -147,9 +194,13 @@ class Generation:
         caller: Caller,
         kind: OutputKind,
         trace: RequestTrace,
-    ) -> tuple[Collector, RequestState, EngineClient, int]:
+        avoided: EngineClient | None,
+    ) -> Attempt:
+        remaining_s = caller.remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
+            raise _too_late()
         rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-        client = self._directory.pick(model, rank)
+        client = self._directory.pick(model, rank, avoided=avoided)
         sent: list[int] = []
         collector = Collector(
             kind,
@@ -159,14 +210,14 @@ class Generation:
         )
         state = _request_state(request, prepared.prompt_token_ids, model, collector)
         entry = prepared.entry
+        entry.attempt = 0 if avoided is None else 1
         entry.trace_context.CopyFrom(
             add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         )
-        remaining_s = caller.remaining_s()
         if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
-            entry.remaining_ms = max(0, int(remaining_s * 1000))
+            entry.remaining_ms = math.ceil(remaining_s * 1000)
         sent.append(client.add(entry, state))
-        return collector, state, client, sent[0]
+        return Attempt(client, sent[0], state)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -206,7 +257,8 @@ def _request_state(
 
 
 def _abort_reason(caller: Caller) -> engine_pb2.AbortReason:
-    remaining_s = caller.remaining_s()
-    if remaining_s is not None and remaining_s <= 0:
-        return engine_pb2.ABORT_REASON_DEADLINE
-    return engine_pb2.ABORT_REASON_CLIENT
+    return engine_pb2.ABORT_REASON_DEADLINE if caller.is_late() else engine_pb2.ABORT_REASON_CLIENT
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline of the call has passed")

@@ -27,11 +27,12 @@ class RequestTrace:
             context=context_from(traceparent, tracestate),
             attributes={"triptych.request_id": request_id},
         )
+        self._request_id = request_id
         self.abort_cause = "client"
         self._context: Context = set_span_in_context(self._span, Context())
 
     def __enter__(self) -> RequestTrace:
-        bind_log_fields(trace_id=self.trace_id)
+        bind_log_fields(request_id=self._request_id)
         return self
 
     def __exit__(
@@ -46,11 +47,6 @@ class RequestTrace:
                 Status(StatusCode.ERROR, str(error) if isinstance(error, ServiceError) else code)
             )
         self._span.end()
-
-    @property
-    def trace_id(self) -> str:
-        """The trace's id as 32 hex digits."""
-        return f"{self._span.get_span_context().trace_id:032x}"
 
     @property
     def traceparent(self) -> str:

@@ -166,9 +166,10 @@ class Internal(ServiceError):
     code = grpc.StatusCode.INTERNAL
 
 
-_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
-    error.code: error
+_BY_NUMBER: dict[int, type[ServiceError]] = {
+    error.code.value[0]: error
     for error in (
+        ServiceError,
         InvalidArgument,
         NotFound,
         AlreadyExists,
@@ -229,25 +230,37 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     """The error a peer answered with, details kept; a bare status becomes the error of its code."""
     call: Any = error  # every RpcError a call raises is also a grpc.Call, which its type does not say
     code: grpc.StatusCode = call.code()
-    message = call.details() or code.name
-    status = _rich_status(call)
+    metadata = dict(call.trailing_metadata() or ())
+    return from_status(code.value[0], call.details() or "", metadata.get("grpc-status-details-bin", b""))
+
+
+def from_status(code: int, message: str, details: bytes, retry_after_ms: int | None = None) -> ServiceError:
+    """The error of a status that travelled as data; `details` is a serialized google.rpc.Status or nothing.
+
+    A code that is none is INTERNAL: the peer does not keep the contract.
+    """
+    status = _rich_status(details)
     info = _detail(status, error_details_pb2.ErrorInfo()) or error_details_pb2.ErrorInfo()
     retry_info = _detail(status, error_details_pb2.RetryInfo())
+    if retry_after_ms is None and retry_info is not None:
+        retry_after_ms = retry_info.retry_delay.ToMilliseconds()
+    kind = _BY_NUMBER.get(code, Internal)
+    message = message or kind.code.name
     keywords: dict[str, Any] = {
         "reason": info.reason,
         "metadata": dict(info.metadata),
-        "retry_after_ms": None if retry_info is None else retry_info.retry_delay.ToMilliseconds(),
+        "retry_after_ms": retry_after_ms,
     }
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
+    if kind is InvalidArgument:
         bad_request = _detail(status, error_details_pb2.BadRequest()) or error_details_pb2.BadRequest()
         violations = [(violation.field, violation.description) for violation in bad_request.field_violations]
         return InvalidArgument(message, violations=violations, **keywords)
-    if code is grpc.StatusCode.NOT_FOUND:
+    if kind is NotFound:
         resource = _detail(status, error_details_pb2.ResourceInfo()) or error_details_pb2.ResourceInfo()
         return NotFound(
             message, resource_type=resource.resource_type, resource_name=resource.resource_name, **keywords
         )
-    return _BY_CODE.get(code, ServiceError)(message, **keywords)
+    return kind(message, **keywords)
 
 
 def _clip(text: str, max_bytes: int) -> str:
@@ -263,18 +276,12 @@ def _packed(detail: Any) -> any_pb2.Any:
     return packed
 
 
-def _rich_status(call: Any) -> status_pb2.Status:
+def _rich_status(details: bytes) -> status_pb2.Status:
     # A peer that is not ours may send details that contradict its status; then the plain status counts.
-    metadata = call.trailing_metadata() or ()
-    for key, value in metadata:
-        if key == "grpc-status-details-bin":
-            status = status_pb2.Status()
-            try:
-                status.ParseFromString(value)
-            except DecodeError:
-                return status_pb2.Status()
-            return status
-    return status_pb2.Status()
+    try:
+        return status_pb2.Status.FromString(details)
+    except DecodeError:
+        return status_pb2.Status()
 
 
 def _detail(status: status_pb2.Status, message: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What happens around every call of a server: request id, one access line, and faults turned into statuses.
+"""What happens around every call of a server: its two ids, one access line, and faults turned into statuses.
 
 What is not a ServiceError never reaches a client: it gets INTERNAL and an incident id that stands in the log
 beside the traceback. Knows no service.
@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,16 @@ from google.protobuf.message import DecodeError
 
 from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
 from service_kit.logs import bind_log_fields
+from service_kit.telemetry import join_trace
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
+TRACE_ID_KEY = "x-trace-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+# How long a client may take to end what it streams before it is told that nobody reads it.
+_UNSERVED_GRACE_S = 0.2
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
 Handler = Callable[[Any, Any], Any]
@@ -62,10 +65,11 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of the method, guarded; None, i.e. UNIMPLEMENTED, stays None."""
+        """The handler of the method, guarded; for a method that nobody serves, one that says so."""
         handler = await continuation(handler_call_details)
         if handler is None:
-            return handler
+            # Streams both ways: on the wire that fits the calls of every other kind of method.
+            handler = grpc.stream_stream_rpc_method_handler(_unserved)
         return _guarded_handler(handler, self._service, handler_call_details)
 
 
@@ -76,7 +80,6 @@ def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
     def start() -> _Call:
         return _Call(service, method, _request_id(metadata), time.monotonic())
 
-    trace_id = _trace_id(metadata)
     # A unary request is parsed inside of the guard: grpc itself would answer UNKNOWN in the parser's words.
     decode = _decoder(handler.request_deserializer)
     if handler.request_streaming:
@@ -86,14 +89,21 @@ def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
 
     async def run(request: Any, context: Any) -> Any:
         call = start()
+        trace_id = join_trace(metadata.get("traceparent", ""))
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
         async with _guard(call, context):
-            await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            argument = request if handler.request_streaming else decode(request)
-            result = inner(argument, context)
-            if handler.response_streaming and hasattr(result, "__aiter__"):
-                return await _write_all(result, context)
-            return await result if inspect.isawaitable(result) else result
+            # At once, so that whoever is refused or never answered can still be found in logs and traces.
+            await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
+            try:
+                argument = request if handler.request_streaming else decode(request)
+                result = inner(argument, context)
+                if handler.response_streaming and hasattr(result, "__aiter__"):
+                    return await _write_all(result, context)
+                return await result if inspect.isawaitable(result) else result
+            except NotImplementedError:
+                if handler.request_streaming:
+                    await _read_out(request)
+                raise
 
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -102,6 +112,19 @@ def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
     return make(run, decode if handler.request_streaming else None, handler.response_serializer)
+
+
+def _unserved(requests: Any, context: Any) -> Any:
+    raise NotImplementedError
+
+
+async def _read_out(requests: AsyncIterator[Any]) -> None:
+    # An answer that overtakes what a client writes fails the write, and grpc's Python client then reports
+    # an INTERNAL of its own in place of the answer.
+    with contextlib.suppress(TimeoutError, InvalidArgument):
+        async with asyncio.timeout(_UNSERVED_GRACE_S):
+            async for _ in requests:
+                pass
 
 
 async def _write_all(responses: AsyncGenerator[Any, None], context: Any) -> None:
@@ -120,7 +143,7 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
         await context.abort_with_status(to_status(error))
     except NotImplementedError:
         call.code = grpc.StatusCode.UNIMPLEMENTED.name
-        await context.abort_with_status(to_status(Unimplemented(f"{call.method} is not implemented here")))
+        await context.abort_with_status(to_status(Unimplemented(f"{call.method} is not served here")))
     except grpc.aio.AbortError:
         call.code = context.code().name
         raise
@@ -146,7 +169,6 @@ def _incident(incident_id: str) -> Internal:
 def _log_access(call: _Call) -> None:
     level = logging.DEBUG if call.method.startswith(_QUIET_PREFIXES) else logging.INFO
     duration_ms = round((time.monotonic() - call.started_at) * 1000, 1)
-    # Request and trace id are bound fields: a handler that opens its own trace binds a better one meanwhile.
     logger.log(level, "call", extra={"method": call.method, "code": call.code, "duration_ms": duration_ms})
 
 
@@ -167,8 +189,3 @@ def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 def _request_id(metadata: dict[str, str]) -> str:
     given = metadata.get(REQUEST_ID_KEY, "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-
-
-def _trace_id(metadata: dict[str, str]) -> str:
-    match = _TRACE_ID.fullmatch(metadata.get("traceparent", ""))
-    return match.group(1) if match else ""

@@ -148,8 +148,10 @@ class Server:
         """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""
         self._health.drain()
         self._health.close()
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        # Let go of here: grpc's server takes its last step in its event loop when it is collected.
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
 
 
 async def run_server(

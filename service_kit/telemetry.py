@@ -6,9 +6,11 @@ Fails open: a collector that is away costs a log line, never a request.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from opentelemetry import trace
@@ -16,6 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -26,6 +29,7 @@ __all__ = [
     "SpanRecord",
     "bind_log_fields",
     "context_from",
+    "join_trace",
     "log_fields",
     "recent_spans",
     "setup_telemetry",
@@ -35,6 +39,9 @@ __all__ = [
 ]
 
 _RING_SIZE = 2048
+_MAX_TRACESTATE_CHARS = 512
+_MEMBER = r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+_TRACESTATE = re.compile(rf"({_MEMBER}([ \t]*,[ \t]*{_MEMBER}){{0,31}})?")
 _EXPORT_DELAY_MS = 250
 _FLUSH_DEADLINE_S = 1.0
 
@@ -71,12 +78,25 @@ class SpanRing(SpanProcessor):
         return list(self._spans)
 
 
+# The trace of the call that this task serves; 0 where it serves none.
+_joined_trace_id: ContextVar[int] = ContextVar("triptych_trace_id", default=0)
+
+
+class _JoiningIdGenerator(RandomIdGenerator):
+    """Root spans of a call get the trace id that its client was told."""
+
+    def generate_trace_id(self) -> int:
+        """The joined trace, else a new one."""
+        return _joined_trace_id.get() or super().generate_trace_id()
+
+
 class _Telemetry:
     """The one tracer provider of this process and its ring."""
 
     def __init__(self, service: str, instance: str) -> None:
         self.ring = SpanRing()
         self.provider = TracerProvider(
+            id_generator=_JoiningIdGenerator(),
             sampler=None if read_environment("OTEL_TRACES_SAMPLER") else ALWAYS_ON,
             resource=Resource.create(
                 {"service.name": service, "service.instance.id": instance, "process.pid": os.getpid()}
@@ -138,8 +158,21 @@ def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:
 
 def context_from(traceparent: str, tracestate: str = "") -> Context:
     """The context a W3C `traceparent` names; an empty one, i.e. a new root, when it is malformed or empty."""
-    carrier = {"traceparent": traceparent, "tracestate": tracestate}
+    # Checked before OpenTelemetry does, which logs a warning with a stranger's words for each bad member.
+    is_sound = len(tracestate) <= _MAX_TRACESTATE_CHARS and _TRACESTATE.fullmatch(tracestate)
+    carrier = {"traceparent": traceparent, "tracestate": tracestate if is_sound else ""}
     return TraceContextTextMapPropagator().extract(carrier, context=Context())
+
+
+def join_trace(traceparent: str) -> str:
+    """Bind this task to the trace that `traceparent` names, or to a new one; returns its id.
+
+    Root spans that the task opens from here on belong to it, so that its id can be told before there is any.
+    """
+    named = trace.get_current_span(context_from(traceparent)).get_span_context().trace_id
+    trace_id = named or RandomIdGenerator().generate_trace_id()
+    _joined_trace_id.set(trace_id)
+    return f"{trace_id:032x}"
 
 
 def traceparent_of(span: trace.Span) -> str:

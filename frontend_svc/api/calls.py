@@ -1,4 +1,4 @@
-"""What a servicer reads from and tells through a call's context."""
+"""What a servicer reads from a call's context."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import grpc.aio
 
 from frontend_svc.generation import Caller
 from service_kit.logs import log_fields
-
-TRACE_ID_KEY = "x-trace-id"
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
@@ -22,8 +20,3 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         tracestate=metadata.get("tracestate", ""),
         remaining_s=context.time_remaining,
     )
-
-
-def tell_trace(context: grpc.aio.ServicerContext[Any, Any], trace_id: str) -> None:
-    """Return the trace's id with the call."""
-    context.set_trailing_metadata(((TRACE_ID_KEY, trace_id),))

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from frontend_svc.api.calls import caller_of, tell_trace
+from frontend_svc.api.calls import caller_of
 from frontend_svc.generation import Caller, Generation, OpenRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind
 from frontend_svc.tracing import RequestTrace
@@ -46,7 +46,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the output of one prompt: started, deltas, finished."""
         caller = caller_of(context)
         trace = _new_trace(request, caller)
-        tell_trace(context, trace.trace_id)
         kind = _KINDS.get(request.sampling.output_kind, OutputKind.DELTA)
         async with self._generation.open(request, caller, kind, trace) as opened:
             output = await opened.next()
@@ -70,7 +69,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answer once, with the whole output of one prompt."""
         caller = caller_of(context)
         trace = _new_trace(request.request, caller)
-        tell_trace(context, trace.trace_id)
         async with self._generation.open(request.request, caller, OutputKind.FINAL_ONLY, trace) as opened:
             output = await opened.next()
             assert output.ending is not None, "a final output is the last"

@@ -8,6 +8,7 @@ import grpc.aio
 
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.limits import Violations
+from frontend_svc.text.preprocess import check_text
 from frontend_svc.text.sampling import check_token_ids
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
 
@@ -31,12 +32,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The tokens of a text."""
         model = self._directory.model(request.model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        check_text("text", request.text, model)
+        response = tokenize_pb2.TokenizeResponse(max_model_len=model.max_model_len)
+        if not request.return_tokens:
+            response.token_ids[:] = await model.tokenizer.encode(request.text, add_special_tokens=has_special)
+            return response
         encoded = await model.tokenizer.encode_with_places(request.text, add_special_tokens=has_special)
-        response = tokenize_pb2.TokenizeResponse(token_ids=encoded.ids, max_model_len=model.max_model_len)
-        if request.return_tokens:
-            response.tokens.extend(encoded.tokens)
-            response.start_offsets.extend(start for start, _ in encoded.offsets)
-            response.end_offsets.extend(end for _, end in encoded.offsets)
+        response.token_ids[:] = encoded.ids
+        response.tokens.extend(encoded.tokens)
+        response.start_offsets.extend(start for start, _ in encoded.offsets)
+        response.end_offsets.extend(end for _, end in encoded.offsets)
         return response
 
     async def Detokenize(
@@ -45,9 +50,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The text of tokens, at most as many as the model takes."""
         model = self._directory.model(request.model)
         violations = Violations()
-        num_ids = len(request.token_ids)
-        rule = f"ids; the limit is the model's length of {model.max_model_len}"
-        violations.need(num_ids <= model.max_model_len, "token_ids", num_ids, rule)
+        violations.need_count("token_ids", len(request.token_ids), "ids", 0, model.max_model_len)
         check_token_ids("token_ids", list(request.token_ids), model.vocab_size, violations)
         violations.raise_if_any()
         text = await model.tokenizer.decode(

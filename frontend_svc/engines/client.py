@@ -15,7 +15,6 @@ import grpc.aio
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
-from frontend_svc.engines.rejections import rejection_error
 from frontend_svc.engines.routing import EngineInfo
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamLost
 from frontend_svc.output.processor import OutputProcessor
@@ -23,13 +22,14 @@ from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
-from service_kit.errors import InvalidTransition, Unavailable
+from service_kit.errors import InvalidTransition, Unavailable, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_REVISION = 1
 RETRY_AFTER_MS = 1000
+ENGINE_LOST = "ENGINE_LOST"
 _CLOSE_DEADLINE_S = 1.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
@@ -110,6 +110,11 @@ class EngineClient:
     def is_full(self) -> bool:
         """True when the engine would reject one more request of this session."""
         return 0 < self._ack.max_inflight_adds <= len(self._processor)
+
+    @property
+    def dp_size(self) -> int:
+        """How many data-parallel ranks there are beside this engine, itself included."""
+        return max(1, self._ack.dp_size)
 
     def info(self) -> EngineInfo:
         """What routing needs to know."""
@@ -223,7 +228,10 @@ class EngineClient:
             self._num_running = message.stats.num_running
             self._unreported.clear()
         elif kind == "add_rejected":
-            self._processor.fail(message.add_rejected.handle, rejection_error(message.add_rejected))
+            rejected = message.add_rejected
+            status = rejected.status
+            error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
+            self._processor.fail(rejected.handle, error)
         elif kind == "ready":
             readies.put_nowait(message.ready)
         elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
@@ -247,7 +255,7 @@ class EngineClient:
         self._processor.fail_all(
             Unavailable(
                 f"the engine at {self.address} was lost: {reason}",
-                reason="ENGINE_LOST",
+                reason=ENGINE_LOST,
                 retry_after_ms=RETRY_AFTER_MS,
             )
         )

@@ -89,9 +89,15 @@ class Directory:
             )
         return next(iter(models.values()))
 
-    def pick(self, model: ServedModel, data_parallel_rank: int | None) -> EngineClient:
-        """The engine that gets the next request for `model`."""
-        ready = [client for client in self._ready() if _serves(client, model)]
+    def pick(
+        self, model: ServedModel, data_parallel_rank: int | None, *, avoided: EngineClient | None = None
+    ) -> EngineClient:
+        """The engine that gets the next request for `model`, not `avoided`.
+
+        Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
+        Unavailable when none is ready.
+        """
+        ready = [client for client in self._ready() if _serves(client, model) and client is not avoided]
         clients = {client.address: client for client in ready if not client.is_full}
         infos = [client.info() for client in clients.values()]
         picked = pick_engine(infos, data_parallel_rank=data_parallel_rank, turn=self._turn)
@@ -105,6 +111,13 @@ class Directory:
                 retry_after_ms=RETRY_AFTER_MS,
             )
         if infos and data_parallel_rank is not None:
+            top = max(client.dp_size for client in clients.values()) - 1
+            if data_parallel_rank > top:
+                raise InvalidArgument(
+                    f"data_parallel_rank is {data_parallel_rank}, must be in 0..{top}",
+                    field="data_parallel_rank",
+                    reason="INVALID_REQUEST",
+                )
             ranks = sorted({info.dp_rank for info in infos})
             raise Unavailable(
                 f"no engine of data_parallel_rank {data_parallel_rank} is ready; ready ranks: {ranks}",

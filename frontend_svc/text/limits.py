@@ -36,8 +36,15 @@ class Violations:
 
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
-        place = field if index is None else f"{field}[{index}]"
-        self._found.append((field, f"{place} is {_shown(value)}, {rule}"))
+        self._found.append((field, f"{_place(field, index)} is {_shown(value)}, {rule}"))
+
+    def need_count(
+        self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
+    ) -> None:
+        """Note a breach unless `field`, or its entry at `index`, has `least` to `most` of `unit`."""
+        if not least <= num <= most:
+            limit = f"at most {most}" if least == 0 else f"{least}..{most}"
+            self._found.append((field, f"{_place(field, index)} has {num} {unit}, must have {limit}"))
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note a breach unless `is_fine`."""
@@ -49,6 +56,10 @@ class Violations:
         if self._found:
             message = "; ".join(description for _, description in self._found)
             raise InvalidArgument(message, reason="INVALID_REQUEST", violations=self._found)
+
+
+def _place(field: str, index: int | None) -> str:
+    return field if index is None else f"{field}[{index}]"
 
 
 def _shown(value: object) -> str:

@@ -18,6 +18,10 @@ _UNSERVED_DEFAULTS: tuple[tuple[str, float], ...] = (
     ("typical_p", 1.0),
 )
 
+_ALWAYS_TAKEN_CHARS = 1024 * 1024
+# Text has about four; long runs of one character in a vocabulary that has words for them have more.
+_MAX_CHARS_PER_TOKEN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
@@ -43,6 +47,11 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     supported_tasks: tuple[str, ...] = ()
     has_chat_template: bool = False
+
+    @property
+    def max_text_chars(self) -> int:
+        """How much text is tokenized at all, which keeps a piece of work within a second or two."""
+        return max(_ALWAYS_TAKEN_CHARS, _MAX_CHARS_PER_TOKEN * self.max_model_len)
 
 
 def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:

@@ -65,6 +65,7 @@ async def tokenize_prompt(request: generate_pb2.GenerateRequest, model: ServedMo
         at_least = model.tokenizer.min_num_tokens(request.prompt)
         if at_least >= model.max_model_len and not request.HasField("truncate_prompt_tokens"):
             raise _too_long("prompt", f"at least {at_least}", at_least, model.max_model_len)
+        check_text("prompt", request.prompt, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         token_ids = await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
     if not request.HasField("truncate_prompt_tokens"):
@@ -73,6 +74,13 @@ async def tokenize_prompt(request: generate_pb2.GenerateRequest, model: ServedMo
     if num_kept < 0:
         num_kept = max(1, model.max_model_len - max(1, request.sampling.max_tokens))
     return token_ids[-num_kept:]
+
+
+def check_text(field: str, text: str, model: ServedModel) -> None:
+    """Raise InvalidArgument for text that takes too long to tokenize, whatever is done with its tokens."""
+    violations = Violations()
+    violations.need_count(field, len(text), "characters", 0, model.max_text_chars)
+    violations.raise_if_any()
 
 
 def build_entry(
@@ -122,11 +130,10 @@ def _check_placement(
     top, longest = limits.max_priority, limits.max_id_chars
     violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
     for name in ("request_id", "session_id", "job_id", "cache_salt"):
-        size = len(getattr(request, name))
-        violations.need(size <= longest, name, size, f"characters long, must be at most {longest}")
+        violations.need_count(name, len(getattr(request, name)), "characters", 0, longest)
     if request.HasField("data_parallel_rank"):
         rank = request.data_parallel_rank
-        violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, "must be at least 0")
+        violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, f"must be in 0..{2**32 - 1}")
     if request.HasField("truncate_prompt_tokens"):
         num_kept = request.truncate_prompt_tokens
         violations.need(

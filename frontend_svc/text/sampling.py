@@ -32,21 +32,13 @@ def check_sampling(
     """Note every value outside of its range, whether it can be served or not."""
     _check_numbers(sampling, vocab_size, limits, violations)
     _check_counts(sampling, limits, violations)
-    need = violations.need
-    need(
-        len(sampling.stop) <= limits.max_stop_strings,
-        "sampling.stop",
-        len(sampling.stop),
-        f"strings; the limit is {limits.max_stop_strings}",
-    )
+    count = violations.need_count
+    count("sampling.stop", len(sampling.stop), "strings", 0, limits.max_stop_strings)
     for index, stop in enumerate(sampling.stop[: limits.max_stop_strings]):
-        size = len(stop)
-        rule = f"characters long, must be 1..{limits.max_stop_string_chars}"
-        need(1 <= size <= limits.max_stop_string_chars, "sampling.stop", size, rule, index=index)
+        count("sampling.stop", len(stop), "characters", 1, limits.max_stop_string_chars, index=index)
     if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
         violations.add("sampling.detokenize", False, "must be true where stop strings are given")
-    num_ids, most = len(sampling.stop_token_ids), limits.max_stop_token_ids
-    need(num_ids <= most, "sampling.stop_token_ids", num_ids, f"ids; the limit is {most}")
+    count("sampling.stop_token_ids", len(sampling.stop_token_ids), "ids", 0, limits.max_stop_token_ids)
     for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_token_ids(f"sampling.{field}", getattr(sampling, field), vocab_size, violations)
 
@@ -121,12 +113,8 @@ def _check_numbers(
     for name in ("presence_penalty", "frequency_penalty"):
         check(name, abs(getattr(sampling, name)) <= penalty, f"must be in -{penalty:g}..{penalty:g}")
     check("repetition_penalty", sampling.repetition_penalty > 0, "must be finite and above 0")
-    rule = f"entries; the limit is {limits.max_logit_bias}"
-    violations.need(
-        len(sampling.logit_bias) <= limits.max_logit_bias,
-        "sampling.logit_bias",
-        len(sampling.logit_bias),
-        rule,
+    violations.need_count(
+        "sampling.logit_bias", len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
     )
     bound = limits.max_abs_logit_bias
     for index, entry in enumerate(sampling.logit_bias[: limits.max_logit_bias]):
@@ -158,13 +146,7 @@ def _check_counts(
         check(name, 0 <= getattr(sampling, name) <= limits.max_logprobs, rule)
     interval = limits.max_stream_interval
     check("stream_interval", 1 <= sampling.stream_interval <= interval, f"must be in 1..{interval}")
-    words = len(sampling.bad_words)
-    violations.need(
-        words <= limits.max_bad_words,
-        "sampling.bad_words",
-        words,
-        f"words; the limit is {limits.max_bad_words}",
-    )
+    violations.need_count("sampling.bad_words", len(sampling.bad_words), "words", 0, limits.max_bad_words)
     kinds = sampling_pb2.OutputKind.values()
     violations.need(
         sampling.output_kind in kinds, "sampling.output_kind", sampling.output_kind, f"must be one of {kinds}"
@@ -180,4 +162,4 @@ def _chosen(sampling: sampling_pb2.SamplingParams, name: str, default: float | N
 
 def _plain(value: float) -> float:
     # A float of the wire has seven digits; more of them would show what nobody has typed.
-    return float(f"{value:.7g}")
+    return value if isinstance(value, int) else float(f"{value:.7g}")

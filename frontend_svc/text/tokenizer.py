@@ -34,8 +34,8 @@ class TokenizerPool:
 
     Threads and not processes: `encode` and `decode_batch` of the tokenizers library release the GIL, so the
     event loop goes on beside them, and no text is copied to another process. A thread cannot be killed: work
-    over its limit is answered at once and runs out in the background, which `ModelTokenizer.encode` keeps
-    rare by refusing text that cannot fit the model before it is tokenized.
+    over its limit is answered at once and runs out in the background, which the limit on the length of text
+    (`ServedModel.max_text_chars`) keeps rare.
     """
 
     def __init__(self, num_threads: int | None = None, *, time_limit_s: float = 5.0) -> None:

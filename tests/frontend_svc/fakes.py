@@ -10,13 +10,15 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import grpc.aio
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
-from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc, tokenizer_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
@@ -287,6 +289,14 @@ class Client:
                 watch.cancel()
                 return
 
+    async def until_engines_are_ready(self, num_engines: int) -> None:
+        """Wait until this many engines can be picked."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                info = await self.model.GetServerInfo(model_pb2.GetServerInfoRequest())
+                if [engine.state for engine in info.engines].count("ready") == num_engines:
+                    return
+
     def generate(
         self, prompt: str | Sequence[int] = "the cat", *, timeout: float = WAIT_S, metadata=(), **fields
     ):
@@ -362,3 +372,21 @@ async def read_all(call) -> tuple[generate_pb2.Started, str, list[int], generate
     assert started is not None
     assert finished is not None
     return started, text, ids, finished
+
+
+def details_of(error: grpc.aio.AioRpcError) -> str:
+    """The names and contents of an error's details, as text."""
+    status = rpc_status.from_call(error)
+    shown = []
+    for detail in status.details if status is not None else ():
+        for kind in (
+            error_details_pb2.BadRequest,
+            error_details_pb2.ErrorInfo,
+            error_details_pb2.ResourceInfo,
+        ):
+            message = kind()
+            if detail.Unpack(message):
+                shown.append(f"{kind.__name__} {message}")
+        if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            shown.append("RetryInfo")
+    return " ".join(shown)

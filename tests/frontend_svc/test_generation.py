@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import math
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from frontend_svc.build import Frontend
+from frontend_svc.generation import Caller
+from frontend_svc.output.collector import Output, OutputKind
+from frontend_svc.tracing import RequestTrace
+from service_kit.errors import DeadlineExceeded
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     EOS_ID,
     MAX_MODEL_LEN,
     TOKENIZER,
-    VOCAB_SIZE,
     WAIT_S,
     Client,
     FakeEngine,
     answer,
+    details_of,
     make_request,
     read_all,
     serving,
 )
 from triptych.api.v1 import inference_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych.engine.v1 import engine_pb2
+from triptych.engine.v1 import engine_pb2, step_pb2
 
 TEXT = " sat on the mat 日本 😀."
 
@@ -159,6 +162,32 @@ async def test_deadline_aborts_with_its_reason():
     assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 
+async def test_a_deadline_that_the_engine_sees_first_is_no_finished_stream():
+    def abort(engine, request):
+        engine.step(
+            {request: []}, finished={request: step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)}
+        )
+
+    engine = FakeEngine(abort)
+    async with serving(engine) as (_, frontend):
+        for remaining_s, num_sent in (([-0.001], 0), ([0.0005, 0.0002], 1), ([1.0, -0.001], 2)):
+            with pytest.raises(DeadlineExceeded):
+                await first_output(frontend, remaining_s)
+            assert len(engine.requests) == num_sent
+        output = await first_output(frontend, [2.0, 1.0])
+        assert output.ending is not None
+    assert engine.requests[0].entry.remaining_ms == 1
+
+
+async def first_output(frontend: Frontend, remaining_s: list[float]) -> Output:
+    """What a caller gets whose time goes down like this."""
+    left = itertools.chain(remaining_s, itertools.repeat(remaining_s[-1]))
+    caller = Caller("x", "", "", lambda: next(left))
+    trace = RequestTrace("x", "", "")
+    async with frontend.generation.open(make_request(), caller, OutputKind.DELTA, trace) as opened:
+        return await opened.next()
+
+
 async def test_cancel_at_many_phases_leaves_nothing():
     engine = FakeEngine(answer(TEXT))
     async with serving(engine) as (client, frontend):
@@ -217,77 +246,6 @@ async def test_a_slow_reader_is_ended_and_aborted():
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
-BAD_INPUT = {
-    "empty prompt": (make_request(""), "INVALID_ARGUMENT", ["prompt", "empty"]),
-    "no ids": (make_request([]), "INVALID_ARGUMENT", ["token_ids", "empty"]),
-    "unknown model": (make_request("x", model="gpt-9"), "NOT_FOUND", ["gpt-9", "tiny"]),
-    "nan": (make_request("x", temperature=NAN), "INVALID_ARGUMENT", ["sampling.temperature", "nan", "0..2"]),
-    "hot": (make_request("x", temperature=2.5), "INVALID_ARGUMENT", ["sampling.temperature", "2.5", "0..2"]),
-    "no tokens": (make_request("x", max_tokens=0), "INVALID_ARGUMENT", ["sampling.max_tokens", "0", "1"]),
-    "too many": (
-        make_request([5] * 500, max_tokens=13),
-        "INVALID_ARGUMENT",
-        ["max_tokens", "13", "12", "512"],
-    ),
-    "negative": (make_request("x", max_tokens=-1), "INVALID_ARGUMENT", ["sampling.max_tokens", "-1"]),
-    "huge": (make_request("x", max_tokens=2**40), "INVALID_ARGUMENT", ["sampling.max_tokens", str(2**40)]),
-    "out of vocabulary": (
-        make_request([1, VOCAB_SIZE]),
-        "INVALID_ARGUMENT",
-        ["token_ids[1]", str(VOCAB_SIZE)],
-    ),
-    "too long": (make_request(LONG), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
-    "too long text": (make_request("a" * 100_000), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
-    "many stops": (
-        make_request("x", stop=["a"] * 10_000),
-        "INVALID_ARGUMENT",
-        ["sampling.stop", "10000", "16"],
-    ),
-    "long stop": (
-        make_request("x", stop=["a" * 300]),
-        "INVALID_ARGUMENT",
-        ["sampling.stop[0]", "300", "256"],
-    ),
-    "top_p": (make_request("x", top_p=0.0), "INVALID_ARGUMENT", ["sampling.top_p", "above 0"]),
-    "priority": (make_request("x", priority=101), "INVALID_ARGUMENT", ["priority", "101", "-100..100"]),
-    "n": (make_request("x", n=65), "INVALID_ARGUMENT", ["sampling.n", "65", "1..64"]),
-    "two": (make_request("", top_p=7.0), "INVALID_ARGUMENT", ["prompt", "sampling.top_p"]),
-    "n 2": (make_request("x", n=2), "UNIMPLEMENTED", ["sampling.n"]),
-    "logprobs": (make_request("x", logprobs=1), "UNIMPLEMENTED", ["sampling.logprobs"]),
-    "penalty": (make_request("x", presence_penalty=0.5), "UNIMPLEMENTED", ["sampling.presence_penalty"]),
-    "adapter": (make_request("x", adapter="lora"), "UNIMPLEMENTED", ["adapter"]),
-    "rank": (make_request("x", data_parallel_rank=5), "UNAVAILABLE", ["data_parallel_rank 5"]),
-}
-
-
-async def test_bad_input_is_refused_by_name_beside_running_streams():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        good = [client.generate() for _ in range(8)]
-        requests = list(await engine.wait_for_requests(8))
-        for name, (request, code, expected) in BAD_INPUT.items():
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read_all(client.inference.Generate(request, timeout=WAIT_S))
-            told = f"{caught.value.details()} {details_of(caught.value)}"
-            assert caught.value.code().name == code, (name, told)
-            for words in expected:
-                assert words in told, (name, told)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.inference.Generate(make_request("x" * 20_000_000), timeout=WAIT_S))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for index, request in enumerate(requests):
-            engine.step({request: [5 + index]}, finished={request: AT_LENGTH})
-        assert [(await read_all(call))[2] for call in good] == [[5 + index] for index in range(8)]
-    assert len(engine.requests) == 8
-
-
-async def test_neutral_values_of_unserved_parameters_are_accepted():
-    engine = FakeEngine(answer("x"))
-    async with serving(engine) as (client, _):
-        await read_all(client.generate(n=1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0))
-
-
 async def test_a_duplicate_id_in_flight_is_refused_and_free_afterwards():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
@@ -319,18 +277,52 @@ async def test_a_full_queue_is_refused_until_a_first_token_came():
         await engine.wait(lambda: request.abort_reason is not None)
 
 
-async def test_an_engines_refusal_reaches_the_client_as_its_status():
-    def refuse(engine, request):
-        rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
-        rejected.status.code = grpc.StatusCode.UNAVAILABLE.value[0]
-        rejected.status.message = "not now"
-        request.session.send(add_rejected=rejected)
+def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
+    """A script that takes no request."""
+    rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
+    rejected.status.code = code.value[0]
+    rejected.status.message = "not now"
+    request.session.send(add_rejected=rejected)
 
-    async with serving(FakeEngine(refuse)) as (client, _):
+
+async def test_an_engines_refusal_reaches_the_client_as_its_status():
+    engine = FakeEngine(refuse)
+    async with serving(engine) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate())
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "not now")
     assert "RetryInfo" in details_of(caught.value)
+    assert len(engine.requests) == 1
+
+
+async def test_a_request_that_one_engine_cannot_take_now_goes_to_another():
+    engines = [FakeEngine(answer(TEXT), dp_rank=0), FakeEngine(answer(TEXT), dp_rank=1)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        engines[0].script = refuse
+        for _ in range(4):
+            assert (await read_all(client.generate(seed=3)))[1] == TEXT
+    assert len(engines[0].requests) > 0
+    assert len(engines[1].requests) == 4
+    resent = {request.entry.request_id: request.entry for request in engines[1].requests}
+    for refused in engines[0].requests:
+        again = resent[refused.entry.request_id]
+        assert (refused.entry.attempt, again.attempt) == (0, 1)
+        assert again.request_seed == refused.entry.request_seed
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_a_request_is_sent_on_once_and_only_where_that_may_help(code):
+    engines = [FakeEngine(dp_rank=rank) for rank in range(3)]
+    for engine in engines:
+        engine.script = functools.partial(refuse, code=code)
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+    assert caught.value.code() is code
+    num_sent = sum(len(engine.requests) for engine in engines)
+    assert num_sent == (2 if code is grpc.StatusCode.UNAVAILABLE else 1)
 
 
 async def test_draining_finishes_streams_and_refuses_new_ones():
@@ -357,8 +349,8 @@ async def test_spans_join_the_clients_trace_and_ids_come_back():
     async with serving(engine) as (client, _):
         call = client.generate(metadata=metadata, temperature=0.5)
         started, *_ = await read_all(call)
-        assert dict(await call.initial_metadata())["x-request-id"] == "abc"
-        assert dict(await call.trailing_metadata())["x-trace-id"] == trace_id
+        told = dict(await call.initial_metadata())
+        assert (told["x-request-id"], told["x-trace-id"]) == ("abc", trace_id)
         engine.script = None
         aborted = client.generate(metadata=metadata)
         await engine.wait_for_requests(2)
@@ -378,21 +370,3 @@ async def test_spans_join_the_clients_trace_and_ids_come_back():
     assert engine.requests[0].entry.trace_context.traceparent == f"00-{trace_id}-{root.span_id}-01"
     second = [span for span in spans if span.name == "request"][1]
     assert [name for name, _ in second.events] == ["aborted"]
-
-
-def details_of(error: grpc.aio.AioRpcError) -> str:
-    """The names and contents of an error's details, as text."""
-    status = rpc_status.from_call(error)
-    shown = []
-    for detail in status.details if status is not None else ():
-        for kind in (
-            error_details_pb2.BadRequest,
-            error_details_pb2.ErrorInfo,
-            error_details_pb2.ResourceInfo,
-        ):
-            message = kind()
-            if detail.Unpack(message):
-                shown.append(f"{kind.__name__} {message}")
-        if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            shown.append("RetryInfo")
-    return " ".join(shown)

@@ -13,6 +13,7 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
     from_rpc_error,
+    from_status,
     to_status,
 )
 from tests.service_kit.fakes import FakeService, call_unary, serving
@@ -120,3 +121,19 @@ async def test_details_that_contradict_are_ignored() -> None:
 def test_a_status_names_code_and_message() -> None:
     status = to_status(Unavailable("engine is draining"))
     assert (status.code, status.details) == (grpc.StatusCode.UNAVAILABLE, "engine is draining")
+
+
+def test_a_status_that_travelled_as_data_is_the_error_it_was() -> None:
+    sent = errors.NotFound("no such thing", resource_type="model", resource_name="gpt-9", reason="GONE")
+    status = to_status(sent)
+    details = dict(status.trailing_metadata)["grpc-status-details-bin"]
+    seen = from_status(status.code.value[0], status.details, details, retry_after_ms=250)
+    assert isinstance(seen, errors.NotFound)
+    assert (seen.message, seen.resource_name, seen.reason) == ("no such thing", "gpt-9", "GONE")
+    assert seen.retry_after_ms == 250
+
+
+@pytest.mark.parametrize("code", [0, 99])
+def test_a_code_that_is_no_error_is_the_peers_fault(code: int) -> None:
+    seen = from_status(code, "", b"nonsense")
+    assert (type(seen), seen.message) == (errors.Internal, "INTERNAL")

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.logs import bind_log_fields, log_fields
 from service_kit.server import Registration
+from service_kit.telemetry import context_from, recent_spans, tracer
 from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -74,6 +75,71 @@ async def test_methods_a_servicer_does_not_have_are_unimplemented() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def write_and_read(call: Any) -> None:
+    await call.write(b"")
+    await call.done_writing()
+    await call.read()
+
+
+@pytest.mark.parametrize("method", ["test.v1.Nothing/Session", "test.v1.Unknown/Session"])
+async def test_an_unserved_stream_says_so_to_a_client_that_still_writes(method: str) -> None:
+    class Nothing:
+        """Has the method in its contract alone, as generated bases have it."""
+
+        def session(self, requests: Any, context: Any) -> None:
+            raise NotImplementedError
+
+    handlers = {"Session": grpc.stream_stream_rpc_method_handler(Nothing().session)}
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.v1.Nothing", handlers),))
+
+    async with serving([Registration("test.v1.Nothing", add)]) as (_, channel):
+        # A write that fails because the answer was quicker is INTERNAL to grpc's Python client.
+        for _ in range(200):
+            call = channel.stream_stream(f"/{method}")()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await write_and_read(call)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert method in from_rpc_error(caught.value).message
+
+
+async def test_an_unserved_stream_does_not_wait_for_a_silent_client() -> None:
+    async with serving([]) as (_, channel):
+        call = channel.stream_stream("/test.v1.Unknown/Session")()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 5)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_trace_of_a_call_is_told_before_its_answer_and_with_its_failure() -> None:
+    async def fail(request: bytes, context: Any) -> bytes:
+        raise FailedPrecondition("asleep")
+
+    async with serving([FakeService(unary=fail).register()]) as (_, channel):
+        stream = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(
+            b"0", metadata=(("traceparent", TRACEPARENT),)
+        )
+        assert dict(await stream.initial_metadata())["x-trace-id"] == TRACE_ID
+        stream.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call_unary(channel, metadata=(("traceparent", TRACEPARENT),))
+    assert dict(caught.value.initial_metadata())["x-trace-id"] == TRACE_ID
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{'0' * 32}-b7ad6b7169203331-01"])
+async def test_a_call_without_a_trace_gets_one_that_its_spans_join(traceparent: str) -> None:
+    async def work(request: bytes, context: Any) -> bytes:
+        tracer().start_span("work", context=context_from(traceparent)).end()
+        return log_fields()["trace_id"].encode()
+
+    async with serving([FakeService(unary=work).register()]) as (_, channel):
+        call = channel.unary_unary(f"/{SERVICE_NAME}/Unary")(b"", metadata=(("traceparent", traceparent),))
+        trace_id = (await call).decode()
+        assert dict(await call.initial_metadata())["x-trace-id"] == trace_id
+    assert [span.name for span in recent_spans(trace_id)] == ["work"]
+
+
 async def test_a_malformed_request_is_the_clients_fault() -> None:
     async with serving([]) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -130,7 +196,10 @@ async def test_calls_bind_their_ids_to_log_lines_and_not_to_each_others() -> Non
             await call_unary(channel, metadata=metadata),
             await call_unary(channel, metadata=(("x-request-id", "b"), ("traceparent", "nonsense"))),
         ]
-    assert answers == [f"a {TRACE_ID}".encode(), b"b "]
+    assert answers[0] == f"a {TRACE_ID}".encode()
+    assert answers[1].startswith(b"b ")
+    assert len(answers[1]) == len("b ") + 32
+    assert TRACE_ID.encode() not in answers[1]
 
 
 async def test_a_handler_learns_at_once_that_its_client_is_gone(caplog: pytest.LogCaptureFixture) -> None:

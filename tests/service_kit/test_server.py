@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -257,3 +258,15 @@ def test_an_announcement_is_one_line_and_closes_the_pipe() -> None:
 
 def test_without_a_pipe_nothing_is_announced() -> None:
     write_announcement(None, {"service": "engine"})
+
+
+async def test_a_stopped_server_is_let_go_of_while_its_loop_runs() -> None:
+    def num_grpc_servers() -> int:
+        return sum(isinstance(thing, grpc.aio.Server) for thing in gc.get_objects())
+
+    num_before = num_grpc_servers()
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
+    await server.start()
+    assert num_grpc_servers() == num_before + 1
+    await server.stop(0.0)
+    assert num_grpc_servers() == num_before

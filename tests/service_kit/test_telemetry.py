@@ -162,3 +162,21 @@ def test_a_collector_that_is_away_costs_little(clean: None, monkeypatch: pytest.
     started_at = time.monotonic()
     shutdown_telemetry()
     assert time.monotonic() - started_at < 5
+
+
+@pytest.mark.parametrize("tracestate", ["x" * 3000, "=,=,", "a=b, c", "a=\nb", ",".join(["k=v"] * 40)])
+def test_a_malformed_tracestate_is_dropped_without_a_word(
+    engine_telemetry: None, caplog: pytest.LogCaptureFixture, tracestate: str
+) -> None:
+    context = context_from(f"00-{TRACE_ID}-{SPAN_ID}-01", tracestate)
+    span_context = trace.get_current_span(context).get_span_context()
+    assert (f"{span_context.trace_id:032x}", dict(span_context.trace_state)) == (TRACE_ID, {})
+    assert caplog.records == []
+
+
+def test_a_sound_tracestate_goes_along(engine_telemetry: None) -> None:
+    context = context_from(f"00-{TRACE_ID}-{SPAN_ID}-01", "vendor=a:1, t@v2=x")
+    assert dict(trace.get_current_span(context).get_span_context().trace_state) == {
+        "vendor": "a:1",
+        "t@v2": "x",
+    }

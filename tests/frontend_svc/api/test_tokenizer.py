@@ -52,6 +52,14 @@ async def test_ids_that_cannot_be_are_refused(ids, words):
     assert all(word in (caught.value.details() or "") for word in words)
 
 
+async def test_text_that_would_take_seconds_is_refused():
+    async with serving(FakeEngine()) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.tokenizer.Tokenize(tokenize_pb2.TokenizeRequest(text="x" * 2_000_000))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "text has 2000000 characters, must have at most 1048576"
+
+
 async def test_what_is_not_built_is_unimplemented():
     async with serving(FakeEngine()) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -13,18 +13,10 @@ from triptych.api.v1 import model_pb2
 from triptych.engine.v1 import session_pb2
 
 
-async def all_ready(client, num_engines: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            info = await client.model.GetServerInfo(model_pb2.GetServerInfoRequest())
-            if [engine.state for engine in info.engines].count("ready") == num_engines:
-                return
-
-
 async def test_requests_spread_over_two_engines():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
     async with serving(*engines) as (client, _):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         calls = [client.generate() for _ in range(8)]
         for engine in engines:
             await engine.wait_for_requests(4)
@@ -38,7 +30,7 @@ async def test_requests_spread_over_two_engines():
 async def test_reported_load_decides():
     busy, idle = FakeEngine(answer("busy")), FakeEngine(answer("idle"), dp_rank=1)
     async with serving(busy, idle) as (client, frontend):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         busy.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
         async with asyncio.timeout(WAIT_S):
             while not any(one.info().num_running for one in frontend.directory.clients()):
@@ -50,7 +42,7 @@ async def test_reported_load_decides():
 async def test_a_pinned_rank_is_used():
     engines = [FakeEngine(answer("zero")), FakeEngine(answer("one"), dp_rank=1)]
     async with serving(*engines) as (client, _):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         texts = [(await read_all(client.generate(data_parallel_rank=1)))[1] for _ in range(3)]
     assert texts == ["one"] * 3
 
@@ -58,7 +50,7 @@ async def test_a_pinned_rank_is_used():
 async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
     async with serving(*engines) as (client, _):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         calls = {rank: client.generate(data_parallel_rank=rank) for rank in (0, 1)}
         for engine in engines:
             await engine.wait_for_requests(1)
@@ -79,7 +71,7 @@ async def test_two_models_are_told_apart_and_an_empty_name_is_then_refused():
         FakeEngine(answer("large"), model="large", dp_rank=1),
     ]
     async with serving(*engines) as (client, _):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         texts = [(await read_all(client.generate(model=name)))[1] for name in ("small", "large", "small")]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate())
@@ -91,7 +83,7 @@ async def test_two_models_are_told_apart_and_an_empty_name_is_then_refused():
 async def test_an_engine_that_is_full_is_not_picked():
     full, other = FakeEngine(max_inflight_adds=1), FakeEngine(dp_rank=1, max_inflight_adds=2)
     async with serving(full, other) as (client, _):
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         calls = [client.generate() for _ in range(3)]
         await full.wait_for_requests(1)
         await other.wait_for_requests(2)
@@ -109,7 +101,7 @@ async def test_an_engine_nobody_tells_of_stays_while_its_stream_is_up():
     await kept.start()
     async with serving(told) as (client, frontend):
         frontend.directory.tell("coordinator", [kept.address, "not an address"])
-        await all_ready(client, 2)
+        await client.until_engines_are_ready(2)
         frontend.directory.tell("coordinator", [])
         texts = Counter([(await read_all(client.generate()))[1] for _ in range(4)])
         assert set(texts) == {"told", "kept"}

@@ -86,6 +86,15 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(model):
         await tokenize_prompt(make_request("x" * 10_000_000), model)
 
 
+async def test_text_that_would_take_seconds_is_refused_even_if_its_tokens_would_be_cut(model):
+    with pytest.raises(InvalidArgument, match="prompt has 10000000 characters, must have at most 1048576"):
+        await tokenize_prompt(make_request("x" * 10_000_000, truncate_prompt_tokens=5), model)
+    long_model = replace(model, max_model_len=100_000)
+    assert (
+        len(await tokenize_prompt(make_request("x" * 1_600_000, truncate_prompt_tokens=5), long_model)) == 5
+    )
+
+
 def test_all_breaches_are_told_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
@@ -134,13 +143,13 @@ def test_what_is_not_served_is_refused_by_name(model, fields, name):
     [
         ({"logit_bias": [{"token_id": 1, "bias": float("inf")}]}, r"sampling\.logit_bias\[0\] is inf"),
         ({"logit_bias": [{"token_id": 600}]}, r"sampling\.logit_bias\[0\] is 600"),
-        ({"bad_words": ["x"] * 129}, "129 *, words"),
+        ({"bad_words": ["x"] * 129}, "bad_words has 129 words"),
         ({"stop_token_ids": [600]}, r"sampling\.stop_token_ids\[0\] is 600"),
-        ({"stop": [""]}, r"sampling\.stop\[0\] is 0"),
+        ({"stop": [""]}, r"sampling\.stop\[0\] has 0"),
         ({"stop": ["x"], "detokenize": False}, "sampling.detokenize"),
         ({"output_kind": 9}, "sampling.output_kind is 9"),
         ({"stream_interval": 0}, "sampling.stream_interval is 0"),
-        ({"request_id": "x" * 129}, "request_id is 129"),
+        ({"request_id": "x" * 129}, "request_id has 129"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
         ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
     ],

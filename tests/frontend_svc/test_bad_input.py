@@ -1,0 +1,102 @@
+"""What cannot be, or is not served, is refused by field, value and limit, beside running streams."""
+
+from __future__ import annotations
+
+import math
+
+import grpc
+import pytest
+
+from tests.frontend_svc.fakes import (
+    AT_LENGTH,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    WAIT_S,
+    FakeEngine,
+    answer,
+    details_of,
+    make_request,
+    read_all,
+    serving,
+)
+
+NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
+BAD_INPUT = {
+    "empty prompt": (make_request(""), "INVALID_ARGUMENT", ["prompt", "empty"]),
+    "no ids": (make_request([]), "INVALID_ARGUMENT", ["token_ids", "empty"]),
+    "unknown model": (make_request("x", model="gpt-9"), "NOT_FOUND", ["gpt-9", "tiny"]),
+    "nan": (make_request("x", temperature=NAN), "INVALID_ARGUMENT", ["sampling.temperature", "nan", "0..2"]),
+    "hot": (make_request("x", temperature=2.5), "INVALID_ARGUMENT", ["sampling.temperature", "2.5", "0..2"]),
+    "no tokens": (make_request("x", max_tokens=0), "INVALID_ARGUMENT", ["sampling.max_tokens", "0", "1"]),
+    "too many": (
+        make_request([5] * 500, max_tokens=13),
+        "INVALID_ARGUMENT",
+        ["max_tokens", "13", "12", "512"],
+    ),
+    "negative": (make_request("x", max_tokens=-1), "INVALID_ARGUMENT", ["sampling.max_tokens", "-1"]),
+    "huge": (make_request("x", max_tokens=2**40), "INVALID_ARGUMENT", ["sampling.max_tokens", str(2**40)]),
+    "out of vocabulary": (
+        make_request([1, VOCAB_SIZE]),
+        "INVALID_ARGUMENT",
+        ["token_ids[1]", str(VOCAB_SIZE)],
+    ),
+    "too long": (make_request(LONG), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
+    "too long text": (make_request("a" * 100_000), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
+    "many stops": (
+        make_request("x", stop=["a"] * 10_000),
+        "INVALID_ARGUMENT",
+        ["sampling.stop has 10000 strings", "16"],
+    ),
+    "long stop": (
+        make_request("x", stop=["a" * 300]),
+        "INVALID_ARGUMENT",
+        ["sampling.stop[0] has 300 characters", "1..256"],
+    ),
+    "top_p": (make_request("x", top_p=0.0), "INVALID_ARGUMENT", ["sampling.top_p", "above 0"]),
+    "priority": (make_request("x", priority=101), "INVALID_ARGUMENT", ["priority", "101", "-100..100"]),
+    "n": (make_request("x", n=65), "INVALID_ARGUMENT", ["sampling.n", "65", "1..64"]),
+    "two": (make_request("", top_p=7.0), "INVALID_ARGUMENT", ["prompt", "sampling.top_p"]),
+    "n 2": (make_request("x", n=2), "UNIMPLEMENTED", ["sampling.n"]),
+    "logprobs": (make_request("x", logprobs=1), "UNIMPLEMENTED", ["sampling.logprobs"]),
+    "penalty": (make_request("x", presence_penalty=0.5), "UNIMPLEMENTED", ["sampling.presence_penalty"]),
+    "adapter": (make_request("x", adapter="lora"), "UNIMPLEMENTED", ["adapter"]),
+    "rank": (make_request("x", data_parallel_rank=1), "UNAVAILABLE", ["data_parallel_rank 1", "[0]"]),
+    "no rank": (
+        make_request("x", data_parallel_rank=5),
+        "INVALID_ARGUMENT",
+        ["data_parallel_rank", "5", "0..1"],
+    ),
+    "wide rank": (
+        make_request("x", data_parallel_rank=2**40),
+        "INVALID_ARGUMENT",
+        ["data_parallel_rank", str(2**40), "0..4294967295"],
+    ),
+    "top_k": (make_request("x", top_k=-2), "INVALID_ARGUMENT", ["sampling.top_k is -2,"]),
+}
+
+
+async def test_bad_input_is_refused_by_name_beside_running_streams():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        good = [client.generate() for _ in range(8)]
+        requests = list(await engine.wait_for_requests(8))
+        for name, (request, code, expected) in BAD_INPUT.items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all(client.inference.Generate(request, timeout=WAIT_S))
+            told = f"{caught.value.details()} {details_of(caught.value)}"
+            assert caught.value.code().name == code, (name, told)
+            for words in expected:
+                assert words in told, (name, told)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.inference.Generate(make_request("x" * 20_000_000), timeout=WAIT_S))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for index, request in enumerate(requests):
+            engine.step({request: [5 + index]}, finished={request: AT_LENGTH})
+        assert [(await read_all(call))[2] for call in good] == [[5 + index] for index in range(8)]
+    assert len(engine.requests) == 8
+
+
+async def test_neutral_values_of_unserved_parameters_are_accepted():
+    engine = FakeEngine(answer("x"))
+    async with serving(engine) as (client, _):
+        await read_all(client.generate(n=1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0))
