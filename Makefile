@@ -8,7 +8,14 @@ VENV ?= .venv
 PROMPT ?=
 ARGS ?=
 
+# As it was typed: a dollar sign in a prompt is not for make to read, here or on the way into a recipe.
+DEMO_PROMPT := $(value PROMPT)
+export DEMO_PROMPT
+unexport PROMPT
+
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+RUNTIME_STAMP := $(VENV)/.runtime-stamp
 SETUP_STAMP := $(VENV)/.setup-stamp
 BUF_VERSION := 1.75.0
 BUF := $(VENV)/node/node_modules/.bin/buf
@@ -16,7 +23,7 @@ BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-gpu bench
+.PHONY: help setup demo serve protos format check test test-network test-gpu bench up
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,13 +32,23 @@ setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everythin
 
 $(SETUP_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $(RUNTIME_STAMP) $@
+
+# What runs the stack, without what develops it.
+$(RUNTIME_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e '.[all]'
 	touch $@
 
-demo: setup  ## answer one prompt through three processes: make demo PROMPT="..."
-	$(BIN)/triptych demo $(if $(PROMPT),--prompt "$$PROMPT")
+demo: $(RUNTIME_STAMP)  ## answer one prompt through three processes: make demo PROMPT="..."
+	@$(BIN)/triptych demo $(if $(DEMO_PROMPT),--prompt="$$DEMO_PROMPT")
 
-serve: setup  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
+serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
+	$(BIN)/triptych serve $(ARGS)
+
+up: $(RUNTIME_STAMP)  ## as serve: there are no container images yet
+	@echo "no container images yet: this runs the stack on this machine, as make serve does"
 	$(BIN)/triptych serve $(ARGS)
 
 protos: setup  ## regenerate the stubs beside the protos
@@ -75,5 +92,3 @@ test-gpu: setup  ## tests that need a CUDA device
 
 bench: setup  ## the serving smoke benchmark: make bench ARGS="--json out.json"
 	$(BIN)/python -m benchmarks.serve_smoke $(ARGS)
-
-export PROMPT

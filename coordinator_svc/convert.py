@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from coordinator_svc.load import Load, LoadReport
 from coordinator_svc.registry import Member, MemberState, Registration
@@ -10,7 +11,11 @@ from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
 
 _MAX_ID_LENGTH = 128
+# So that a snapshot of all members fits into one message.
+_MAX_FACTS_BYTES = 16 * 1024
 _MAX_DP_SIZE = 1024
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+_MAX_NAME_LENGTH = 253
 
 _FROM_REPORT = {
     member_pb2.MEMBER_STATE_LOADING: MemberState.JOINING,
@@ -38,6 +43,7 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
             ("dp_size", _wrong_dp_size(message.dp_size)),
             ("dp_rank", _wrong_dp_rank(message)),
             ("capacity", _wrong_capacity(message)),
+            ("labels", _wrong_size(message)),
         )
         if problem
     ]
@@ -52,6 +58,13 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
         dp_size=max(message.dp_size, 1),
         facts=message.SerializeToString(),
     )
+
+
+def check_frontend(message: coordinator_pb2.FrontendRegistration) -> None:
+    """Raise InvalidArgument if a frontend cannot be told from others by its id."""
+    problem = _wrong_id(message.frontend_id)
+    if problem:
+        raise InvalidArgument(f"frontend_id {problem}", field="register.frontend_id")
 
 
 def to_state(report: coordinator_pb2.EngineReport, before: MemberState) -> MemberState:
@@ -117,15 +130,30 @@ def _wrong_endpoint(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         return f"{endpoint!r} is not host:port"
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return f"{endpoint!r} is a wildcard, frontends cannot dial it" if host == "*" else ""
-    if address.is_unspecified:
+    address = _address(host)
+    if host == "*" or (address is not None and address.is_unspecified):
         return f"{endpoint!r} is a wildcard, frontends cannot dial it: advertise an address"
+    if address is None:
+        return "" if _is_name(host) else f"{endpoint!r} is not host:port"
     if address.is_link_local or address.is_multicast:
         return f"{endpoint!r} is not an address of an engine"
     return ""
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that is written there, an IPv6 one in brackets; None for anything else."""
+    try:
+        if not (host.startswith("[") and host.endswith("]")):
+            return ipaddress.IPv4Address(host)
+        address = ipaddress.IPv6Address(host[1:-1])
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address
+
+
+def _is_name(host: str) -> bool:
+    # Resolvers read a last label of digits as an address: "0" and "00.0.0.0" are wildcards.
+    return bool(_NAME.fullmatch(host)) and len(host) <= _MAX_NAME_LENGTH and not host.split(".")[-1].isdigit()
 
 
 def _wrong_dp_size(dp_size: int) -> str:
@@ -135,6 +163,13 @@ def _wrong_dp_size(dp_size: int) -> str:
 def _wrong_dp_rank(message: member_pb2.EngineRegistration) -> str:
     dp_size = max(message.dp_size, 1)
     return f"is {message.dp_rank}, the group has {dp_size}" if message.dp_rank >= dp_size else ""
+
+
+def _wrong_size(message: member_pb2.EngineRegistration) -> str:
+    size_bytes = message.ByteSize()
+    if size_bytes <= _MAX_FACTS_BYTES:
+        return ""
+    return f"and the other facts have {size_bytes} bytes, the limit is {_MAX_FACTS_BYTES}"
 
 
 def _wrong_capacity(message: member_pb2.EngineRegistration) -> str:

@@ -85,7 +85,9 @@ class Publisher:
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        # Not wait_for, which in Python 3.11 may swallow the cancellation that ends a publisher.
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return False
     return True

@@ -92,13 +92,17 @@ class EngineRegistry:
         Another epoch takes the place of an engine whose session is lost, since that engine has restarted,
         and is refused with AlreadyExists while the place is held by a live one.
         """
-        for rival in self._rivals(registration):
+        rivals = self._rivals(registration)
+        for rival in rivals:
             if rival.is_reporting:
                 raise _place_taken(registration, rival)
+        is_new = registration.engine_id not in self._members
+        if is_new and len(self._members) - len(rivals) >= MAX_MEMBERS:
+            raise ResourceExhausted(f"{MAX_MEMBERS} engines are registered, which is the limit")
+        # Nothing is changed above this line: a refusal leaves everything as it was.
+        for rival in rivals:
             self._forget(rival.registration.engine_id)
         present = self._members.get(registration.engine_id)
-        if present is None and len(self._members) == MAX_MEMBERS:
-            raise ResourceExhausted(f"{MAX_MEMBERS} engines are registered, which is the limit")
         self.version += 1
         state = present.state if present else MemberState.JOINING
         member = Member(registration, session_id, self.version, state)

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc.aio
 
+from coordinator_svc.convert import check_frontend
 from coordinator_svc.publisher import ChangeSignal, Publisher
 from coordinator_svc.rate_limit import RateLimit
 from coordinator_svc.registry import MemberState
@@ -50,44 +51,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request_iterator: AsyncIterator[EngineRequest], context: EngineContext
     ) -> None:
         """An engine's membership, from its registration to the end of its stream."""
-        first = await _first(request_iterator)
-        if first.WhichOneof("message") != "register":
-            raise FailedPrecondition("the first message of a session must be register")
-        session_id = next(self._session_ids)
-        engine_id = first.register.engine_id
-        self._register_engine(first.register, session_id)
-        try:
-            await context.write(self._registered())
-            await self._until_closing(self._read_engine(engine_id, session_id, request_iterator, context))
-        finally:
-            self._topology.lose_engine(engine_id, session_id)
-            self._signal.notify()
+        await _first_to_end(self._serve_engine(request_iterator, context), self._until_closing())
 
     async def FrontendSession(
         self, request_iterator: AsyncIterator[FrontendRequest], context: FrontendContext
     ) -> None:
         """A frontend's view of the engines: a snapshot, then deltas."""
-        first = await _first(request_iterator)
-        register = first.register
-        if first.WhichOneof("message") != "register":
-            raise FailedPrecondition("the first message of a session must be register")
-        if not register.frontend_id:
-            raise InvalidArgument("frontend_id must not be empty", field="register.frontend_id")
-        session_id = next(self._session_ids)
-        self._topology.frontends[session_id] = member_pb2.FrontendMember(
-            frontend_id=register.frontend_id, endpoint=register.endpoint
-        )
-        logger.info("frontend joined", extra={"frontend_id": register.frontend_id})
-        publisher = Publisher(self._topology, self._signal, self._clock)
-        publishing = asyncio.ensure_future(
-            publisher.run(context.write, delay_s=self._wait_before_snapshot_s(register))
-        )
-        try:
-            await self._until_closing(self._read_frontend(session_id, request_iterator, publisher))
-        finally:
-            publishing.cancel()
-            del self._topology.frontends[session_id]
-            logger.info("frontend left", extra={"frontend_id": register.frontend_id})
+        await _first_to_end(self._serve_frontend(request_iterator, context), self._until_closing())
 
     async def GetTopology(
         self,
@@ -109,6 +79,43 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def close(self) -> None:
         """End all sessions, so that engines and frontends look for the next coordinator."""
         self._closing.set()
+
+    async def _serve_engine(self, requests: AsyncIterator[EngineRequest], context: EngineContext) -> None:
+        first = await _first(requests)
+        if first.WhichOneof("message") != "register":
+            raise FailedPrecondition("the first message of a session must be register")
+        session_id = next(self._session_ids)
+        engine_id = first.register.engine_id
+        self._register_engine(first.register, session_id)
+        try:
+            await context.write(self._registered())
+            await self._read_engine(engine_id, session_id, requests, context)
+        finally:
+            self._topology.lose_engine(engine_id, session_id)
+            self._signal.notify()
+
+    async def _serve_frontend(
+        self, requests: AsyncIterator[FrontendRequest], context: FrontendContext
+    ) -> None:
+        first = await _first(requests)
+        register = first.register
+        if first.WhichOneof("message") != "register":
+            raise FailedPrecondition("the first message of a session must be register")
+        check_frontend(register)
+        session_id = next(self._session_ids)
+        self._topology.frontends[session_id] = member_pb2.FrontendMember(
+            frontend_id=register.frontend_id, endpoint=register.endpoint
+        )
+        logger.info("frontend joined", extra={"frontend_id": register.frontend_id})
+        publisher = Publisher(self._topology, self._signal, self._clock)
+        try:
+            await _first_to_end(
+                self._read_frontend(session_id, requests, publisher),
+                publisher.run(context.write, delay_s=self._wait_before_snapshot_s(register)),
+            )
+        finally:
+            del self._topology.frontends[session_id]
+            logger.info("frontend left", extra={"frontend_id": register.frontend_id})
 
     async def _read_engine(
         self,
@@ -182,23 +189,27 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return 0.0
         return max(0.0, self._rebuilt_at - self._clock.now())
 
-    async def _until_closing(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` to its end, or end it with Unavailable when the coordinator stops."""
-        working = asyncio.ensure_future(work)
-        closing = asyncio.ensure_future(self._closing.wait())
-        try:
-            await asyncio.wait((working, closing), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise Unavailable("the coordinator stops")
-            await working
-        finally:
-            working.cancel()
-            closing.cancel()
+    async def _until_closing(self) -> None:
+        await self._closing.wait()
+        raise Unavailable("the coordinator stops")
+
+
+async def _first_to_end(*work: Coroutine[None, None, None]) -> None:
+    """Run `work` side by side until one of it ends, then end the rest. Raises what that one raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await next(task for task in tasks if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first(requests: AsyncIterator[T]) -> T:
     try:
-        return await asyncio.wait_for(anext(requests), _HANDSHAKE_S)
+        async with asyncio.timeout(_HANDSHAKE_S):
+            return await anext(requests)
     except StopAsyncIteration as error:
         raise FailedPrecondition("the session ended before it registered") from error
     except TimeoutError as error:

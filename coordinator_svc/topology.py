@@ -47,9 +47,12 @@ class Topology:
     def register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> Member:
         """Enter an engine under a session, or note its new facts if the session has it already."""
         registration = to_registration(message)
-        before = self._registry.find(registration.engine_id)
+        before = {member.registration.engine_id: member for member in self._registry.members()}
         member = self._registry.register(registration, session_id)
-        if before is not None and before.session_id != session_id:
+        for engine_id, earlier in before.items():
+            if not self._is_same_process(earlier):
+                self._loads.forget(engine_id)
+        if registration.engine_id in before and before[registration.engine_id].session_id != session_id:
             self._loads.restart_order(registration.engine_id)
         return member
 
@@ -125,6 +128,11 @@ class Topology:
             "num_frontends": len(self.frontends),
             "num_stale_reports": self._loads.num_stale,
         }
+
+    def _is_same_process(self, earlier: Member) -> bool:
+        """Whether the engine that `earlier` was is still the member of that id."""
+        now = self._registry.find(earlier.registration.engine_id)
+        return now is not None and now.registration.engine_epoch == earlier.registration.engine_epoch
 
     def _member(self, member: Member) -> member_pb2.EngineMember:
         return from_member(member, self._loads.find(member.registration.engine_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,15 @@ from launcher.services import SERVICES, config_of, embedded_model
 from service_kit.config import ConfigError, flag_names, load_config, read_environment, switch_names, usage
 
 EMBEDDED_NAME = "triptych-tiny"
+
+_EMBEDDED_DEFAULTS = {
+    "--served-model-name": EMBEDDED_NAME,
+    # So small a model gains nothing from a second thread, and loses most of its speed where cores are shared.
+    "--num-threads": "1",
+}
+
+# What a service cannot do without and is told when it starts.
+_TOLD_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +42,20 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     """Read the arguments of `serve`; raises ConfigError."""
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
+    # What is wrong is said now: the services would say so too, seconds later.
     if config.model and not Path(config.model).is_dir():
-        # The engine would say so too, seconds later.
         raise ConfigError(f"model {config.model} is not a folder")
+    if config.ready_file:
+        _check_writable(Path(config.ready_file))
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
+    origins = {
+        service: load_config(
+            config_of(service), [*flags[service], *_TOLD_LATER.get(service, ())], service=service
+        ).origins
+        for service in SERVICES
+    }
+    if config.data_parallel_size > 1 and origins["engine"]["num_threads"] == "default":
+        flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     return Serving(config, flags)
 
 
@@ -43,14 +63,25 @@ def with_model(argv: Sequence[str]) -> list[str]:
     """The arguments of an engine; with the embedded model if neither they nor the environment name one."""
     is_named = _has_model(argv) or read_environment("TRIPTYCH_ENGINE_MODEL")
     # A file may name the model, and then it should.
-    if is_named or "--config" in argv or read_environment("TRIPTYCH_ENGINE_CONFIG") or "--help" in argv:
+    if is_named or "--config" in argv or read_environment("TRIPTYCH_ENGINE_CONFIG") or asks_for_help(argv):
         return list(argv)
     given = {argument.partition("=")[0] for argument in argv}
-    extra = [f"--served-model-name={EMBEDDED_NAME}"] if "--served-model-name" not in given else []
-    # So small a model gains nothing from a second thread, and loses most of its speed where cores are shared.
-    if "--num-threads" not in given and not read_environment("TRIPTYCH_ENGINE_NUM_THREADS"):
-        extra.append("--num-threads=1")
+    extra = [
+        f"{flag}={value}"
+        for flag, value in _EMBEDDED_DEFAULTS.items()
+        if flag not in given and not read_environment("TRIPTYCH_ENGINE_" + flag[2:].replace("-", "_").upper())
+    ]
     return [str(embedded_model()), *extra, *argv]
+
+
+def embedded_engine() -> list[str]:
+    """The arguments of an engine that has the embedded model, whatever the environment names."""
+    return [str(embedded_model()), *(f"{flag}={value}" for flag, value in _EMBEDDED_DEFAULTS.items())]
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether somebody wants to know the flags."""
+    return "--help" in argv or "-h" in argv
 
 
 def serve_usage() -> str:
@@ -61,6 +92,18 @@ def serve_usage() -> str:
         is_flag = [line.startswith("  ") and not line.startswith("  MODEL") for line in flags]
         lines += ["", f"for the {service}:", *itertools.compress(flags, is_flag)]
     return "\n".join(lines)
+
+
+def _threads_of_each(num_engines: int) -> int:
+    """Engines on one machine share its cores; each taking all of them would be slower than one engine."""
+    return max(1, len(os.sched_getaffinity(0)) // num_engines)
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"ready file {path} is a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"ready file {path}: its folder is not there, or not writable")
 
 
 def _without(text: str, left_out: Set[str]) -> list[str]:

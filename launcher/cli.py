@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -32,7 +32,23 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the `triptych` command and exit."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # A character that the terminal does not have is no reason to end.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    for argument in sys.argv[1:]:
+        if not _is_text(argument):
+            print(f"triptych: argument {argument!r} is not UTF-8", file=sys.stderr)
+            raise SystemExit(_USAGE_ERROR)
     app(prog_name="triptych")
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,17 +71,18 @@ def _root(
 @app.command(context_settings=_PASS_ON)
 def serve(context: typer.Context) -> None:
     """Serve a model on this machine: one coordinator, engines, one frontend; --help lists all flags."""
-    from launcher.arguments import parse_serve, serve_usage
+    from launcher.arguments import asks_for_help, parse_serve, serve_usage
     from service_kit.config import ConfigError
 
-    if "--help" in context.args:
+    # Before the services' configurations, some of which import grpc.
+    prepare_process("client")
+    if asks_for_help(context.args):
         print(serve_usage())
         return
     try:
         serving = parse_serve(context.args)
     except ConfigError as error:
         _refuse("serve", error)
-    prepare_process("client")
     from launcher.serve import run_serve
 
     raise typer.Exit(run_serve(serving, _ENVIRONMENT))
@@ -74,7 +91,7 @@ def serve(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON)
 def frontend(context: typer.Context) -> None:
     """Run a frontend: text in and out for clients; --help lists its flags."""
-    raise typer.Exit(_main_of("frontend")(context.args))
+    raise typer.Exit(_run_service("frontend", context.args))
 
 
 @app.command(context_settings=_PASS_ON)
@@ -82,13 +99,13 @@ def engine(context: typer.Context) -> None:
     """Run an engine: the model; without MODEL the embedded one; --help lists its flags."""
     from launcher.arguments import with_model
 
-    raise typer.Exit(_main_of("engine")(with_model(context.args)))
+    raise typer.Exit(_run_service("engine", with_model(context.args)))
 
 
 @app.command(context_settings=_PASS_ON)
 def coordinator(context: typer.Context) -> None:
     """Run a coordinator: who is there and how loaded; --help lists its flags."""
-    raise typer.Exit(_main_of("coordinator")(context.args))
+    raise typer.Exit(_run_service("coordinator", context.args))
 
 
 @app.command()
@@ -112,11 +129,17 @@ def complete(
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
     n: Annotated[int | None, typer.Option(help="outputs to sample")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; repeatable")] = None,
-    stop_token_ids: Annotated[list[int] | None, typer.Option(help="id that ends it; repeatable")] = None,
+    stop_token_ids: Annotated[list[str] | None, typer.Option(help="ids that end it: 1,2,3")] = None,
     ignore_eos: Annotated[bool | None, typer.Option(help="go on past the end of sequence")] = None,
     include_stop_in_output: Annotated[bool | None, typer.Option(help="keep the stop string")] = None,
     skip_special_tokens: Annotated[bool | None, typer.Option(help="leave special tokens out")] = None,
+    spaces_between_special_tokens: Annotated[bool | None, typer.Option(help="where they are shown")] = None,
+    detokenize: Annotated[bool | None, typer.Option(help="return text, not ids alone")] = None,
+    allowed_token_ids: Annotated[list[str] | None, typer.Option(help="the only ids to sample")] = None,
+    bad_words: Annotated[list[str] | None, typer.Option(help="text not to be written; repeatable")] = None,
     logprobs: Annotated[int | None, typer.Option(help="likeliest tokens to return at each place")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="the same for the prompt")] = None,
+    stream_interval: Annotated[int | None, typer.Option(help="tokens to gather for a message")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="with --json: one object an event")] = False,
     timeout_s: Annotated[float | None, typer.Option(help="give up after so many seconds")] = None,
@@ -179,10 +202,10 @@ def demo(
     raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
 
 
-def _main_of(service: str) -> Callable[[list[str]], int]:
+def _run_service(service: str, arguments: list[str]) -> int:
     from launcher.services import main_of
 
-    return main_of(service)
+    return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:

@@ -15,6 +15,9 @@ from service_kit.errors import InvalidArgument, ServiceError
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 
+# Fields that take ids the way --prompt-token-ids does.
+_ID_LISTS = frozenset({"stop_token_ids", "allowed_token_ids"})
+
 SamplingValue = int | float | bool | list[str] | list[int]
 
 
@@ -57,7 +60,7 @@ def request_of(completion: Completion) -> generate_pb2.GenerateRequest:
         request.prompt = completion.prompt
     else:
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(_token_ids(completion.prompt_token_ids or ""))
+        request.token_ids.ids.extend(_token_ids(completion.prompt_token_ids or "", field="token_ids.ids"))
     return request
 
 
@@ -69,6 +72,8 @@ def sampling_of(values: Mapping[str, SamplingValue | None]) -> sampling_pb2.Samp
     for name, value in values.items():
         if value is None:
             continue
+        if name in _ID_LISTS and isinstance(value, list):
+            value = _token_ids(",".join(map(str, value)), field=f"sampling.{name}")
         try:
             sampling.MergeFrom(one_field(**{name: value}))
         except (TypeError, ValueError) as error:
@@ -98,12 +103,12 @@ async def _complete(completion: Completion, request: generate_pb2.GenerateReques
         print(json.dumps(asdict(generation.answer)))
 
 
-def _token_ids(text: str) -> list[int]:
+def _token_ids(text: str, *, field: str) -> list[int]:
     try:
         ids = [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise InvalidArgument(f"{text!r} is not a list of ids like 1,2,3", field="token_ids.ids") from error
+        raise InvalidArgument(f"{text!r} is not a list of ids like 1,2,3", field=field) from error
     for token_id in ids:
         if not 0 <= token_id < 2**32:
-            raise InvalidArgument(f"token id {token_id} is not in 0..4294967295", field="token_ids.ids")
+            raise InvalidArgument(f"token id {token_id} is not in 0..4294967295", field=field)
     return ids

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.arguments import Serving, with_model
+import grpc
+
+from launcher.arguments import Serving, embedded_engine
 from launcher.chat import Turn, embedded_form
 from launcher.config import ServeConfig
 from launcher.generation import Answer, Generation
@@ -20,7 +23,7 @@ from launcher.serve import limits_of, plan_stack
 from launcher.supervisor import StartTimeout, Supervisor
 from launcher.waterfall import draw
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError
+from service_kit.errors import ServiceError, from_rpc_error
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -53,11 +56,15 @@ def run_demo(prompt: str, environment: Mapping[str, str]) -> int:
     except (ChildDied, StartTimeout, ServiceError, DemoFailed) as error:
         print(f"FAILED: {error}")
         return 1
+    except asyncio.CancelledError:
+        print("FAILED: interrupted")
+        return 1
     return 0
 
 
 async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
     started_at = time.monotonic()
+    _end_on_signals()
 
     def report(line: str) -> None:
         print(f"  {time.monotonic() - started_at:5.1f} s  {line}", flush=True)
@@ -65,7 +72,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
     print("starting coordinator, engine and frontend as three processes", flush=True)
     config = ServeConfig(port=0, startup_timeout_s=120.0, drain_deadline_s=5.0)
     supervisor = Supervisor(
-        plan_stack(Serving(config, flags={"engine": with_model(())})),
+        plan_stack(Serving(config, flags={"engine": embedded_engine()})),
         environment,
         await_ready=await_ready,
         report=report,
@@ -91,6 +98,14 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         f" {len(spans)} spans of one trace from {len({span.pid for span in spans})} processes;"
         f" everything stopped after {time.monotonic() - started_at:.1f} s"
     )
+
+
+def _end_on_signals() -> None:
+    """Let a signal end the demo as a failure does: with everything stopped."""
+    running = asyncio.current_task()
+    if running is not None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
 
 
 async def _ask(address: str, prompt: str) -> Measured:
@@ -141,7 +156,10 @@ async def _spans_of(supervisor: Supervisor, name: str, trace_id: str) -> list[ad
         return []
     async with open_channel(announcement.admin_address) as channel:
         stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        answer = await stub.GetTrace(admin_pb2.GetTraceRequest(trace_id=trace_id), timeout=5)
+        try:
+            answer = await stub.GetTrace(admin_pb2.GetTraceRequest(trace_id=trace_id), timeout=5)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
     return list(answer.spans)
 
 

@@ -23,8 +23,11 @@ class PortOwner:
 
 
 def find_port_owner(host: str, port: int) -> PortOwner | None:
-    """Who keeps `host:port` from being bound, or None if it is free. Port 0 is always free."""
-    if port == 0 or _can_bind(host, port):
+    """Who keeps `host:port` from being bound, or None if it is free. Port 0 is always free.
+
+    Raises OSError where it cannot be bound for another reason, such as a host that is not of this machine.
+    """
+    if _can_bind(host, port):
         return None
     inodes = _listening_inodes(port)
     for folder in Path("/proc").glob("[0-9]*/fd"):
@@ -44,7 +47,7 @@ def _can_bind(host: str, port: int) -> bool:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
-            raise SystemExit(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            raise
     return True
 
 

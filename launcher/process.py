@@ -132,7 +132,14 @@ class ChildProcess:
             text = line.decode(errors="replace").rstrip("\n")
             self.last_lines.append(text)
             if not self._quiet:
-                print(f"[{self.plan.name}] {text}", file=sys.stderr, flush=True)
+                self._copy(text)
+
+    def _copy(self, text: str) -> None:
+        try:
+            print(f"[{self.plan.name}] {text}", file=sys.stderr, flush=True)
+        except OSError:
+            # Nobody reads our stderr any more. The child must be read on, else it would stop at a full pipe.
+            self._quiet = True
 
 
 async def spawn(

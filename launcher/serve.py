@@ -20,19 +20,23 @@ from launcher.services import command_of
 from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
 from launcher.version import installed_version
 
-EXIT_PORT_IN_USE = 2
+_USAGE_ERROR = 2
 _FRONTEND = "frontend-0"
 _EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal ends it: 0. Returns 1 if a process keeps dying, 2 if the port is taken."""
+    """Serve until a signal ends it: 0. Returns 1 if a process keeps dying, 2 if the port cannot be had."""
     ensure_loopback()
     config = serving.config
-    owner = find_port_owner(config.host, config.port)
+    try:
+        owner = find_port_owner(config.host, config.port)
+    except OSError as error:
+        print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
+        return _USAGE_ERROR
     if owner is not None:
         print(f"triptych serve: port {config.port} is in use by {owner}", file=sys.stderr)
-        return EXIT_PORT_IN_USE
+        return _USAGE_ERROR
     if config.ready_file:
         # Left by an earlier run, it would say ready too early.
         Path(config.ready_file).unlink(missing_ok=True)
@@ -85,19 +89,19 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
     )
     stopping = _stop_on_signals(supervisor)
     running = asyncio.ensure_future(_run(config, serving.model, supervisor))
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    exit_code = 0
-    if not running.done():
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    except (ChildDied, StartTimeout) as error:
+        _report(str(error))
+        return 1
+    finally:
         running.cancel()
         await asyncio.wait((running,))
         _report("stopping")
-    elif error := running.exception():
-        _report(str(error))
-        exit_code = 1
-        if not isinstance(error, (ChildDied, StartTimeout)):
-            raise error
-    await supervisor.stop()
-    return exit_code
+        await supervisor.stop()
+    return 0
 
 
 async def _run(config: ServeConfig, model: str, supervisor: Supervisor) -> None:

@@ -61,6 +61,8 @@ class Supervisor:
         self._on_restart = on_restart
         self._limits = limits
         self._quiet = quiet
+        # By process name. Kept while a process is down: it comes back where the others know it.
+        self._addresses: dict[str, str] = {}
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -104,16 +106,16 @@ class Supervisor:
             child.terminate()
 
     def address_of(self, name: str) -> str:
-        """Where a started process listens."""
-        announcement = self.children[name].announcement
-        return announcement.address if announcement else ""
+        """Where a process listens, or will again once it has been restarted."""
+        return self._addresses.get(name, "")
 
     async def _start(self, plan: ProcessPlan) -> None:
         child, pipe_fd = await spawn(plan, self._flags_of(plan), self._environment, quiet=self._quiet)
         self.children[plan.name] = child
-        announcement = await child.announced(pipe_fd)
-        await self._until_ready(child, announcement.address)
-        self._report(f"{plan.name} READY at {announcement.address} (pid {child.pid})")
+        address = (await child.announced(pipe_fd)).address
+        self._addresses[plan.name] = address
+        await self._until_ready(child, address)
+        self._report(f"{plan.name} READY at {address} (pid {child.pid})")
 
     async def _until_ready(self, child: ChildProcess, address: str) -> None:
         ready = asyncio.ensure_future(self._await_ready(child.plan.service, address))
@@ -129,7 +131,7 @@ class Supervisor:
 
     def _flags_of(self, plan: ProcessPlan) -> list[str]:
         # A process that starts again takes its old port, under which the others know it.
-        before = self.address_of(plan.name) if plan.name in self.children else ""
+        before = self.address_of(plan.name)
         port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
         flags = [*self._plan.flags.get(plan.name, ()), f"--port={port}"]
         if plan is not self._plan.coordinator:

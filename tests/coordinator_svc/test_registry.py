@@ -153,6 +153,17 @@ def test_a_restarted_engine_takes_the_place_of_the_one_that_lost_its_session() -
     assert len(registry.members()) == 1
 
 
+def test_a_refused_engine_changes_nothing() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine("a", epoch=1, rank=0, size=2), session_id=1)
+    registry.lose_session("a", 1)
+    registry.register(engine("b", rank=1, size=2), session_id=2)
+    before = (registry.version, registry.members())
+    with pytest.raises(AlreadyExists, match="rank 1"):
+        registry.register(engine("a", epoch=2, rank=1, size=2), session_id=3)
+    assert (registry.version, registry.members()) == before
+
+
 def test_goodbye_removes_an_engine_at_once() -> None:
     registry = registry_at(FakeClock())
     registry.register(engine(), session_id=1)

@@ -61,6 +61,14 @@ async def test_facts_of_an_engine_reach_frontends_unchanged() -> None:
         ({"endpoint": "169.254.169.254:80"}, "endpoint"),
         ({"endpoint": "engine-0"}, "endpoint"),
         ({"endpoint": "engine-0:0"}, "endpoint"),
+        ({"endpoint": "0:7000"}, "endpoint"),
+        ({"endpoint": "00.0.0.0:7000"}, "endpoint"),
+        ({"endpoint": "[::ffff:0.0.0.0]:7000"}, "endpoint"),
+        ({"endpoint": "grpc://engine-0:7000"}, "endpoint"),
+        ({"endpoint": "engine 0:7000"}, "endpoint"),
+        ({"endpoint": "::1:7000"}, "endpoint"),
+        ({"endpoint": f"{'x' * 300}:7000"}, "endpoint"),
+        ({"labels": [member_pb2.Label(key="note", value="x" * 20_000)]}, "labels"),
         ({"dp_size": 1_000_000}, "dp_size"),
         ({"dp_size": 2, "dp_rank": 2}, "dp_rank"),
         ({"capacity": member_pb2.EngineCapacity(block_size=16)}, "capacity"),
@@ -75,6 +83,36 @@ async def test_a_registration_that_cannot_be_is_refused_by_field(
         assert isinstance(error, InvalidArgument)
         assert [name for name, _ in error.violations] == [f"register.{field}"]
         assert not (await one.topology()).engines
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:7000", "engine-0.engines.svc:7000", "[::1]:7000", "10.0.0.7:7000", "node_1:7000"]
+)
+async def test_an_address_that_frontends_can_dial_is_taken(endpoint: str) -> None:
+    async with coordinator() as one:
+        await one.engine(endpoint=endpoint)
+        [engine] = (await one.topology()).engines
+        assert engine.registration.endpoint == endpoint
+
+
+async def test_a_restarted_engine_does_not_inherit_the_load_of_the_one_before() -> None:
+    async with coordinator() as one:
+        before = await one.engine(engine_epoch=11)
+        await before.report(load={"step_number": 9, "num_running": 3})
+        before.call.cancel()
+        await state_of(one, until=member_pb2.MEMBER_STATE_UNREPORTED)
+        await one.engine(engine_epoch=12)
+        [engine] = (await one.topology()).engines
+        assert not engine.HasField("load")
+
+
+async def test_a_frontend_without_a_usable_id_is_refused() -> None:
+    async with coordinator() as one:
+        for frontend_id in ("", "x" * 129):
+            peer = await one.frontend(frontend_id=frontend_id)
+            with pytest.raises(grpc.aio.AioRpcError, match="frontend_id") as failed:
+                await peer.call.read()
+            assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_session_that_does_not_begin_with_register_is_refused() -> None:
@@ -235,6 +273,33 @@ async def test_closing_ends_every_session_with_unavailable() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="the coordinator stops") as failed:
                 await call.read()
             assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_closing_also_ends_a_session_that_has_not_said_who_it_is() -> None:
+    async with coordinator() as one:
+        silent = [one.stub.EngineSession(timeout=60), one.stub.FrontendSession(timeout=60)]
+        # An answer to a later call: the sessions have reached the coordinator.
+        await one.topology()
+        await one.servicer.close()
+        for call in silent:
+            with pytest.raises(grpc.aio.AioRpcError, match="the coordinator stops"):
+                await call.read()
+
+
+async def test_a_thousand_engines_reach_a_frontend_in_few_messages() -> None:
+    async with coordinator() as one:
+        frontend = await one.frontend()
+        await frontend.read()
+        for index in range(1000):
+            await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
+        added: list[str] = []
+        num_messages = 0
+        while len(added) < 1000:
+            delta = (await frontend.read()).delta
+            added += [engine.registration.engine_id for engine in delta.added]
+            num_messages += 1
+        assert sorted(added) == sorted(f"e{index}" for index in range(1000))
+        assert len((await one.topology()).engines) == 1000
 
 
 async def test_a_flood_of_reports_ends_its_session_and_nothing_else() -> None:

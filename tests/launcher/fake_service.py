@@ -55,7 +55,11 @@ def main() -> int:
     parser.add_argument("--coordinator")
     parser.add_argument("--die-at-start", type=int)
     parser.add_argument("--die-before-ready", type=int)
+    parser.add_argument("--die-once", help="a file: removed, with this process, if it is there")
     options = parser.parse_args()
+    if options.die_once is not None and Path(options.die_once).exists():
+        Path(options.die_once).unlink()
+        return die(1)
     if options.die_at_start is not None:
         return die(options.die_at_start)
     return asyncio.run(serve(options))

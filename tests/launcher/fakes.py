@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from service_kit.errors import InvalidArgument
@@ -22,7 +24,10 @@ _NAME = "triptych.api.v1.InferenceService"
 class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
     """Answers every prompt with "hello world" as ids 5 and 6, or refuses what is too hot."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str, *, hangs: bool) -> None:
+        self.cancelled = asyncio.Event()
+        self._text = text
+        self._hangs = hangs
         self.requests: list[generate_pb2.GenerateRequest] = []
         self.metadata: list[dict[str, str]] = []
 
@@ -43,12 +48,20 @@ class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
                 prompt_token_ids=prompt_ids if request.return_prompt_token_ids else [],
             ),
         )
-        for position, (text, token_id) in enumerate((("hello", 5), (" world", 6)), start=2):
+        for position, (text, token_id) in enumerate((("hello", 5), (self._text, 6)), start=2):
             delta = generate_pb2.Delta(text=text, token_ids=[token_id])
             yield generate_pb2.GenerateResponse(position=position, delta=delta)
+            if self._hangs:
+                await self._until_cancelled()
         usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
         finished = generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP, usage=usage)
         yield generate_pb2.GenerateResponse(position=4, finished=finished)
+
+    async def _until_cancelled(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +74,9 @@ class Served:
 
 
 @asynccontextmanager
-async def fake_frontend() -> AsyncIterator[Served]:
-    """A fake frontend that runs for the length of a test."""
-    frontend = FakeFrontend()
+async def fake_frontend(text: str = " world", *, hangs: bool = False) -> AsyncIterator[Served]:
+    """A fake frontend that runs for the length of a test; one that hangs never gets past "hello"."""
+    frontend = FakeFrontend(text, hangs=hangs)
     add = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, frontend)
     server = Server(
         listen="127.0.0.1:0",
@@ -82,13 +95,19 @@ async def fake_frontend() -> AsyncIterator[Served]:
 class Outcome:
     """What a run of the command line came to."""
 
+    pid: int
     exit_code: int
     out: str
     err: str
 
 
-async def triptych(*arguments: str, stdin: str = "") -> Outcome:
-    """Run the `triptych` command in a process of its own."""
+async def triptych(
+    *arguments: str,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+    interrupt_after: bytes | None = None,
+) -> Outcome:
+    """Run the `triptych` command in a process of its own; interrupt it once it has printed something."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -97,7 +116,21 @@ async def triptych(*arguments: str, stdin: str = "") -> Outcome:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
+    if interrupt_after is not None and process.stdout is not None:
+        await asyncio.wait_for(process.stdout.readuntil(interrupt_after), 60)
+        process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 300)
-    return Outcome(process.returncode or 0, out.decode(), err.decode())
+    return Outcome(process.pid, process.returncode or 0, out.decode(), err.decode())
+
+
+def children_of(pid: int, service: str) -> list[int]:
+    """The processes of a service, or of any, that the launcher of that id has started."""
+    marker = f"launcher.child\0{pid}\0{service}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if marker in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from launcher.arguments import EMBEDDED_NAME, parse_serve, with_model
 from launcher.services import embedded_model
+from service_kit.config import ConfigError
 
 
 def test_without_a_model_the_embedded_one_is_served_under_its_name_with_one_thread() -> None:
@@ -33,6 +37,33 @@ def test_flags_and_model_of_serve_reach_their_services(tmp_path: Path) -> None:
     serving = parse_serve([model, "-dp", "2", "--port=0", "--max-num-seqs", "4", "--log-level", "debug"])
     config = serving.config
     assert (config.model, config.data_parallel_size, config.port) == (model, 2, 0)
-    assert serving.flags["engine"] == [model, "--max-num-seqs", "4", "--log-level", "debug"]
+    assert serving.flags["engine"][:-1] == [model, "--max-num-seqs", "4", "--log-level", "debug"]
     assert serving.flags["frontend"] == ["--log-level", "debug"]
     assert serving.flags["coordinator"] == ["--log-level", "debug"]
+
+
+def test_engines_that_share_a_machine_share_its_cores(tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    flags = parse_serve([str(tmp_path), "-dp", "2"]).flags["engine"]
+    assert flags[-1] == f"--num-threads={max(1, num_cores // 2)}"
+    assert parse_serve([str(tmp_path)]).flags["engine"] == [str(tmp_path)]
+    own = parse_serve([str(tmp_path), "-dp", "2", "--num-threads", "3"]).flags["engine"]
+    assert own == [str(tmp_path), "--num-threads", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["--dtype", "float8"], "float8"),
+        (["--lease-ms", "1"], "lease_ms is 1"),
+        (["--max-queued-requests", "0"], "max_queued_requests 0"),
+        (["--ready-file", "no-such-folder/ready.json"], "its folder is not there"),
+        (["--ready-file", "/"], "is a folder"),
+    ],
+)
+def test_what_no_service_can_take_is_refused_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_serve(arguments)

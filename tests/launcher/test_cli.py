@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -37,6 +38,19 @@ async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags
     assert outcome.exit_code == 0
     for flag in flags:
         assert flag in outcome.out
+
+
+@pytest.mark.parametrize("verb", ["serve", "engine"])
+async def test_help_has_a_short_spelling(verb: str) -> None:
+    outcome = await triptych(verb, "-h")
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "--max-num-seqs" in outcome.out
+
+
+async def test_what_is_not_text_is_refused() -> None:
+    outcome = await triptych("complete", "--prompt", os.fsdecode(b"\xff"))
+    assert outcome.exit_code == 2
+    assert "is not UTF-8" in outcome.err
 
 
 async def test_help_of_serve_leaves_out_what_it_refuses() -> None:

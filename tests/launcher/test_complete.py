@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
@@ -77,6 +78,32 @@ async def test_sampling_flags_are_the_fields_of_the_api_and_nothing_else_is_set(
     }
 
 
+@pytest.mark.parametrize(
+    "flags", [["--stop-token-ids", "1,2,3"], ["--stop-token-ids=1", "--stop-token-ids", "2,3"]]
+)
+async def test_lists_of_ids_are_written_as_a_prompt_of_ids_is(flags: list[str]) -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", *flags)
+    assert outcome.exit_code == 0
+    assert list(served.frontend.requests[0].sampling.stop_token_ids) == [1, 2, 3]
+
+
+async def test_a_character_that_the_terminal_does_not_have_is_no_error() -> None:
+    async with fake_frontend(text=" w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld") as served:
+        arguments = ["complete", "--url", served.url, "--prompt", "hi"]
+        outcome = await triptych(*arguments, environment={"PYTHONIOENCODING": "ascii"})
+    assert (outcome.exit_code, outcome.out) == (0, "hello w?rld\n")
+
+
+async def test_an_interrupt_cancels_the_request() -> None:
+    async with fake_frontend(hangs=True) as served:
+        asked = asyncio.ensure_future(
+            triptych("complete", "--url", served.url, "--prompt", "hi", interrupt_after=b"hello")
+        )
+        await asyncio.wait_for(served.frontend.cancelled.wait(), 30)
+        assert (await asked).exit_code == 130
+
+
 async def test_a_refusal_exits_1_with_status_message_and_field() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", "--temperature", "3")
@@ -107,6 +134,7 @@ def test_unset_sampling_stays_unset() -> None:
         (completion(prompt=None, ids="1,x"), "token_ids.ids"),
         (completion(prompt=None, ids="-1"), "token_ids.ids"),
         (completion(seed=-1), "sampling.seed"),
+        (completion(stop_token_ids=["1,x"]), "sampling.stop_token_ids"),
     ],
 )
 def test_what_no_request_can_hold_is_refused_by_field(wrong: Completion, field: str) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from tests.launcher.fakes import triptych
+from tests.launcher.fakes import children_of, triptych
 
 
 async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
@@ -20,6 +20,27 @@ async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
     assert len(set(pids.groups())) == 3
     for span in ("request", "tokenize", "detokenize", "engine.request", "queue", "prefill", "decode"):
         assert re.search(rf"^(frontend|engine) +\d+ +{span} ", outcome.out, re.MULTILINE)
+
+
+async def test_an_interrupted_demo_fails_and_stops_everything() -> None:
+    outcome = await triptych("demo", interrupt_after=b"coordinator-0 READY")
+    assert outcome.exit_code == 1
+    assert outcome.out.splitlines()[-1] == "FAILED: interrupted"
+    assert not children_of(outcome.pid, "")
+
+
+async def test_a_demo_whose_engine_cannot_start_fails_and_says_why() -> None:
+    outcome = await triptych("demo", environment={"TRIPTYCH_ENGINE_MAX_NUM_SEQS": "0"})
+    assert outcome.exit_code == 1
+    assert "FAILED: engine-0 (pid " in outcome.out
+    assert "--max-num-seqs is 0" in outcome.out
+    assert not children_of(outcome.pid, "")
+
+
+async def test_the_demo_answers_with_its_own_model_whatever_the_environment_names() -> None:
+    outcome = await triptych("demo", "--prompt=--help", environment={"TRIPTYCH_ENGINE_MODEL": "/no-such"})
+    assert outcome.exit_code == 0, outcome.out + outcome.err
+    assert "> --help" in outcome.out
 
 
 async def test_loopback_that_is_down_is_brought_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launcher.fakes import triptych
+from tests.launcher.fakes import children_of, triptych
 
 _START_LIMIT_S = 180
 
@@ -110,11 +111,45 @@ async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_
 
 
 async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
-    outcome = await triptych("serve", str(tmp_path), "--port=0", "--max-num-seqs=0")
+    outcome = await triptych("serve", str(tmp_path), "--port=0")
     assert outcome.exit_code == 1
-    death = outcome.err.partition("engine-0 (pid ")[2]
+    death = outcome.err.partition("[serve] engine-0 (pid ")[2]
     assert "exited with code 2; its last lines:" in death
-    assert "--max-num-seqs is 0" in death
+    assert "it has no config.json" in death
+
+
+async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={tmp_path / 'ready'}"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    # Its first line: it still has seconds of loading before it.
+    await asyncio.wait_for(process.stderr.readuntil(b"[engine-0]"), _START_LIMIT_S)
+    [engine] = children_of(process.pid, "engine")
+    os.kill(engine, signal.SIGKILL)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert f"[serve] engine-0 (pid {engine}) was killed by SIGKILL" in err.decode()
+    assert not (tmp_path / "ready").exists()
+    assert not children_of(process.pid, "")
+
+
+async def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+    async with serving(tmp_path / "ready.json") as stack:
+        ends = [os.pidfd_open(int(one["pid"])) for one in stack.ready["processes"]]
+        stack.process.kill()
+        for end in ends:
+            # Readable once the process has ended.
+            assert select.select([end], [], [], 30)[0] == [end]
+            os.close(end)
+
+
+async def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
+    for host in ("no-such-host.invalid", "192.0.2.1"):
+        outcome = await triptych("serve", "--host", host)
+        assert outcome.exit_code == 2
+        assert f"cannot listen on {host}: " in outcome.err
 
 
 async def test_a_model_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:

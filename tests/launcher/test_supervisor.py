@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import ChildDied, ProcessPlan
+from launcher.process import ChildDied, ProcessPlan, spawn
 from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
 
 FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
@@ -42,6 +43,14 @@ class Stack:
     def events(self) -> list[str]:
         """What the children did, without addresses."""
         return [" ".join(line.split()[:2]) for line in self.diary.read_text().splitlines()]
+
+
+class Unread(io.StringIO):
+    """What stderr is once its reader has gone."""
+
+    def write(self, text: str) -> int:
+        """Refuse the text."""
+        raise BrokenPipeError
 
 
 async def greeted(service: str, address: str) -> None:
@@ -120,6 +129,52 @@ async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
     )
     keeping.cancel()
     await one.supervisor.stop()
+
+
+@pytest.mark.parametrize("name", ["coordinator-0", "engine-1"])
+async def test_a_restart_that_fails_does_not_cost_a_process_its_port(tmp_path: Path, name: str) -> None:
+    trap = tmp_path / "trap"
+    one = stack(tmp_path, {name: (f"--die-once={trap}",)})
+    await one.supervisor.start()
+    address = one.supervisor.address_of(name)
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    trap.touch()
+    os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert not trap.exists()
+    assert one.supervisor.address_of(name) == address
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(
+    tmp_path: Path,
+) -> None:
+    trap = tmp_path / "trap"
+    one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
+    await one.supervisor.start()
+    address = one.supervisor.address_of("coordinator-0")
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    trap.touch()
+    for name in ("coordinator-0", "engine-1"):
+        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    keeping.cancel()
+    await one.supervisor.stop()
+    starts = [line for line in one.diary.read_text().splitlines() if line.startswith("engine-1 start ")]
+    assert len(starts) == 2
+    assert all(line.endswith(f"coordinator={address}") for line in starts)
+
+
+async def test_a_child_is_read_on_when_nobody_reads_what_is_copied(tmp_path: Path) -> None:
+    """Else it would stop in the middle of a log line once its pipe is full."""
+    program = "import sys; [print('x' * 1000) for _ in range(1000)]; print('the end')"
+    plan = ProcessPlan("engine", 0, (sys.executable, "-c", program))
+    with contextlib.redirect_stderr(Unread()):
+        child, pipe_fd = await spawn(plan, [], os.environ)
+        os.close(pipe_fd)
+        await asyncio.wait_for(child.wait(), 30)
+    assert child.last_lines[-1] == "the end"
 
 
 async def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
