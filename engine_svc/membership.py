@@ -94,7 +94,8 @@ class Membership:
         try:
             await call.write(_Request(register=self._registration()))
             responses = aiter(call)
-            answer = await asyncio.wait_for(anext(responses, None), _HANDSHAKE_S)
+            async with asyncio.timeout(_HANDSHAKE_S):
+                answer = await anext(responses, None)
             if answer is None:
                 return
             self._take_registered(answer)
@@ -151,7 +152,8 @@ class Membership:
     async def _pause(self, seconds: float) -> None:
         """Wait, but no longer than until the engine's state changes."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._state_changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._state_changed.wait()
         self._state_changed.clear()
 
     async def _write(self, call: _Call, message: _Request) -> None:

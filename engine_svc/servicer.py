@@ -158,7 +158,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
 
 async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> session_pb2.Hello:
     try:
-        first = await asyncio.wait_for(anext(requests, None), _HANDSHAKE_S)
+        async with asyncio.timeout(_HANDSHAKE_S):
+            first = await anext(requests, None)
     except TimeoutError as error:
         raise DeadlineExceeded(f"no hello within {_HANDSHAKE_S:g} s") from error
     if first is None or first.WhichOneof("message") != "hello":

@@ -106,7 +106,8 @@ class ChildProcess:
         """Ask it to end and wait for that; kills it after `limit_s`. Returns whether it ended by itself."""
         self.terminate()
         try:
-            await asyncio.wait_for(asyncio.shield(self._process.wait()), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self.wait()

@@ -23,8 +23,8 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
     "internal": (
         *_COMMON_OPTIONS,
         ("grpc.keepalive_time_ms", 500),
-        ("grpc.keepalive_timeout_ms", 500),
-        ("grpc.http2.ping_timeout_ms", 500),
+        ("grpc.keepalive_timeout_ms", 1500),
+        ("grpc.http2.ping_timeout_ms", 1500),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),

@@ -124,7 +124,8 @@ class EngineStream:
     async def _shake_hands(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
         await self._call.write(engine_pb2.ConnectRequest(hello=hello))
         await self._call.initial_metadata()
-        answer = await asyncio.wait_for(self._call.read(), _HANDSHAKE_S)
+        async with asyncio.timeout(_HANDSHAKE_S):
+            answer = await self._call.read()
         if answer is EOF:
             raise StreamLost(await self._describe_end())
         if answer.WhichOneof("message") != "hello_ack":

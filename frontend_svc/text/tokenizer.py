@@ -46,7 +46,8 @@ class TokenizerPool:
         """The result of `work`, done in a thread. Raises ResourceExhausted when it is not there in time."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
-            return await asyncio.wait_for(future, self._time_limit_s)
+            async with asyncio.timeout(self._time_limit_s):
+                return await future
         except TimeoutError as error:
             raise ResourceExhausted(
                 f"tokenizing took longer than the limit of {self._time_limit_s:g} s",

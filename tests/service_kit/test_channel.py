@@ -31,8 +31,8 @@ def test_what_is_no_target(target: str) -> None:
 def test_a_frozen_peer_is_found_by_the_ping_timeout() -> None:
     internal = dict(CHANNEL_OPTIONS["internal"])
     assert internal["grpc.keepalive_time_ms"] == 500
-    assert internal["grpc.keepalive_timeout_ms"] == 500
-    assert internal["grpc.http2.ping_timeout_ms"] == 500
+    assert internal["grpc.keepalive_timeout_ms"] == 1500
+    assert internal["grpc.http2.ping_timeout_ms"] == 1500
     assert internal["grpc.keepalive_permit_without_calls"] == 1
     assert internal["grpc.http2.max_pings_without_data"] == 0
 
