@@ -49,7 +49,7 @@ INTERNAL = LimitProfile(
     max_send_bytes=64 * _MIB,
     max_metadata_bytes=8192,
     keepalive_time_ms=500,
-    # As long as three heartbeats: a process that is merely starved of its processor answers later than 500 ms.
+    # As long as three heartbeats: a process merely starved of its processor may answer later than 500 ms.
     keepalive_timeout_ms=1500,
     min_ping_interval_ms=400,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,8 @@ class Built:
 
 
 def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    # Untyped: the library's own stubs contradict each other about `generate`.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     ids = torch.tensor([prompt])
     with torch.no_grad():
         answer = model.generate(

@@ -44,7 +44,7 @@ def make_slow_llama(folder: Path) -> Path:
         vocab_size=VOCAB_SIZE,
         hidden_size=768,
         intermediate_size=3072,
-        num_hidden_layers=8,
+        num_hidden_layers=16,
         num_attention_heads=12,
         num_key_value_heads=4,
         max_position_embeddings=MAX_POSITIONS,

@@ -24,8 +24,10 @@ async def test_cancelled_requests_give_their_blocks_back_within_a_step(slow_llam
         for _ in range(NUM_CANCELS):
             call = stub.Generate(request_of(random_prompt(rng, rng.choice((4, 60, 200)), VOCAB_SIZE), 200))
             await _reach_a_random_phase(rng, call)
-            before = await engine.stats()
+            # Asked at the moment of the cancel, not before it: both are on their way at once.
+            asked = asyncio.ensure_future(engine.stats())
             call.cancel()
+            before = await asked
             after = await engine.until(lambda stats: stats.num_running == stats.num_waiting == 0)
             assert after.num_used_blocks == baseline
             assert after.step_number - before.step_number < 2

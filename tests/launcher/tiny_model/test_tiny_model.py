@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from launcher.tiny_model.corpus import Example, Turn, held_out_questions, outside_prompts
@@ -40,8 +41,13 @@ def _ask(loaded: tuple[LlamaForCausalLM, PreTrainedTokenizerFast], text: str) ->
 
 def test_weights_are_bfloat16_and_at_most_eight_megabytes():
     assert (WEIGHTS_FOLDER / "model.safetensors").stat().st_size <= 8_000_000
+    weights = load_file(WEIGHTS_FOLDER / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_weights_are_computed_in_float32_unless_told_otherwise():
     model, _ = load(WEIGHTS_FOLDER, "auto")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_there_are_at_most_four_million_parameters(loaded):

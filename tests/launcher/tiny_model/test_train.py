@@ -13,7 +13,7 @@ from launcher.tiny_model.corpus import Example, Turn, training_examples
 from launcher.tiny_model.tokenizer import END, encode_example, learn_tokenizer
 from launcher.tiny_model.train import Settings, draw_batches, train
 
-_SMALL = Settings(num_steps=2, tokens_per_step=128, hidden_size=32, num_layers=1, intermediate_size=64)
+_SMALL = Settings(num_steps=2, tokens_per_step=128, hidden_size=32, num_layers=2, intermediate_size=64)
 
 
 @pytest.fixture(scope="module", name="tokenizer")

@@ -1,0 +1,100 @@
+"""The form in which every benchmark writes its figures. Knows no benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+Value = str | int | float | bool | None | list[float]
+Row = Mapping[str, Value]
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one run of a benchmark found."""
+
+    benchmark: str
+    settings: Mapping[str, Value]
+    rows: Sequence[Row]
+
+    def write(self, path: Path) -> None:
+        """Write the report with the commit and the machine it was made on."""
+        record = {
+            "benchmark": self.benchmark,
+            "commit": current_commit(),
+            "machine": machine(),
+            "settings": dict(self.settings),
+            "rows": [dict(row) for row in self.rows],
+        }
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def current_commit() -> str:
+    """The commit of the source tree, "-dirty" where files differ from it; "unknown" outside a checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return "unknown"
+    return f"{commit}-dirty" if _git("status", "--porcelain") else commit
+
+
+def machine() -> dict[str, Value]:
+    """Processor, cores this process may use, memory, system and the packages that matter for speed."""
+    facts: dict[str, Value] = {
+        "processor": _processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+    return facts | {package: _version_of(package) for package in _PACKAGES}
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print rows of the same columns, aligned."""
+    columns = list(rows[0])
+    cells = [columns, *([_shown(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list):
+        return " ".join(f"{each:.0f}" for each in value)
+    return "-" if value is None else str(value)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        finished = subprocess.run(
+            ("git", *arguments), cwd=_REPOSITORY, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return finished.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
