@@ -14,7 +14,7 @@ export DEMO_PROMPT
 unexport PROMPT
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNTIME_STAMP := $(VENV)/.runtime-stamp
 SETUP_STAMP := $(VENV)/.setup-stamp
 BUF_VERSION := 1.75.0
