@@ -152,13 +152,13 @@ async def test_cancel_in_the_middle_aborts():
 async def test_deadline_aborts_with_its_reason():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
-        call = client.generate(timeout=0.3)
+        call = client.generate(timeout=2.0)
         (request,) = await engine.wait_for_requests(1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(call)
         await engine.wait(lambda: request.abort_reason is not None)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < request.entry.remaining_ms < 500
+    assert 0 < request.entry.remaining_ms <= 2000
     assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 
