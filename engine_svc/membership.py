@@ -25,6 +25,8 @@ from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.1
+# An engine without work has little to tell, and idle processes should stay idle.
+_IDLE_INTERVAL_S = 0.5
 _RENEW_AFTER_S = 1.0  # until the coordinator names its own
 _HANDSHAKE_S = 10.0
 _FIRST_RETRY_S = 0.1
@@ -126,8 +128,10 @@ class Membership:
             if self._engine.lifecycle.has_ended:
                 await self._say_goodbye(call, commands)
                 return
-            await self._pause(self._interval_s)
-            quiet_s += self._interval_s
+            has_work = self._engine.board.read().has_work
+            interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
+            await self._pause(interval_s)
+            quiet_s += interval_s
         await commands
 
     async def _say_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:

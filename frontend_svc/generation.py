@@ -23,8 +23,9 @@ from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
-# What the engine's clock and ours may differ by about one deadline.
+# What the engine's clock and ours may differ by about one deadline, and how much gRPC rounds one by.
 _LATE_S = 0.002
+_ROUNDED_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,12 @@ class Caller:
     traceparent: str
     tracestate: str
     remaining_s: Callable[[], float | None]
+    patience_s: float | None = None  # what remained when the call arrived
 
     def is_late(self) -> bool:
         """True when the caller's deadline has passed, or passes before an answer could be with it."""
         remaining_s = self.remaining_s()
-        return remaining_s is not None and remaining_s < _LATE_S
+        return remaining_s is not None and remaining_s < _LATE_S + _ROUNDED_SHARE * (self.patience_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,4 +19,5 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         traceparent=metadata.get("traceparent", ""),
         tracestate=metadata.get("tracestate", ""),
         remaining_s=context.time_remaining,
+        patience_s=context.time_remaining(),
     )
