@@ -22,7 +22,7 @@ async def test_idle_processes_use_less_than_one_percent_after_a_hundred_requests
             await asyncio.gather(*(collect(stub, request_of(prompt, 16)) for prompt in prompts))
         await stack.engine(trio.engine).until_idle()
         before = [cpu_seconds(child.pid) for child in stack.children]
-        # The one wait for time alone: idleness is a rate, so it needs a span, long beside the clock ticks it is counted in.
+        # The one wait for time alone: a rate needs a span, long beside the ticks it is counted in.
         await asyncio.sleep(IDLE_S)
         used = [cpu_seconds(child.pid) - start for child, start in zip(stack.children, before, strict=True)]
     print(
