@@ -8,27 +8,30 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_svc import announce
 from engine_svc.artifacts import Artifact, check_tokenizer, read_artifacts
-from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import EngineConfig
 from engine_svc.engine import Engine, NoLockstep
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
-from engine_svc.features.observe import RequestSpans
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 from engine_svc.lifecycle import Lifecycle
 from engine_svc.mailbox import Board, Inbox
 from engine_svc.membership import Membership
+from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.policies import POLICIES
+from engine_svc.scheduler.policy import PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.served_engine import LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
@@ -49,6 +52,7 @@ logger = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 1
 _KERNEL_MODE = "transformers-cpu"
 _MAX_COMMANDS = 16_384
+_POLICY_ENTRY_POINTS = "triptych.policies"
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
 
@@ -117,12 +121,15 @@ def build_engine(
 ) -> tuple[Engine, LoadedCore]:
     """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
     # Here and not above: these import torch, and a process should answer before that is done.
+    from engine_svc.features.observe import RequestSpans
     from engine_svc.model.loader import load_model
     from engine_svc.runner.executor import InlineExecutor
     from engine_svc.runner.kv_tensors import KVTensors
     from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 
     check_tokenizer(served.artifacts)
+    # Before a model is loaded for nothing.
+    _find_policy(config.scheduling_policy)
     loaded = load_model(
         config.model,
         dtype=config.dtype,
@@ -139,12 +146,19 @@ def build_engine(
         KVTensors(loaded.facts, sizing),
         RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
     )
-    hasher = BlockHasher(config.block_size, bytes.fromhex(facts.fingerprint.digest))
-    scheduler = _build_scheduler(
-        config, max_model_len, sizing.num_blocks, hasher, (RequestSpans(tracer(), served.clock, defer),)
+    core = build_core(
+        _scheduler_config(config, max_model_len),
+        CacheConfig(
+            num_blocks=sizing.num_blocks,
+            groups=(FullAttention(config.block_size),),
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=bytes.fromhex(facts.fingerprint.digest),
+        ),
+        policy=config.scheduling_policy,
+        hooks=(RequestSpans(tracer(), served.clock, defer),),
     )
     engine = Engine(
-        scheduler=scheduler,
+        scheduler=core.scheduler,
         executor=InlineExecutor(runner),
         inbox=served.inbox,
         board=served.board,
@@ -152,7 +166,34 @@ def build_engine(
         lockstep=NoLockstep(),
         max_in_flight=_MAX_IN_FLIGHT,
     )
-    return engine, LoadedCore(facts, refusal=scheduler.refusal, prepare=hasher.extend)
+    return engine, LoadedCore(facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend)
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What decides: it needs no model, no device and no wire."""
+
+    scheduler: Scheduler
+    kv_cache: KVCache
+
+
+def build_core(
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    *,
+    policy: str = "fcfs",
+    hooks: Sequence[SchedulerHook] = (),
+    budgets: Sequence[Budget] = (),
+    observers: Sequence[CacheObserver] = (),
+) -> Core:
+    """The scheduler and its cache. ConfigError or ValueError, in words for people, where they cannot be."""
+    kv_cache = KVCache(
+        cache,
+        max_model_len=scheduler.max_model_len,
+        max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
+        observers=observers,
+    )
+    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
 
 
 def _fit(config: EngineConfig, model: ModelFacts) -> tuple[int, KVSizing]:
@@ -212,23 +253,27 @@ def _describe(
     )
 
 
-def _build_scheduler(
-    config: EngineConfig,
-    max_model_len: int,
-    num_blocks: int,
-    hasher: BlockHasher,
-    hooks: tuple[SchedulerHook, ...],
-) -> Scheduler:
-    pool = BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    scheduler_config = SchedulerConfig(
+def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        policy=config.scheduling_policy,
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefill_share=config.prefill_share,
     )
-    return Scheduler(scheduler_config, KVCache(pool, hasher, max_model_len=max_model_len), hooks)
+
+
+def _find_policy(name: str) -> PolicyFactory:
+    """The policy of this name: one of ours, or of an installed package that offers it as an entry point."""
+    if name in POLICIES:
+        return POLICIES[name]
+    offered = metadata.entry_points(group=_POLICY_ENTRY_POINTS)
+    if name not in offered.names:
+        known = sorted({*POLICIES, *offered.names})
+        raise ConfigError(f"--scheduling-policy is {name!r}, it has to be one of {', '.join(known)}")
+    factory: PolicyFactory = offered[name].load()
+    return factory
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:

@@ -7,8 +7,6 @@ from typing import Literal
 
 from service_kit.config import ConfigError, option
 
-_POLICIES = ("fcfs", "priority")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -50,10 +48,21 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"
     )
-    scheduling_policy: str = option("fcfs", choices=_POLICIES, help="who runs first")
+    scheduling_policy: str = option(
+        "fcfs",
+        help="who runs first: fcfs, priority, prefill-first, least-recompute, or the name of "
+        "a plugin of the group triptych.policies",
+    )
+    prefill_share: float = option(
+        0.5, help="with prefill-first, the share of a step's tokens for prompts while others decode"
+    )
 
     data_parallel_rank: int = option(0, help="index of this engine among equal ones")
     data_parallel_size: int = option(1, help="number of equal engines")
+
+    record_decisions: str | None = option(
+        None, help="file (.json.gz) that is given every scheduling decision, for replay"
+    )
 
     index: int = option(0, help="instance number, for logs")
     announce_fd: int | None = option(
@@ -82,6 +91,13 @@ class EngineConfig:
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
             "0 or more",
+        )
+        _require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
+        _require(
+            self.record_decisions is None or self.record_decisions.endswith(".json.gz"),
+            "record_decisions",
+            self.record_decisions,
+            "a file that ends in .json.gz",
         )
         _require(self.drain_deadline_s >= 0, "drain_deadline_s", self.drain_deadline_s, "0 or more")
         _require(

@@ -5,6 +5,7 @@ Knows no tensors, no wire and no clock.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,7 +19,7 @@ class InvalidTransition(RuntimeError):
 class RequestStatus(Enum):
     """Where a request is in its life."""
 
-    BLOCKED = "blocked"  # has names in `blockers`, or has not been added yet
+    BLOCKED = "blocked"  # has names in `blockers`, or has not been added yet; so is one between two turns
     WAITING = "waiting"  # may be admitted; a preempted request waits again
     RUNNING = "running"
     FINISHED = "finished"
@@ -36,8 +37,8 @@ class FinishReason(Enum):
 
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.BLOCKED: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
+    RequestStatus.WAITING: frozenset({RequestStatus.BLOCKED, RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.BLOCKED, RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -54,12 +55,38 @@ class Timeline:
     events: list[tuple[str, float]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Places of a prompt whose KV depends on more than token ids, e.g. on what a placeholder stands for."""
+
+    start: int  # index of its first token
+    num_tokens: int
+    key: str  # equal keys, equal content
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """More input for a resumable request: its next turn."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request in one group of layers, in the order of its tokens. The cache keeps it."""
+
+    block_ids: list[int] = field(default_factory=list)  # 0 where no layer of the group will look again
+    num_registered: int = 0  # leading blocks that the prefix cache knows
+    num_released: int = 0  # leading blocks that were given back while the request runs
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt to be continued once.
+    """One prompt to be continued once; a resumable one is continued turn by turn, by further chunks.
 
     `token_ids` is prompt, then output; it may start with output where another engine has begun the request,
-    so `num_prompt_tokens` alone tells the two apart. The scheduler owns every field below `trace_context`.
+    so `num_prompt_tokens` alone tells the two apart. The scheduler owns every field below `blockers`.
     """
 
     request_id: str
@@ -69,6 +96,10 @@ class Request:
     priority: int = 0  # smaller is more urgent
     arrival_at: float = 0.0
     cache_salt: str = ""  # cached blocks are shared only between requests of the same salt
+    extra_keys: tuple[str, ...] = ()  # what else its KV depends on as a whole, e.g. changes to the weights
+    spans: tuple[ContentSpan, ...] = ()  # in order of their start
+    num_encoder_tokens: int = 0  # what cross-attention reads; 0 = nothing
+    is_resumable: bool = False  # it waits for a further chunk at the end of a turn
     trace_context: tuple[str, str] = ("", "")  # carried, never read: traceparent, tracestate
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before it may be admitted
 
@@ -84,15 +115,19 @@ class Request:
     resumes_after_step: int = field(default=0, init=False)  # the last in flight when it was preempted
     last_row_sampled: bool = field(default=True, init=False)  # False: its last step ended inside the prompt
     max_num_tokens: int = field(default=0, init=False)  # prompt and output at which it ends by length
+    # From this length on every new token is looked at, whatever it is.
+    check_from: int = field(default=0, init=False)
+    chunks: deque[Chunk] = field(default_factory=deque, init=False)  # that came before their turn
     end_token_ids: frozenset[int] = field(init=False)  # every token that ends it
     order_key: tuple[float, float, str] = field(default=(0.0, 0.0, ""), init=False)  # place among the waiting
     num_uncached_tokens: int = field(default=0, init=False)  # estimated when it began to wait
 
-    block_table: list[int] = field(default_factory=list, init=False)
+    block_tables: list[BlockTable] = field(default_factory=list, init=False)  # one a group; [] without blocks
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # of its full blocks, as far as known
-    num_registered_blocks: int = field(default=0, init=False)  # leading blocks that the prefix cache knows
-    # The cache keeps this: up to here tokens can be computed without a new block and without filling one.
+    # The cache keeps this: up to here tokens can be computed with nothing to do for the cache.
     quiet_until: int = field(default=0, init=False)
+    # And this: from here on known tokens fill a block that can be registered.
+    registers_at: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(queued_at=self.arrival_at)
@@ -129,10 +164,12 @@ class Request:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a step gave one request. Exactly one output of a request carries a finish reason, its last."""
+    """What a step gave one request. Exactly one output of a request, or of a turn of it, has a finish reason:
+    the last."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it; None for the end-of-sequence token
     num_cached_tokens: int | None = None  # set in the first output of the request only
+    continues: bool = False  # only the turn ended: the request waits for its next chunk, or has it already

@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class RepetitionLimits:
+    """When an output counts as repeating itself: the same tokens, over and over, at its end."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2  # times in a row
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pattern_size <= self.max_pattern_size:
+            raise ValueError(
+                f"min_pattern_size is {self.min_pattern_size}, "
+                f"must be 1 to max_pattern_size, {self.max_pattern_size}"
+            )
+        if self.min_count < 2:
+            raise ValueError(f"min_count is {self.min_count}, must be at least 2")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The part of a request's wishes that scheduler and sampler need, already validated and complete.
 
@@ -23,6 +41,7 @@ class SamplingParams:
     eos_token_id: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     skip_reading_prefix_cache: bool = False
+    repetition: RepetitionLimits | None = None  # None = may repeat itself
 
     @property
     def end_token_ids(self) -> frozenset[int]:

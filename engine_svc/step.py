@@ -18,6 +18,8 @@ class AdmittedRequest:
     token_ids: list[int]  # every known token: prompt, then output where it continues
     num_prompt_tokens: int
     sampling: SamplingParams
+    # Per group, what it took over from the prefix cache or kept; 0 where no layer will look again.
+    block_ids: list[list[int]]
 
 
 @dataclass(slots=True)
@@ -34,9 +36,7 @@ class StepPlan:
     request_ids: list[str] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)  # to compute in this step, drafts included
     num_computed_tokens: list[int] = field(default_factory=list)  # with KV before this step
-    new_block_ids: list[list[int]] = field(
-        default_factory=list
-    )  # what a row's table gains; at first all of it
+    new_block_ids: list[list[list[int]]] = field(default_factory=list)  # a row's gain, per group; [] = none
     draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
     samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
     preempted: list[str] = field(default_factory=list)  # in order of preemption, for people and traces

@@ -1,6 +1,6 @@
 """A block of the pool and the list of free blocks, linked through the blocks themselves.
 
-Knows no requests and no hashes.
+Knows no requests and no content.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 class Block:
     """`block_size` token places of KV in all layers, by their index in the pool."""
 
-    __slots__ = ("block_hash", "block_id", "next", "previous", "ref_count")
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: bytes | None = None  # set while the prefix cache knows its content
+        self.key: bytes | None = None  # set while the prefix cache knows its content
         self.previous: Block | None = None  # both links are set exactly while it is on the free list
         self.next: Block | None = None
 

@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: equal hash, equal tokens from the first on, whatever the engine.
+"""Chained hashes of full blocks: equal hash, equal content from the first token on, whatever the engine.
 
 Knows no pool and no policy.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 
-from engine_svc.request import Request
+from engine_svc.request import ContentSpan, Request
 
 _DOMAIN = b"triptych.block.v1"
 
 
 class BlockHasher:
-    """Computes block hashes from one fleet-wide root: the model's fingerprint, then the salt of the request.
+    """Computes block hashes from one fleet-wide root: the model's fingerprint and what tells requests apart.
 
     Two engines with the same fingerprint and block size give the same prompt the same hashes, so that events,
     transfers and routing can speak of blocks by them. The bytes hashed are canonical: the hash of the block
-    before, then the tokens as little-endian 32-bit numbers.
+    before, then the tokens as little-endian 32-bit numbers, then the keys of what stands behind them.
     """
 
     def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
@@ -28,9 +29,9 @@ class BlockHasher:
         self._fingerprint = fingerprint
         self._tokens = struct.Struct(f"<{block_size}I")
 
-    def root(self, cache_salt: str = "") -> bytes:
-        """The hash that stands before the first block of every request with this salt."""
-        parts = (_DOMAIN, self._fingerprint, cache_salt.encode())
+    def root(self, cache_salt: str = "", extra_keys: Iterable[str] = ()) -> bytes:
+        """The hash that stands before the first block of every request with this salt and these keys."""
+        parts = (_DOMAIN, self._fingerprint, cache_salt.encode(), *(key.encode() for key in extra_keys))
         # Lengths go in as well, or a fingerprint could borrow the beginning of a salt.
         return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
@@ -40,8 +41,31 @@ class BlockHasher:
         first, end = len(hashes), len(token_ids) // block_size
         if first >= end:
             return
-        parent = hashes[-1] if hashes else self.root(request.cache_salt)
-        sha256, pack = hashlib.sha256, self._tokens.pack
+        parent = hashes[-1] if hashes else self.root(request.cache_salt, request.extra_keys)
+        sha256, pack, spans = hashlib.sha256, self._tokens.pack, request.spans
         for start in range(first * block_size, end * block_size, block_size):
-            parent = sha256(parent + pack(*token_ids[start : start + block_size])).digest()
+            content = parent + pack(*token_ids[start : start + block_size])
+            if spans:
+                content += _span_bytes(spans, start, start + block_size)
+            parent = sha256(content).digest()
             hashes.append(parent)
+
+
+def span_keys(spans: Iterable[ContentSpan], start: int, end: int) -> list[tuple[str, int]]:
+    """The keys of spans that reach into the tokens from `start` to `end`, each with where its span begins.
+
+    Places count from `start`; a span that began in an earlier block has a negative one.
+    """
+    return [
+        (span.key, span.start - start)
+        for span in spans
+        if span.start < end and span.start + span.num_tokens > start
+    ]
+
+
+def _span_bytes(spans: Iterable[ContentSpan], start: int, end: int) -> bytes:
+    parts = []
+    for key, offset in span_keys(spans, start, end):
+        encoded = key.encode()
+        parts.append(struct.pack("<Qq", len(encoded), offset) + encoded)
+    return b"".join(parts)

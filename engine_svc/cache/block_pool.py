@@ -1,33 +1,48 @@
 """The pool of blocks: who is held, who is free and in what order, and which content can be found again.
 
-Knows block ids and hashes, no requests.
+Knows block ids and keys, no requests.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from engine_svc.cache.block import Block, FreeList
+from engine_svc.cache.observer import CacheObserver
 
 PLACEHOLDER_BLOCK_ID = 0
+_HASH_BYTES = 32
+
+
+def content_key(block_hash: bytes, group: int) -> bytes:
+    """By what a block is found: the hash of its content, and the group of layers that it holds KV of."""
+    return block_hash + bytes((group,)) if group else block_hash
 
 
 class BlockPool:
     """A fixed number of blocks. Block 0 is a placeholder that is never handed out.
 
     A block is on the free list exactly when its `ref_count` is 0. A free block keeps its content, and can be
-    found by its hash, until it is handed out again.
+    found by its key, until it is handed out again.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        observers: Sequence[CacheObserver] = (),
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"the pool has {num_blocks} blocks, needs the placeholder and at least one more")
         self.enable_prefix_caching = enable_prefix_caching
+        self.observers = tuple(observers)
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = FreeList(self._blocks[PLACEHOLDER_BLOCK_ID + 1 :])
         self._cached: dict[bytes, Block] = {}
         # Further blocks with the content of one in `_cached`, oldest first.
-        self._twins: dict[bytes, list[Block]] = {}
+        self._twins: dict[bytes, OrderedDict[int, Block]] = {}
 
     @property
     def num_usable_blocks(self) -> int:
@@ -45,17 +60,17 @@ class BlockPool:
         return [block.block_id for block in self._free]
 
     @property
-    def num_cached_hashes(self) -> int:
+    def num_cached_keys(self) -> int:
         """How many different contents can be found."""
         return len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        """How many requests hold this block."""
+        """How many hold this block."""
         return self._blocks[block_id].ref_count
 
-    def block_hash(self, block_id: int) -> bytes | None:
-        """By which hash this block can be found, if it can."""
-        return self._blocks[block_id].block_hash
+    def key_of(self, block_id: int) -> bytes | None:
+        """By which key this block can be found, if it can."""
+        return self._blocks[block_id].key
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out the free blocks that are next in order; what they held is forgotten."""
@@ -64,24 +79,28 @@ class BlockPool:
         block_ids = []
         for _ in range(num_blocks):
             block = self._free.pop_first()
-            if block.block_hash is not None:
-                self._forget(block)
+            if block.key is not None:
+                self._forget(block, block.key)
             block.ref_count = 1
             block_ids.append(block.block_id)
+        for observer in self.observers:
+            observer.on_allocate(block_ids)
         return block_ids
 
-    def find(self, block_hash: bytes) -> int | None:
+    def find(self, key: bytes) -> int | None:
         """The block that has held this content for the longest, if any does."""
-        block = self._cached.get(block_hash)
+        block = self._cached.get(key)
         return None if block is None else block.block_id
 
-    def hold(self, block_ids: Iterable[int]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """Add one holder to each block, taking it off the free list where it has none yet."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+        for observer in self.observers:
+            observer.on_hold(block_ids)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
@@ -100,40 +119,44 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is released but nobody holds it"
             block.ref_count -= 1
             if block.ref_count == 0:
-                (worthless if block.block_hash is None else findable).append(block)
+                (worthless if block.key is None else findable).append(block)
         self._free.prepend(worthless)
         self._free.append(findable)
 
-    def register(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+    def register(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Make the content of full blocks findable. Equal content may stand in several blocks."""
-        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if block_id == PLACEHOLDER_BLOCK_ID:
+                continue
             block = self._blocks[block_id]
-            assert block.block_hash is None, f"block {block_id} is registered twice"
-            block.block_hash = block_hash
-            if self._cached.setdefault(block_hash, block) is not block:
-                self._twins.setdefault(block_hash, []).append(block)
+            assert block.key is None, f"block {block_id} is registered twice"
+            block.key = key
+            if self._cached.setdefault(key, block) is not block:
+                self._twins.setdefault(key, OrderedDict())[block_id] = block
 
     def reset(self) -> bool:
         """Forget all content. Refused, with no change, while anyone holds a block."""
         if len(self._free) != self.num_usable_blocks:
             return False
         for block in self._blocks:
-            block.block_hash = None
+            block.key = None
         self._cached.clear()
         self._twins.clear()
+        for observer in self.observers:
+            observer.on_clear()
         return True
 
-    def _forget(self, block: Block) -> None:
-        block_hash = block.block_hash
-        assert block_hash is not None, "only a block that can be found can be forgotten"
-        block.block_hash = None
-        twins = self._twins.get(block_hash)
+    def _forget(self, block: Block, key: bytes) -> None:
+        block.key = None
+        for observer in self.observers:
+            observer.on_evict(block.block_id, key[:_HASH_BYTES], key[-1] if len(key) > _HASH_BYTES else 0)
+        twins = self._twins.get(key)
         if twins is None:
-            del self._cached[block_hash]
+            del self._cached[key]
             return
-        if self._cached[block_hash] is block:
-            self._cached[block_hash] = twins.pop(0)
+        if self._cached[key] is block:
+            _, self._cached[key] = twins.popitem(last=False)
         else:
-            twins.remove(block)
+            del twins[block.block_id]
         if not twins:
-            del self._twins[block_hash]
+            del self._twins[key]

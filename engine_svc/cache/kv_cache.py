@@ -5,11 +5,21 @@ Knows requests and blocks, no tensors, no budgets and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
+from engine_svc.cache.attention import NEVER
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool
-from engine_svc.request import Request
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.hit_rate import HitRate
+from engine_svc.cache.observer import CacheObserver, StoredBlocks
+from engine_svc.cache.prefix import PrefixFinder, PrefixHit
+from engine_svc.request import BlockTable, Request
+
+# Blocks that a request gained, per group. Empty where no group gained any.
+NewBlocks = list[list[int]]
+_NO_HIT = PrefixHit()
 
 
 class KVCache:
@@ -21,135 +31,302 @@ class KVCache:
 
     def __init__(
         self,
-        pool: BlockPool,
-        hasher: BlockHasher,
+        config: CacheConfig,
         *,
         max_model_len: int,
-        num_lookahead_tokens: int = 0,
-        drop_last_matched_block: bool = False,
+        max_in_flight_tokens: int,
+        observers: Sequence[CacheObserver] = (),
     ) -> None:
-        self._pool = pool
-        self._hasher = hasher
-        self._block_size = hasher.block_size
+        self._kinds = config.groups
         self._max_model_len = max_model_len
-        self._num_lookahead_tokens = num_lookahead_tokens
-        self._drop_last_matched_block = drop_last_matched_block
+        self._max_in_flight_tokens = max_in_flight_tokens
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._caches = config.enable_prefix_caching
+        if self._caches and not all(kind.follows_tokens for kind in self._kinds):
+            raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
+        self.pool = BlockPool(config.num_blocks, enable_prefix_caching=self._caches, observers=observers)
+        self.hasher = BlockHasher(math.gcd(*(kind.block_size for kind in self._kinds)), config.fingerprint)
+        self._finder = PrefixFinder(
+            self.pool, self.hasher, self._kinds, drop_last=config.drop_last_matched_block
+        )
+        self._gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
+        self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
         self.prefix_hits = 0  # of these, tokens found
+        self.preempted_queries = 0  # the same at later admissions
+        self.preempted_hits = 0
 
     @property
-    def block_size(self) -> int:
-        """Token places in a block."""
-        return self._block_size
+    def num_groups(self) -> int:
+        """Groups of layers, each with block tables of its own."""
+        return len(self._kinds)
 
     @property
     def num_total_blocks(self) -> int:
         """Blocks that requests can hold."""
-        return self._pool.num_usable_blocks
+        return self.pool.num_usable_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
-        return self._pool.num_free_blocks
+        return self.pool.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that someone holds."""
-        return self._pool.num_usable_blocks - self._pool.num_free_blocks
+        return self.pool.num_usable_blocks - self.pool.num_free_blocks
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of this many computed tokens holds, lookahead included."""
+    def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Most blocks that a request holds at once while it grows to so many tokens, lookahead included."""
         num_slots = min(num_tokens + self._num_lookahead_tokens, self._max_model_len)
-        return -(-num_slots // self._block_size)
+        return sum(
+            kind.max_blocks(kind.num_slots(num_slots, num_encoder_tokens), self._max_in_flight_tokens)
+            for kind in self._kinds
+        )
 
-    def match_prefix(self, request: Request) -> list[int]:
-        """The blocks that hold the longest known beginning of `request`. Changes nothing but its hashes.
+    def match_prefix(self, request: Request) -> PrefixHit:
+        """The longest known beginning of `request`. Changes nothing but its hashes.
 
         At least one token is left to compute, so a prompt of whole blocks recomputes all of its last one.
+        A request that holds blocks has nothing to look up.
         """
-        if not self._reads_cache(request):
-            return []
-        self._hasher.extend(request)
-        block_ids = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._block_size]:
-            block_id = self._pool.find(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        if self._drop_last_matched_block and block_ids:
-            block_ids.pop()
-        return block_ids
+        if request.block_tables or not self._reads_cache(request):
+            return _NO_HIT
+        return self._finder.find(request)
 
-    def admit(self, request: Request, hit: Sequence[int], num_tokens: int, *, reserve_all: bool) -> bool:
-        """Give `request` the matched blocks `hit`, and room for `num_tokens` tokens behind them.
+    def admit(
+        self, request: Request, hit: PrefixHit, num_tokens: int, *, reserve_all: bool
+    ) -> NewBlocks | None:
+        """Give `request` the blocks of `hit` and room for `num_tokens` tokens behind; returns the new ones.
 
-        All or nothing: returns False, and changes nothing, when the pool is short. With `reserve_all` the
+        All or nothing: returns None, and changes nothing, when the pool is short. With `reserve_all` the
         pool must have room for every known token, though only the blocks for `num_tokens` are taken.
         """
-        assert not request.block_table, "a request is admitted without blocks"
-        num_hit_tokens = len(hit) * self._block_size
-        num_needed = self.num_blocks_for(num_hit_tokens + num_tokens)
-        if reserve_all:
-            num_needed = max(num_needed, -(-min(request.num_tokens, self._max_model_len) // self._block_size))
-        # A matched block that nobody holds leaves the free list as well.
-        if num_needed - len(hit) + self._pool.count_free(hit) > self._pool.num_free_blocks:
-            return False
-        if request.num_preemptions == 0 and self._reads_cache(request):
-            self.prefix_queries += request.num_tokens
-            self.prefix_hits += num_hit_tokens
-        self._pool.hold(hit)
-        request.block_table = list(hit)
-        request.num_computed_tokens = num_hit_tokens
-        request.num_registered_blocks = len(hit)
-        new_block_ids = self.grow(request, num_tokens)
-        assert new_block_ids is not None, "the room was counted before"
-        return True
+        if request.block_tables and self._gives_back:
+            self._release_unread(request, request.num_computed_tokens)
+        if not self._has_room(request, hit, num_tokens, reserve_all):
+            return None
+        if not request.block_tables:
+            self._count_lookup(request, hit)
+            self._take_over(request, hit)
+        new_blocks = self.grow(request, num_tokens)
+        assert new_blocks is not None, "the room was counted before"
+        return new_blocks
 
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+    def reserve(self, request: Request, num_tokens: int) -> NewBlocks | None:
+        """Give a request that does not run yet room for its first tokens, whose KV comes from elsewhere.
+
+        They count as computed, but nobody else finds them before the request is admitted: until then the KV
+        may still be on its way. All or nothing, as `admit`.
+        """
+        hit = self.match_prefix(request)
+        num_missing = num_tokens - hit.num_tokens
+        assert not request.block_tables and num_missing > 0, "only what is not there is reserved"
+        if not self._has_room(request, hit, num_missing, reserve_all=False):
+            return None
+        self._take_over(request, hit)
+        new_blocks = self._allocate(request, self._num_missing_blocks(request, num_tokens))
+        # As after a hit, one token is left to compute.
+        request.num_computed_tokens = min(num_tokens, request.num_tokens - 1)
+        return new_blocks
+
+    def grow(self, request: Request, num_tokens: int, num_in_flight_tokens: int = 0) -> NewBlocks | None:
         """Reserve blocks so that `num_tokens` more tokens of `request` can be computed; returns the new ones.
 
-        All or nothing: returns None, and changes nothing, when the pool is short.
+        All or nothing: returns None when the pool is short. What no layer reads any more is given back before,
+        as far as tokens are neither to be computed nor in flight.
         """
-        table = request.block_table
-        end = request.num_computed_tokens + num_tokens
-        num_new_blocks = self.num_blocks_for(end) - len(table)
-        new_block_ids: list[int] = []
-        if num_new_blocks > 0:
-            if num_new_blocks > self._pool.num_free_blocks:
+        computed = request.num_computed_tokens
+        if self._gives_back:
+            self._release_unread(request, computed - num_in_flight_tokens)
+        end = computed + num_tokens
+        num_missing = self._num_missing_blocks(request, end)
+        new_blocks: NewBlocks = []
+        if any(num_missing):
+            if sum(num_missing) > self.pool.num_free_blocks:
                 return None
-            new_block_ids = self._pool.allocate(num_new_blocks)
-            table.extend(new_block_ids)
-        quiet_until = len(table) * self._block_size - self._num_lookahead_tokens
-        if self._pool.enable_prefix_caching:
+            new_blocks = self._allocate(request, num_missing)
+        if self._caches:
             self._register(request, min(end, request.num_tokens))
-            quiet_until = min(quiet_until, (request.num_registered_blocks + 1) * self._block_size - 1)
-        request.quiet_until = quiet_until
-        return new_block_ids
+        request.quiet_until = self._quiet_until(request)
+        return new_blocks
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks of the first `num_tokens` tokens, known only after they were planned."""
-        if self._pool.enable_prefix_caching:
+        if self._caches:
             self._register(request, num_tokens)
 
     def release(self, request: Request) -> None:
         """Take all blocks from `request`. What they hold can be found until they are handed out again."""
-        # The tail is freed first: a later request is more likely to share the head of this prefix.
-        self._pool.release(reversed(request.block_table))
-        request.block_table = []
-        request.num_registered_blocks = 0
-        request.quiet_until = 0
+        for table in request.block_tables:
+            # The tail is freed first: a later request is more likely to share the head of this prefix.
+            self.pool.release(_held(reversed(table.block_ids)))
+        request.block_tables = []
+        request.quiet_until = request.registers_at = 0
+
+    def hold(self, request: Request) -> list[int]:
+        """Keep the blocks of `request` from being handed out after its end, e.g. while they are sent.
+
+        Returns them for `let_go`, in the order of their release.
+        """
+        block_ids = [
+            block_id for table in request.block_tables for block_id in _held(reversed(table.block_ids))
+        ]
+        self.pool.hold(block_ids)
+        return block_ids
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        """End what `hold` began."""
+        self.pool.release(block_ids)
+
+    def cost_of_release(self, request: Request) -> tuple[int, int]:
+        """What it would take to preempt `request`: tokens to compute again, and blocks that become free.
+
+        Blocks at the head that others hold as well stay findable, so their tokens are not lost. An estimate:
+        it takes it that whoever shares a block shares all before it.
+        """
+        num_freed, num_kept_tokens = 0, request.num_computed_tokens
+        for kind, table in zip(self._kinds, request.block_tables, strict=True):
+            low, high = table.num_released, len(table.block_ids)
+            while low < high:
+                middle = (low + high) // 2
+                if self.pool.ref_count(table.block_ids[middle]) > 1:
+                    low = middle + 1
+                else:
+                    high = middle
+            num_freed += len(table.block_ids) - low
+            num_kept_tokens = min(num_kept_tokens, low * kind.block_size)
+        return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def reset(self) -> bool:
         """Forget all cached content. Refused, with no change, while a request holds a block."""
-        return self._pool.reset()
+        if not self.pool.reset():
+            return False
+        self.hit_rate.reset()
+        return True
 
     def _reads_cache(self, request: Request) -> bool:
-        return self._pool.enable_prefix_caching and not request.sampling.skip_reading_prefix_cache
+        return self._caches and not request.sampling.skip_reading_prefix_cache
+
+    def _has_room(self, request: Request, hit: PrefixHit, num_tokens: int, reserve_all: bool) -> bool:
+        computed = hit.num_tokens or request.num_computed_tokens
+        num_wanted = self._num_wanted_blocks(request, hit, computed, computed + num_tokens)
+        if reserve_all:
+            num_wanted = max(
+                num_wanted, self._num_wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
+            )
+        return num_wanted <= self.pool.num_free_blocks
+
+    def _num_wanted_blocks(
+        self, request: Request, hit: PrefixHit, computed: int, end: int, *, whole: bool = False
+    ) -> int:
+        """How many blocks leave the free list for tokens up to `end`; `whole`: at most at once, over time."""
+        num_lookahead = 0 if whole else self._num_lookahead_tokens
+        num_slots = min(end + num_lookahead, self._max_model_len)
+        num_wanted = 0
+        for group, kind in enumerate(self._kinds):
+            num_group_slots = kind.num_slots(num_slots, request.num_encoder_tokens)
+            num_blocks = -(-num_group_slots // kind.block_size)
+            if whole:
+                num_blocks = min(num_blocks, kind.max_blocks(self._max_model_len, self._max_in_flight_tokens))
+            if request.block_tables:
+                num_wanted += max(0, num_blocks - len(request.block_tables[group].block_ids))
+                continue
+            num_unread = kind.num_unread_tokens(computed) // kind.block_size
+            taken_over = hit.block_ids[group] if hit.block_ids else []
+            num_wanted += max(0, num_blocks - max(num_unread, len(taken_over)))
+            # A matched block that nobody holds leaves the free list as well.
+            num_wanted += self.pool.count_free(_held(taken_over[num_unread:]))
+        return num_wanted
+
+    def _count_lookup(self, request: Request, hit: PrefixHit) -> None:
+        if not self._reads_cache(request):
+            return
+        if request.num_preemptions:
+            self.preempted_queries += request.num_tokens
+            self.preempted_hits += hit.num_tokens
+            return
+        self.prefix_queries += request.num_tokens
+        self.prefix_hits += hit.num_tokens
+        self.hit_rate.add(1, request.num_tokens, hit.num_tokens)
+
+    def _take_over(self, request: Request, hit: PrefixHit) -> None:
+        request.num_computed_tokens = hit.num_tokens
+        request.block_tables = [BlockTable() for _ in self._kinds]
+        for table, kind, block_ids in zip(request.block_tables, self._kinds, hit.block_ids, strict=False):
+            num_unread = min(kind.num_unread_tokens(hit.num_tokens) // kind.block_size, len(block_ids))
+            kept = block_ids[num_unread:]
+            self.pool.hold(kept)
+            table.block_ids = [PLACEHOLDER_BLOCK_ID] * num_unread + kept
+            table.num_registered = len(block_ids)
+            table.num_released = num_unread
+
+    def _num_missing_blocks(self, request: Request, end: int) -> list[int]:
+        num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
+        num_encoder_tokens = request.num_encoder_tokens
+        return [
+            max(
+                0, -(-kind.num_slots(num_slots, num_encoder_tokens) // kind.block_size) - len(table.block_ids)
+            )
+            for kind, table in zip(self._kinds, request.block_tables, strict=True)
+        ]
+
+    def _allocate(self, request: Request, num_blocks: Sequence[int]) -> NewBlocks:
+        new_blocks = [self.pool.allocate(num) if num else [] for num in num_blocks]
+        for table, block_ids in zip(request.block_tables, new_blocks, strict=True):
+            table.block_ids += block_ids
+        return new_blocks
+
+    def _release_unread(self, request: Request, num_settled_tokens: int) -> None:
+        for kind, table in zip(self._kinds, request.block_tables, strict=True):
+            end = min(kind.num_unread_tokens(num_settled_tokens) // kind.block_size, len(table.block_ids))
+            first = table.num_released
+            if end <= first:
+                continue
+            self.pool.release(_held(reversed(table.block_ids[first:end])))
+            table.block_ids[first:end] = [PLACEHOLDER_BLOCK_ID] * (end - first)
+            table.num_released = end
 
     def _register(self, request: Request, num_tokens: int) -> None:
-        first, end = request.num_registered_blocks, num_tokens // self._block_size
-        if first >= end:
+        if num_tokens < request.registers_at:
             return
-        self._hasher.extend(request)
-        self._pool.register(request.block_table[first:end], request.block_hashes[first:end])
-        request.num_registered_blocks = end
+        self.hasher.extend(request)
+        registers_at = NEVER
+        for group, (kind, table) in enumerate(zip(self._kinds, request.block_tables, strict=True)):
+            block_size = kind.block_size
+            first = table.num_registered
+            end = self._finder.num_cacheable_tokens(num_tokens, block_size) // block_size
+            if first < end:
+                self._register_blocks(request, group, first, end)
+                table.num_registered = end
+            registers_at = min(registers_at, (max(first, end) + 1) * block_size)
+        request.registers_at = registers_at
+
+    def _register_blocks(self, request: Request, group: int, first: int, end: int) -> None:
+        block_size = self._kinds[group].block_size
+        num_hashes = block_size // self.hasher.block_size
+        hashes = request.block_hashes[(first + 1) * num_hashes - 1 : end * num_hashes : num_hashes]
+        keys = [content_key(block_hash, group) for block_hash in hashes]
+        self.pool.register(request.block_tables[group].block_ids[first:end], keys)
+        if not self.pool.observers:
+            return
+        place = first * num_hashes
+        root = self.hasher.root(request.cache_salt, request.extra_keys)
+        parent = request.block_hashes[place - 1] if place else root
+        token_ids = request.token_ids[first * block_size : end * block_size]
+        for observer in self.pool.observers:
+            observer.on_store(StoredBlocks(hashes, parent, token_ids, block_size, group))
+
+    def _quiet_until(self, request: Request) -> int:
+        quiet_until = request.registers_at - 1 if self._caches else NEVER
+        for kind, table in zip(self._kinds, request.block_tables, strict=True):
+            block_size = kind.block_size
+            if kind.follows_tokens:
+                quiet_until = min(quiet_until, len(table.block_ids) * block_size - self._num_lookahead_tokens)
+            quiet_until = min(quiet_until, kind.first_unreading((table.num_released + 1) * block_size))
+        return quiet_until
+
+
+def _held(block_ids: Iterable[int]) -> list[int]:
+    """Those that are blocks of the pool."""
+    return [block_id for block_id in block_ids if block_id != PLACEHOLDER_BLOCK_ID]

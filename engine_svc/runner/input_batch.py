@@ -66,7 +66,7 @@ class InputBatch:
             plan.request_ids, plan.new_block_ids, plan.num_computed_tokens, strict=True
         ):
             if block_ids:
-                fresh += self._extend(self._row_of[request_id], block_ids, num_computed)
+                fresh += self._extend(self._row_of[request_id], block_ids[0], num_computed)
         return fresh
 
     def _enter(self, admitted: AdmittedRequest) -> None:
@@ -76,7 +76,10 @@ class InputBatch:
         length = len(admitted.token_ids)
         self.token_ids[row, :length] = admitted.token_ids
         self.lengths[row] = length
-        self._num_blocks[row] = 0
+        # One group: all layers share a block table.
+        (block_ids,) = admitted.block_ids
+        self._block_tables[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(block_ids)
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p

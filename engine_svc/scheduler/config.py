@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from engine_svc.scheduler.policy import POLICIES
-
 
 class PauseState(Enum):
     """What the scheduler holds back on request."""
@@ -18,17 +16,18 @@ class PauseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and the choice of policy."""
+    """Limits of a step."""
 
     max_model_len: int  # most tokens of one request, prompt and output
     max_num_batched_tokens: int = 2048  # token budget of a step
     max_num_seqs: int = 256  # most running requests
-    policy: str = "fcfs"
     enable_chunked_prefill: bool = True  # False: a prompt enters whole or not yet, and nobody overtakes it
     long_prefill_token_threshold: int = 0  # most tokens of one request in a step; 0 = no such limit
     reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just a chunk
     num_speculative_tokens: int = 0  # most drafts of a request in a step
     async_scheduling: bool = False  # plan a step before the tokens of the one before it are known
+    max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
+    prefill_share: float = 0.5  # of a step's tokens, for prompts, where a policy divides them
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -37,11 +36,16 @@ class SchedulerConfig:
             ("max_num_seqs", self.max_num_seqs, 1),
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0),
             ("num_speculative_tokens", self.num_speculative_tokens, 0),
+            ("max_steps_in_flight", self.max_steps_in_flight, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}, must be at least {least}")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}, must be one of {', '.join(sorted(POLICIES))}")
+        if not 0 < self.prefill_share < 1:
+            raise ValueError(f"prefill_share is {self.prefill_share}, must be above 0 and below 1")
+        if self.max_steps_in_flight > 1 and not self.async_scheduling:
+            raise ValueError(
+                f"max_steps_in_flight is {self.max_steps_in_flight}, without async_scheduling it must be 1"
+            )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, without chunked prefill it must "

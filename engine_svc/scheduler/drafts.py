@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from engine_svc.request import Request, RequestStatus
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.stats import DraftStats
 from engine_svc.step import StepPlan
 
 UNKNOWN_DRAFT = -1  # a draft whose value the scheduler does not know
@@ -45,3 +46,26 @@ def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, li
     for request, samples in zip(rows, plan.samples, strict=True):
         if samples and request.status is RequestStatus.RUNNING:
             request.draft_token_ids = drafts.get(request.request_id, [])
+
+
+class DraftCounter:
+    """Counts drafts and how many of them were right, by their position in a row."""
+
+    def __init__(self) -> None:
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._accepted: list[int] = []
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of one row; those accepted are its first."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        self._accepted += [0] * (num_drafts - len(self._accepted))
+        for position in range(num_accepted):
+            self._accepted[position] += 1
+
+    def stats(self) -> DraftStats:
+        """The counts so far."""
+        return DraftStats(
+            self._num_drafts, self._num_draft_tokens, sum(self._accepted), tuple(self._accepted)
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_svc.request import Request
-from engine_svc.scheduler.budget import Budget, TokenBudget
+from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.drafts import UNKNOWN_DRAFT
 from engine_svc.step import AdmittedRequest, StepPlan
 
 # Shared by all rows with nothing in a column: a plan is never changed after it was made.
 NOTHING: list[int] = []
+NO_BLOCKS: list[list[int]] = []
 
 
 class PlanBuilder:
@@ -19,40 +20,54 @@ class PlanBuilder:
 
     def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
         self._config = config
-        self._further_budgets = tuple(budgets)
-        self.tokens = TokenBudget(config.max_num_batched_tokens)
+        self._budgets = tuple(budgets)
+        self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
         self.rows: list[Request] = []  # parallel to the columns of the plan
 
     @property
-    def has_further_budgets(self) -> bool:
+    def has_budgets(self) -> bool:
         """Whether anything but tokens is spent."""
-        return bool(self._further_budgets)
+        return bool(self._budgets)
 
     def begin(self, step_number: int) -> StepPlan:
         """Begin the plan of a new step."""
         self.plan = StepPlan(step_number)
         self.rows = []
-        self.tokens.begin_step()
-        for budget in self._further_budgets:
+        self.remaining = self._config.max_num_batched_tokens
+        for budget in self._budgets:
             budget.begin_step()
         return self.plan
 
+    def admits(self, request: Request) -> bool:
+        """Whether a waiting request could enter in this step, as far as budgets are concerned."""
+        return all(budget.admits(request) for budget in self._budgets)
+
     def clip(self, request: Request, num_tokens: int) -> int:
         """How many of `num_tokens` all budgets together grant; below 1 means not in this step."""
-        num_tokens = min(num_tokens, self.tokens.remaining)
-        for budget in self._further_budgets:
+        num_tokens = min(num_tokens, self.remaining)
+        for budget in self._budgets:
             num_tokens = budget.clip(request, num_tokens)
         return num_tokens
 
-    def admit(self, request: Request) -> None:
-        """Tell the runner all about a request that enters the batch. Its row follows with `place`."""
-        known = request.token_ids.copy()
+    def admit(self, request: Request, new_block_ids: Sequence[list[int]]) -> None:
+        """Tell the runner all about a request that enters the batch. Its row, with new blocks, follows."""
+        num_new = [len(block_ids) for block_ids in new_block_ids] or [0] * len(request.block_tables)
+        kept = [
+            table.block_ids[: len(table.block_ids) - num]
+            for table, num in zip(request.block_tables, num_new, strict=True)
+        ]
         self.plan.admitted.append(
-            AdmittedRequest(request.request_id, known, request.num_prompt_tokens, request.sampling)
+            AdmittedRequest(
+                request.request_id,
+                request.token_ids.copy(),
+                request.num_prompt_tokens,
+                request.sampling,
+                kept,
+            )
         )
 
-    def place(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
+    def place(self, request: Request, num_tokens: int, new_block_ids: list[list[int]]) -> None:
         """Write a row, and count its tokens as computed."""
         plan = self.plan
         computed = request.num_computed_tokens
@@ -72,8 +87,8 @@ class PlanBuilder:
         plan.samples.append(samples)
         request.num_computed_tokens = end
         request.last_row_sampled = samples
-        self.tokens.remaining -= num_tokens
-        for budget in self._further_budgets:
+        self.remaining -= num_tokens
+        for budget in self._budgets:
             budget.take(request, num_tokens)
         if samples and self._config.async_scheduling:
             request.num_placeholders += 1 + len(drafts)
@@ -86,6 +101,6 @@ class PlanBuilder:
         row = self.rows.index(request)
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
-        self.tokens.give_back(request, num_tokens)
-        for budget in self._further_budgets:
+        self.remaining += num_tokens
+        for budget in self._budgets:
             budget.give_back(request, num_tokens)

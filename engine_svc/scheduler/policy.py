@@ -1,11 +1,14 @@
-"""In which order requests are taken, and who gives way when blocks run out. Knows no budgets, no blocks."""
+"""What a policy is: in which order requests are taken, and who gives way when blocks run out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from engine_svc.cache.kv_cache import KVCache
 from engine_svc.request import Request
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
 
 OrderKey = tuple[float, float, str]
 
@@ -13,58 +16,33 @@ OrderKey = tuple[float, float, str]
 class Policy(Protocol):
     """One way to rank requests. The smallest key is taken first; no two requests have the same."""
 
+    @property
+    def budgets(self) -> Sequence[Budget]:
+        """What it lets a step spend, beside the tokens."""
+        ...
+
     def order_key(self, request: Request) -> OrderKey:
         """The place of a request that came."""
         ...
 
     def requeue_key(self, request: Request) -> OrderKey:
-        """The place of a request that was preempted."""
+        """The place of a request that was preempted, or has its next chunk."""
         ...
 
-    def pick_victim(self, running: Sequence[Request]) -> Request:
-        """Which of the running requests, in order of admission and not empty, is preempted next."""
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        """The running requests, given in order of admission, in the order in which a step serves them.
+
+        A list of its own: requests leave `running` meanwhile.
+        """
+        ...
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """Which of the running requests, in order of admission and not empty, is preempted next.
+
+        So that the engine always advances, some request must be spared until it ends.
+        """
         ...
 
 
-class FirstComeFirstServed:
-    """Taken in order of arrival; the last admitted gives way, and is the first to be taken again."""
-
-    def __init__(self) -> None:
-        self._front = 0
-        self._back = 0
-
-    def order_key(self, request: Request) -> OrderKey:
-        """Behind everybody."""
-        self._back += 1
-        return (self._back, 0.0, "")
-
-    def requeue_key(self, request: Request) -> OrderKey:
-        """Before everybody."""
-        self._front -= 1
-        return (self._front, 0.0, "")
-
-    def pick_victim(self, running: Sequence[Request]) -> Request:
-        """The last admitted, which is never planned yet: plans are made from the first."""
-        return running[-1]
-
-
-class ByPriority:
-    """The most urgent first, then the earliest. Newcomers never preempt; they wait until blocks run out."""
-
-    def order_key(self, request: Request) -> OrderKey:
-        """By urgency, arrival, and id as text."""
-        return (request.priority, request.arrival_at, request.request_id)
-
-    def requeue_key(self, request: Request) -> OrderKey:
-        """Where it stood before."""
-        return self.order_key(request)
-
-    def pick_victim(self, running: Sequence[Request]) -> Request:
-        """The least urgent, then the latest, then the first admitted. It may already be in the plan."""
-        return max(running, key=lambda request: (request.priority, request.arrival_at))
-
-
-POLICIES: dict[str, type[FirstComeFirstServed] | type[ByPriority]] = {
-    "fcfs": FirstComeFirstServed,
-    "priority": ByPriority,
-}
+# What an entry point of the group `triptych.policies` names.
+PolicyFactory = Callable[[SchedulerConfig], Policy]

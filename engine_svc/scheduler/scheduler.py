@@ -6,21 +6,30 @@ more. Knows no tensors, no clock and no optional feature.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
-from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.cache.kv_cache import KVCache, NewBlocks
+from engine_svc.cache.prefix import PrefixHit
+from engine_svc.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.drafts import is_last_token_in_flight, note_drafts, pad_with_drafts, take_back
+from engine_svc.scheduler.drafts import (
+    DraftCounter,
+    is_last_token_in_flight,
+    note_drafts,
+    pad_with_drafts,
+    take_back,
+)
 from engine_svc.scheduler.hook import SchedulerHook
-from engine_svc.scheduler.plan_builder import NOTHING, PlanBuilder
-from engine_svc.scheduler.policy import POLICIES, Policy
-from engine_svc.scheduler.refusal import refusal
+from engine_svc.scheduler.in_flight import StepsInFlight
+from engine_svc.scheduler.plan_builder import NO_BLOCKS, PlanBuilder
+from engine_svc.scheduler.policy import Policy
+from engine_svc.scheduler.refusal import chunk_refusal, refusal
+from engine_svc.scheduler.roster import INPUT, Roster
 from engine_svc.scheduler.stats import SchedulerStats
-from engine_svc.scheduler.stopping import max_num_tokens, why_stopped
-from engine_svc.scheduler.waiting_queue import WaitingQueue
+from engine_svc.scheduler.stopping import note_limits, why_stopped
+from engine_svc.scheduler.turns import begin_turn, settle_turn
 from engine_svc.step import StepPlan, StepResult
 
 
@@ -34,105 +43,122 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv_cache: KVCache,
+        policy: Policy,
         hooks: Sequence[SchedulerHook] = (),
         budgets: Sequence[Budget] = (),
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
+        self._policy = policy
+        self._builder = PlanBuilder(config, (*policy.budgets, *budgets))
         self._hooks = tuple(hooks)
-        self._builder = PlanBuilder(config, budgets)
-        self._policy: Policy = POLICIES[config.policy]()
+        self._roster = Roster(kv_cache, policy, hooks)
+        self._in_flight = StepsInFlight()
+        self._nobody = _nobody()
         self._pause = PauseState.NONE
-
-        self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []  # in order of admission
-        # Rows of the plans whose results are still to come. By object, not by id: an id may be used again.
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
-        self._released: list[str] = []  # rows for the runner to free with the next plan
 
         self._step_number = 0
         self._updated_step_number = 0
         self._prefill_limit = 0  # of this step
         self._pads_newcomers = False  # in this step
-        self._num_preemptions = 0
+        self._has_running_rows = False  # in this step
         self._num_chunked_prefills = 0
         self._max_rows = 0
+        self._drafts = DraftCounter()
 
     @property
     def has_work(self) -> bool:
         """Whether a step planned now could compute something."""
         if self._pause is PauseState.ALL:
             return False
-        return bool(self._running) or (self._pause is PauseState.NONE and self._waiting.num_ready > 0)
+        return bool(self._roster.running) or (
+            self._pause is PauseState.NONE and self._roster.waiting.num_ready > 0
+        )
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended: running, waiting and blocked."""
-        return len(self._requests)
+        return len(self._roster.requests)
 
     @property
     def running_ids(self) -> list[str]:
         """Running requests, in order of admission."""
-        return [request.request_id for request in self._running]
+        return [request.request_id for request in self._roster.running]
 
     @property
     def waiting_ids(self) -> list[str]:
         """Waiting and blocked requests, in the order in which they will be taken."""
-        return [request.request_id for request in self._waiting]
+        return [request.request_id for request in self._roster.waiting]
 
     def stats(self) -> SchedulerStats:
         """State now, and counters since the start."""
+        kv_cache, roster = self._kv_cache, self._roster
         return SchedulerStats(
             step_number=self._step_number,
-            num_running=len(self._running),
-            num_waiting=self._waiting.num_ready,
-            num_blocked=self._waiting.num_blocked,
-            num_waiting_tokens=self._waiting.num_uncached_tokens,
-            num_used_blocks=self._kv_cache.num_used_blocks,
-            num_total_blocks=self._kv_cache.num_total_blocks,
-            prefix_queries=self._kv_cache.prefix_queries,
-            prefix_hits=self._kv_cache.prefix_hits,
-            num_preemptions=self._num_preemptions,
+            num_running=len(roster.running),
+            num_waiting=roster.waiting.num_ready,
+            num_blocked=roster.waiting.num_blocked,
+            num_waiting_tokens=roster.waiting.num_uncached_tokens,
+            num_used_blocks=kv_cache.num_used_blocks,
+            num_total_blocks=kv_cache.num_total_blocks,
+            prefix_queries=kv_cache.prefix_queries,
+            prefix_hits=kv_cache.prefix_hits,
+            prefix_hit_rate=kv_cache.hit_rate.value,
+            preempted_queries=kv_cache.preempted_queries,
+            preempted_hits=kv_cache.preempted_hits,
+            num_preemptions=roster.num_preemptions,
             num_chunked_prefills=self._num_chunked_prefills,
             max_rows=self._max_rows,
+            drafts=self._drafts.stats(),
         )
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could never be served here, in words for its sender; None: it can be added."""
-        if request.request_id in self._requests:
+        if request.request_id in self._roster.requests:
             return f"request {request.request_id} is already being served"
         return refusal(request, self._config, self._kv_cache)
 
+    def chunk_refusal(self, request_id: str, chunk: Chunk) -> str | None:
+        """Why this further input could never be served here, in words for its sender; None: it can be."""
+        return chunk_refusal(self._roster.requests.get(request_id), chunk, self._config, self._kv_cache)
+
     def add(self, request: Request) -> None:
         """Enter a new request into the queue. Ask `refusal` first."""
-        if request.request_id in self._requests:
+        if request.request_id in self._roster.requests:
             raise ValueError(f"request {request.request_id} is already being served")
-        request.max_num_tokens = max_num_tokens(request, self._config.max_model_len)
-        request.order_key = self._policy.order_key(request)
-        self._requests[request.request_id] = request
-        for hook in self._hooks:
-            hook.on_add(request)
-        if not request.blockers:
-            request.move_to(RequestStatus.WAITING)
-        self._enqueue(request)
+        note_limits(request, self._config.max_model_len)
+        self._roster.add(request)
+
+    def extend(self, request_id: str, chunk: Chunk | None, now: float) -> list[RequestOutput]:
+        """Continue a resumable request by a chunk, when its turn is over; None: there will be none.
+
+        Ask `chunk_refusal` first. Unknown ids are ignored. Returns the last output of a request that ends.
+        """
+        request = self._roster.requests.get(request_id)
+        if request is None:
+            return []
+        waits = INPUT in request.blockers
+        if chunk is None:
+            request.is_resumable = False
+            return [self._end_early(request, FinishReason.ABORT, now)] if waits else []
+        if not waits:
+            request.chunks.append(chunk)
+            return []
+        begin_turn(request, chunk, self._config.max_model_len)
+        self._roster.unblock(request, INPUT)
+        return []
 
     def unblock(self, request_id: str, name: str) -> None:
         """Take `name` off what blocks a request; without any it may be admitted. Unknown ids are ignored."""
-        request = self._waiting.blocked(request_id)
-        if request is None:
-            return
-        request.blockers.discard(name)
-        if not request.blockers:
-            self._waiting.remove(request)
-            request.move_to(RequestStatus.WAITING)
-            self._enqueue(request)
+        request = self._roster.waiting.blocked(request_id)
+        if request is not None:
+            self._roster.unblock(request, name)
 
     def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
         """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
-            request = self._requests.get(request_id)
+            request = self._roster.requests.get(request_id)
             if request is not None:
                 request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
@@ -144,10 +170,12 @@ class Scheduler:
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Forget all cached content. Refused while requests hold blocks, unless they may be preempted."""
+        """Forget all cached content. Refused while requests hold blocks, unless these may be taken."""
         if reset_running:
-            while self._running:
-                self._preempt(self._running[-1], now)
+            while self._roster.running:
+                self._preempt(self._roster.running[-1], now)
+            while self._roster.reclaim():
+                continue
         return self._kv_cache.reset()
 
     def schedule(self, now: float) -> StepPlan:
@@ -160,12 +188,13 @@ class Scheduler:
         plan = self._builder.begin(self._step_number)
         if self._pause is PauseState.ALL:
             return plan
+        roster = self._roster
         # A lone request has nobody to make room for.
-        alone = len(self._running) + len(self._waiting) == 1
+        alone = len(roster.running) + len(roster.waiting) == 1
         self._prefill_limit = 0 if alone else self._config.long_prefill_token_threshold
         # Who was in the middle of a chunk before this step makes rows of unequal length.
         self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
-            request.last_row_sampled for request in self._running
+            request.last_row_sampled for request in roster.running
         )
         self._schedule_running(now)
         if not plan.preempted and self._pause is PauseState.NONE:
@@ -173,8 +202,8 @@ class Scheduler:
         rows = self._builder.rows
         if not rows:
             return plan
-        plan.released, self._released = self._released, []
-        self._in_flight.append((plan.step_number, rows))
+        plan.released, roster.released = roster.released, []
+        self._in_flight.push(plan.step_number, rows, plan.num_tokens)
         self._max_rows = max(self._max_rows, len(rows))
         for hook in self._hooks:
             hook.on_plan(plan)
@@ -184,10 +213,10 @@ class Scheduler:
         """Take in what a plan yielded: append tokens, end who stops, note drafts."""
         if not plan.request_ids:
             return []
-        step_number, rows = self._in_flight.popleft()
-        assert step_number == plan.step_number == result.step_number, "results come in the order of the plans"
+        rows = self._in_flight.pop(plan.step_number)
+        assert result.step_number == plan.step_number, "a result belongs to its plan"
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
-        self._updated_step_number = step_number
+        self._updated_step_number = plan.step_number
         broken = [rows[row] for row in sorted(set(result.non_finite)) if not rows[row].is_finished]
         outputs = [self._end_early(request, FinishReason.ERROR, now) for request in broken]
         finished = RequestStatus.FINISHED
@@ -196,22 +225,29 @@ class Scheduler:
                 continue
             if drafts:
                 take_back(request, len(drafts) + 1 - len(tokens))
+                self._drafts.add(len(drafts), len(tokens) - 1)
             output = RequestOutput(request.request_id, tokens)
             outputs.append(output)
             if request.timeline.first_token_at is None:
                 _note_first_token(request, output, now)
-            token_ids, end_token_ids, limit = request.token_ids, request.end_token_ids, request.max_num_tokens
+            token_ids, end_token_ids, check_from = (
+                request.token_ids,
+                request.end_token_ids,
+                request.check_from,
+            )
             num_before = len(token_ids)
-            ends = False
+            stopped = None
             for token in tokens:
                 token_ids.append(token)
-                if token in end_token_ids or len(token_ids) >= limit:
-                    output.new_token_ids = token_ids[num_before:]
-                    ends = True
-                    break
+                if token in end_token_ids or len(token_ids) >= check_from:
+                    stopped = why_stopped(request)
+                    if stopped is not None:
+                        output.new_token_ids = token_ids[num_before:]
+                        break
             if request.num_placeholders:
                 self._settle(request, len(output.new_token_ids))
-            if ends:
+            if stopped is not None:
+                output.finish_reason, output.stop_token_id = stopped
                 self._stop(request, output, now)
         if result.drafts:
             note_drafts(plan, rows, result.drafts)
@@ -220,11 +256,11 @@ class Scheduler:
         return outputs
 
     def _schedule_running(self, now: float) -> None:
-        builder, tokens, max_model_len = self._builder, self._builder.tokens, self._config.max_model_len
-        has_further_budgets = builder.has_further_budgets
+        builder, max_model_len = self._builder, self._config.max_model_len
+        has_budgets = builder.has_budgets
         running = RequestStatus.RUNNING
-        for request in self._running.copy():
-            if not tokens.remaining:
+        for request in self._policy.walk(self._roster.running, self._roster.waiting.num_ready):
+            if not builder.remaining:
                 return
             # A victim of this step.
             if request.status is not running:
@@ -232,14 +268,14 @@ class Scheduler:
             computed, placeholders = request.num_computed_tokens, request.num_placeholders
             num_tokens = len(request.token_ids) + placeholders + len(request.draft_token_ids) - computed
             # One pending token that is known is the usual row: only a further budget could make it less.
-            if num_tokens != 1 or placeholders or has_further_budgets:
+            if num_tokens != 1 or placeholders or has_budgets:
                 if placeholders and is_last_token_in_flight(request):
                     continue
                 num_tokens = min(self._limit(num_tokens), max_model_len - 1 - computed)
                 num_tokens = builder.clip(request, num_tokens)
                 if num_tokens < 1:
                     continue
-            new_block_ids = NOTHING
+            new_block_ids = NO_BLOCKS
             if computed + num_tokens > request.quiet_until:
                 grown = self._grow(request, num_tokens, now)
                 if grown is None:
@@ -248,84 +284,73 @@ class Scheduler:
             builder.place(request, num_tokens, new_block_ids)
 
     def _admit_waiting(self, now: float) -> None:
-        config, kv_cache, builder = self._config, self._kv_cache, self._builder
-        has_rows = bool(builder.rows)
-        while builder.tokens.remaining and len(self._running) < config.max_num_seqs:
-            request = self._waiting.first()
+        config, roster, builder = self._config, self._roster, self._builder
+        self._has_running_rows = bool(builder.rows)
+        place = 0
+        while builder.remaining and len(roster.running) < config.max_num_seqs:
+            request = roster.waiting.at(place)
             # Tokens of a step in flight belong to a preempted request too, and it needs them to continue.
             if request is None or request.resumes_after_step > self._updated_step_number:
                 return
-            hit = kv_cache.match_prefix(request)
-            num_cached = len(hit) * kv_cache.block_size
-            wanted = request.num_tokens - num_cached
-            if wanted == 1 and self._pads_newcomers and (has_rows or hit):
-                wanted += pad_with_drafts(request, num_cached, config)
-            wanted = self._limit(wanted)
-            num_tokens = builder.clip(request, wanted)
-            must_be_whole = request.draft_token_ids or not config.enable_chunked_prefill
-            if (
-                num_tokens < 1
-                or (must_be_whole and num_tokens < wanted)
-                or not kv_cache.admit(request, hit, num_tokens, reserve_all=config.reserve_full_prompt)
-            ):
-                # Nobody overtakes the head of the queue.
-                request.draft_token_ids = []
+            if not builder.admits(request):
+                place += 1
+                continue
+            if not self._admit(request, now):
+                # Nobody overtakes who only has to wait for room.
                 return
-            self._enter(request, now)
-            builder.place(request, num_tokens, request.block_table.copy())
-            self._num_chunked_prefills += not request.last_row_sampled
+
+    def _admit(self, request: Request, now: float) -> bool:
+        config, kv_cache, builder = self._config, self._kv_cache, self._builder
+        hit = kv_cache.match_prefix(request)
+        num_known = hit.num_tokens or request.num_computed_tokens
+        wanted = request.num_tokens - num_known
+        if wanted == 1 and self._pads_newcomers and (self._has_running_rows or num_known):
+            wanted += pad_with_drafts(request, num_known, config)
+        wanted = self._limit(wanted)
+        num_tokens = builder.clip(request, wanted)
+        must_be_whole = request.draft_token_ids or not config.enable_chunked_prefill
+        new_block_ids = None
+        if num_tokens >= 1 and not (must_be_whole and num_tokens < wanted):
+            new_block_ids = self._make_room(request, hit, num_tokens)
+        if new_block_ids is None:
+            request.draft_token_ids = []
+            return False
+        self._roster.enter(request, now)
+        builder.admit(request, new_block_ids)
+        builder.place(request, num_tokens, new_block_ids)
+        self._num_chunked_prefills += not request.last_row_sampled
+        return True
+
+    def _make_room(self, request: Request, hit: PrefixHit, num_tokens: int) -> NewBlocks | None:
+        """Blocks for a request that enters; with nobody running, at the cost of idle ones."""
+        kv_cache, reserve_all = self._kv_cache, self._config.reserve_full_prompt
+        new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
+        while new_block_ids is None and not self._roster.running and self._roster.reclaim(besides=request):
+            new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
+        return new_block_ids
 
     def _limit(self, num_tokens: int) -> int:
         """What the limit for long prefills leaves of so many tokens."""
         return min(num_tokens, self._prefill_limit) if self._prefill_limit else num_tokens
 
-    def _grow(self, request: Request, num_tokens: int, now: float) -> list[int] | None:
+    def _grow(self, request: Request, num_tokens: int, now: float) -> NewBlocks | None:
         """Blocks for a running request, at the cost of others if need be; None: it had to go itself."""
+        num_in_flight_tokens = self._in_flight.num_tokens_of(request)
         while True:
-            new_block_ids = self._kv_cache.grow(request, num_tokens)
+            new_block_ids = self._kv_cache.grow(request, num_tokens, num_in_flight_tokens)
             if new_block_ids is not None:
                 return new_block_ids
-            victim = self._policy.pick_victim(self._running)
+            if self._roster.reclaim():
+                continue
+            victim = self._policy.pick_victim(self._roster.running, self._kv_cache)
             self._builder.withdraw(victim)
             self._builder.plan.preempted.append(victim.request_id)
             self._preempt(victim, now)
             if victim is request:
                 return None
 
-    def _enter(self, request: Request, now: float) -> None:
-        """Move the head of the queue among the running."""
-        self._waiting.remove(request)
-        request.move_to(RequestStatus.RUNNING)
-        self._running.append(request)
-        self._builder.admit(request)
-        timeline = request.timeline
-        if timeline.scheduled_at is None:
-            timeline.scheduled_at = now
-            request.num_cached_tokens = request.num_computed_tokens
-            timeline.events.append(("scheduled", now))
-        else:
-            timeline.events.append(("resumed", now))
-
     def _preempt(self, request: Request, now: float) -> None:
-        """Take a running request's blocks and queue it again; it will compute its tokens anew."""
-        self._running.remove(request)
-        self._released.append(request.request_id)
-        self._kv_cache.release(request)
-        request.move_to(RequestStatus.WAITING)
-        request.num_computed_tokens = 0
-        request.num_placeholders = 0
-        request.draft_token_ids = []
-        request.num_preemptions += 1
-        request.resumes_after_step = self._in_flight[-1][0] if self._in_flight else 0
-        request.timeline.events.append(("preempted", now))
-        request.order_key = self._policy.requeue_key(request)
-        self._enqueue(request)
-        self._num_preemptions += 1
-
-    def _enqueue(self, request: Request) -> None:
-        num_cached = len(self._kv_cache.match_prefix(request)) * self._kv_cache.block_size
-        request.num_uncached_tokens = request.num_tokens - num_cached
-        self._waiting.add(request)
+        self._roster.preempt(request, now, resumes_after_step=self._in_flight.newest)
 
     def _settle(self, request: Request, num_tokens: int) -> None:
         """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
@@ -334,35 +359,36 @@ class Scheduler:
             self._kv_cache.commit(request, request.num_computed_tokens - request.num_placeholders)
 
     def _stop(self, request: Request, output: RequestOutput, now: float) -> None:
-        stopped = why_stopped(request)
-        assert stopped is not None, "only a request whose newest token ends it is stopped"
-        output.finish_reason, output.stop_token_id = stopped
-        self._finish(request, output.finish_reason, now)
+        """End a request whose newest token ends it, or its turn."""
+        reason = output.finish_reason
+        assert reason is not None, "only what has a reason stops"
+        if not request.is_resumable and not request.chunks:
+            self._roster.finish(request, reason, now)
+            return
+        output.continues = True
+        self._in_flight.forget(request, self._nobody)
+        settle_turn(request, self._kv_cache.hasher.block_size)
+        self._roster.end_turn(request)
+        if request.chunks:
+            begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
+            self._roster.unblock(request, INPUT)
 
     def _end_early(self, request: Request, reason: FinishReason, now: float) -> RequestOutput:
-        self._finish(request, reason, now)
+        self._roster.finish(request, reason, now)
         output = RequestOutput(request.request_id, [], reason)
         if request.timeline.first_token_at is None:
             output.num_cached_tokens = request.num_cached_tokens
         return output
-
-    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        """End a request wherever it is: its blocks are free at once, its row with the next plan."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-            self._released.append(request.request_id)
-        else:
-            self._waiting.remove(request)
-        request.move_to(RequestStatus.FINISHED)
-        request.finish_reason = reason
-        request.timeline.finished_at = now
-        self._kv_cache.release(request)
-        del self._requests[request.request_id]
-        for hook in self._hooks:
-            hook.on_finish(request)
 
 
 def _note_first_token(request: Request, output: RequestOutput, now: float) -> None:
     request.timeline.first_token_at = now
     request.timeline.events.append(("first_token", now))
     output.num_cached_tokens = request.num_cached_tokens
+
+
+def _nobody() -> Request:
+    """Who rows in flight belong to when nobody wants their tokens any more."""
+    nobody = Request("", [], 0, SamplingParams(max_tokens=1))
+    nobody.move_to(RequestStatus.FINISHED)
+    return nobody

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What became of drafts since the start."""
+
+    num_drafts: int = 0  # rows of steps that carried any
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # index 0 is the first draft of a row
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """State now, and counters since the start."""
 
@@ -18,6 +28,10 @@ class SchedulerStats:
     num_total_blocks: int
     prefix_queries: int  # tokens, at first admissions
     prefix_hits: int
+    prefix_hit_rate: float  # of the last requests admitted first
+    preempted_queries: int  # tokens, at admissions after a preemption
+    preempted_hits: int
     num_preemptions: int
     num_chunked_prefills: int  # admissions whose first step did not reach their last known token
     max_rows: int  # of any step
+    drafts: DraftStats

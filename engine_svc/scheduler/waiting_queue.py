@@ -49,9 +49,9 @@ class WaitingQueue:
         else:
             insort(self._ready, request, key=_by_order_key)
 
-    def first(self) -> Request | None:
-        """The request to be taken next, if any may be."""
-        return self._ready[0] if self._ready else None
+    def at(self, place: int) -> Request | None:
+        """The request at a place of the order, blocked ones not counted; None behind the last."""
+        return self._ready[place] if place < len(self._ready) else None
 
     def blocked(self, request_id: str) -> Request | None:
         """The blocked request with this id, if there is one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.replay_adapter import ReplayEngine, make
+from tests.conformance.adapter import ReplayEngine, make
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json.gz"))
 

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool
-from engine_svc.cache.kv_cache import KVCache
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan, StepResult
@@ -106,15 +106,10 @@ def make_scheduler(
     *, num_blocks: int = 65, block_size: int = 4, max_num_seqs: int = 16, max_num_batched_tokens: int = 64
 ) -> Scheduler:
     """A real scheduler over a small pool; one of its blocks is the cache's placeholder."""
-    kv_cache = KVCache(
-        BlockPool(num_blocks, enable_prefix_caching=True),
-        BlockHasher(block_size, b"fake"),
-        max_model_len=MAX_MODEL_LEN,
-    )
     config = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    return Scheduler(config, kv_cache)
+    return build_core(config, CacheConfig(num_blocks, (FullAttention(block_size),))).scheduler
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):

@@ -29,7 +29,7 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--port", "70000"], "--port"),
         (["--drain-deadline-s", "-1"], "--drain-deadline-s"),
         (["--data-parallel-rank", "2", "--data-parallel-size", "2"], "--data-parallel-rank"),
-        (["--scheduling-policy", "lifo"], "--scheduling-policy"),
+        (["--prefill-share", "1"], "--prefill-share"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

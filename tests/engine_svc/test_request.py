@@ -10,8 +10,10 @@ from engine_svc.sampling_params import SamplingParams
 ALLOWED = {
     ("BLOCKED", "WAITING"),
     ("BLOCKED", "FINISHED"),
+    ("WAITING", "BLOCKED"),
     ("WAITING", "RUNNING"),
     ("WAITING", "FINISHED"),
+    ("RUNNING", "BLOCKED"),
     ("RUNNING", "WAITING"),
     ("RUNNING", "FINISHED"),
 }

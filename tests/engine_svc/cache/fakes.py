@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool
+from collections.abc import Sequence
+
+from engine_svc.cache.attention import AttentionKind, FullAttention
+from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.cache.observer import CacheObserver
 from engine_svc.request import Request
 from engine_svc.sampling_params import SamplingParams
 
@@ -33,21 +36,29 @@ class SmallCache:
         enable_prefix_caching: bool = True,
         num_lookahead_tokens: int = 0,
         drop_last_matched_block: bool = False,
+        groups: Sequence[AttentionKind] = (),
+        observers: Sequence[CacheObserver] = (),
+        max_in_flight_tokens: int = 100_000,
     ) -> None:
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.cache = KVCache(
-            self.pool,
-            BlockHasher(block_size),
+            CacheConfig(
+                num_blocks,
+                tuple(groups) or (FullAttention(block_size),),
+                enable_prefix_caching=enable_prefix_caching,
+                num_lookahead_tokens=num_lookahead_tokens,
+                drop_last_matched_block=drop_last_matched_block,
+            ),
             max_model_len=100_000,
-            num_lookahead_tokens=num_lookahead_tokens,
-            drop_last_matched_block=drop_last_matched_block,
+            max_in_flight_tokens=max_in_flight_tokens,
+            observers=observers,
         )
+        self.pool = self.cache.pool
 
     def admit(self, admitted: Request) -> bool:
         """Take over what is cached and make room for the rest; all of it then counts as computed."""
         hit = self.cache.match_prefix(admitted)
-        num_tokens = admitted.num_tokens - len(hit) * self.cache.block_size
-        if not self.cache.admit(admitted, hit, num_tokens, reserve_all=False):
+        num_tokens = admitted.num_tokens - hit.num_tokens
+        if self.cache.admit(admitted, hit, num_tokens, reserve_all=False) is None:
             return False
         admitted.num_cached_tokens = admitted.num_computed_tokens
         admitted.num_computed_tokens = admitted.num_tokens
@@ -59,12 +70,20 @@ class SmallCache:
         new_block_ids = self.cache.grow(running, len(new_tokens))
         if new_block_ids is not None:
             running.num_computed_tokens += len(new_tokens)
-        return new_block_ids
+            return [block_id for block_ids in new_block_ids for block_id in block_ids]
+        return None
 
     def hashes_of(self, holder: Request) -> list[bytes | None]:
         """By which hash each block of a request can be found."""
-        return [self.pool.block_hash(block_id) for block_id in holder.block_table]
+        return [self.pool.key_of(block_id) for table in holder.block_tables for block_id in table.block_ids]
 
     def ref_counts_of(self, holder: Request) -> list[int]:
         """How many hold each block of a request."""
-        return [self.pool.ref_count(block_id) for block_id in holder.block_table]
+        return [
+            self.pool.ref_count(block_id) for table in holder.block_tables for block_id in table.block_ids
+        ]
+
+
+def table_of(holder: Request, group: int = 0) -> list[int]:
+    """The blocks that a request holds in a group; [] without any."""
+    return holder.block_tables[group].block_ids if holder.block_tables else []

@@ -62,7 +62,7 @@ def test_reuse_forgets_the_content():
     assert pool.find(b"one") == 1
     pool.allocate(1)
     assert pool.find(b"one") is None
-    assert pool.block_hash(1) is None
+    assert pool.key_of(1) is None
 
 
 def test_of_twins_the_oldest_is_found_and_any_may_go():
@@ -79,7 +79,7 @@ def test_of_twins_the_oldest_is_found_and_any_may_go():
     pool.release([2])
     pool.allocate(1)
     assert pool.find(b"same") is None
-    assert pool.num_cached_hashes == 0
+    assert pool.num_cached_keys == 0
 
 
 def test_an_unknown_hash_is_not_found():
@@ -95,6 +95,6 @@ def test_reset_waits_for_all_blocks():
     assert pool.find(b"same") == 1
     pool.release([2])
     assert pool.reset()
-    assert pool.num_cached_hashes == 0
-    assert pool.block_hash(1) is None
-    assert pool.block_hash(2) is None
+    assert pool.num_cached_keys == 0
+    assert pool.key_of(1) is None
+    assert pool.key_of(2) is None

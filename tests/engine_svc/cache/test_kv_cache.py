@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_svc.cache.fakes import SmallCache, request, tokens
+from engine_svc.cache.prefix import PrefixHit
+from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tokens
 
 COMMON = tokens(48)  # three full blocks
 
@@ -13,7 +14,7 @@ def test_the_first_prompt_fills_blocks_in_order_and_hashes_the_full_ones():
     small = SmallCache(11)
     first = request("a", [*COMMON, *tokens(7, 100)])
     assert small.admit(first)
-    assert first.block_table == [1, 2, 3, 4]
+    assert table_of(first) == [1, 2, 3, 4]
     assert small.hashes_of(first) == [*first.block_hashes, None]
     assert len(set(first.block_hashes)) == 3
     assert small.ref_counts_of(first) == [1, 1, 1, 1]
@@ -25,7 +26,7 @@ def test_a_second_prompt_shares_the_blocks_of_the_common_beginning():
     assert small.admit(first)
     assert small.admit(second)
     assert second.num_cached_tokens == 48
-    assert second.block_table == [1, 2, 3, 5]
+    assert table_of(second) == [1, 2, 3, 5]
     assert small.ref_counts_of(second) == [2, 2, 2, 1]
     assert small.cache.num_free_blocks == 5
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (55 + 53, 48)
@@ -50,11 +51,11 @@ def test_cached_blocks_are_taken_again_and_evicted_in_order():
     small = _cache_after_two_shared_prompts()
     third = request("c", [*COMMON, *tokens(5, 300)])
     assert small.admit(third)
-    assert third.block_table == [1, 2, 3, 5]
+    assert table_of(third) == [1, 2, 3, 5]
     small.cache.release(third)
     stranger = request("d", tokens(160, 1000))
     assert small.admit(stranger)
-    assert stranger.block_table == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert table_of(stranger) == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
     assert small.cache.num_free_blocks == 0
 
 
@@ -78,7 +79,7 @@ def test_the_blocks_of_the_longest_gone_request_are_evicted_first():
     assert small.pool.free_block_ids == [6, 10, 5, 4, 3, 2, 1, 9, 8, 7]
     sharing = request("c", [*tokens(32), *tokens(3, 2000)])
     assert small.admit(sharing)
-    assert sharing.block_table == [1, 2, 6]
+    assert table_of(sharing) == [1, 2, 6]
     assert small.cache.num_free_blocks == 7
 
 
@@ -90,7 +91,7 @@ def test_a_hit_protects_its_blocks_from_the_rest_of_the_same_prompt():
     second = request("b", [*tokens(16), *tokens(16, 500)])
     assert small.admit(second)
     assert second.num_cached_tokens == 16
-    assert second.block_table == [1, 2]
+    assert table_of(second) == [1, 2]
 
 
 def test_a_partial_block_has_no_hash_even_where_a_full_one_was():
@@ -101,20 +102,20 @@ def test_a_partial_block_has_no_hash_even_where_a_full_one_was():
     second = request("b", tokens(15))
     assert small.admit(second)
     assert small.hashes_of(second) == [None]
-    assert small.pool.num_cached_hashes == 0
+    assert small.pool.num_cached_keys == 0
 
 
 def test_without_prefix_caching_nothing_is_found_again():
     small = SmallCache(5, enable_prefix_caching=False)
     first = request("a", tokens(40))
     assert small.admit(first)
-    assert len(first.block_table) == 3
+    assert len(table_of(first)) == 3
     small.cache.release(first)
     assert small.pool.free_block_ids == [3, 2, 1, 4]
     second = request("b", tokens(64))
     assert small.admit(second)
     assert second.num_cached_tokens == 0
-    assert len(second.block_table) == 4
+    assert len(table_of(second)) == 4
     assert not small.admit(request("c", tokens(1)))
     assert small.cache.prefix_queries == 0
 
@@ -125,7 +126,7 @@ def test_a_refused_admission_changes_nothing():
     assert small.admit(first)
     second = request("b", [*tokens(96), *tokens(80, 500)])
     assert not small.admit(second)
-    assert second.block_table == []
+    assert table_of(second) == []
     assert small.ref_counts_of(first) == [1] * 6
     assert small.cache.num_free_blocks == 4
     assert small.cache.prefix_queries == 96
@@ -145,15 +146,15 @@ def test_a_refused_growth_changes_nothing():
     growing = request("a", tokens(32))
     assert small.admit(growing)
     assert small.cache.grow(growing, 1) is None
-    assert growing.block_table == [1, 2]
+    assert table_of(growing) == [1, 2]
 
 
 def test_room_for_all_tokens_can_be_asked_for():
     small = SmallCache(5)
     long = request("a", tokens(65))
-    assert not small.cache.admit(long, [], 16, reserve_all=True)
-    assert small.cache.admit(long, [], 16, reserve_all=False)
-    assert long.block_table == [1]
+    assert small.cache.admit(long, PrefixHit(), 16, reserve_all=True) is None
+    assert small.cache.admit(long, PrefixHit(), 16, reserve_all=False) == [[1]]
+    assert table_of(long) == [1]
 
 
 def test_who_skips_the_lookup_still_leaves_blocks_for_others():
@@ -162,7 +163,7 @@ def test_who_skips_the_lookup_still_leaves_blocks_for_others():
     assert small.admit(first)
     assert small.admit(second)
     assert second.num_cached_tokens == 0
-    assert second.block_table == [4, 5, 6]
+    assert table_of(second) == [4, 5, 6]
     assert small.hashes_of(second) == small.hashes_of(first)
 
 
@@ -187,14 +188,15 @@ def test_the_search_ends_at_the_first_miss():
     small = SmallCache(20)
     first = request("a", [*tokens(32), *tokens(32, 500)])
     assert small.admit(first)
-    assert small.cache.match_prefix(request("b", [*tokens(16, 900), *first.token_ids[16:], 1])) == []
+    stranger = request("b", [*tokens(16, 900), *first.token_ids[16:], 1])
+    assert small.cache.match_prefix(stranger).num_tokens == 0
 
 
 @pytest.mark.parametrize("num_tokens", [48, 37])
 def test_the_last_match_can_be_given_up(num_tokens: int):
     small = SmallCache(20, drop_last_matched_block=True)
     assert small.admit(request("a", tokens(num_tokens)))
-    assert len(small.cache.match_prefix(request("b", tokens(num_tokens)))) == 1
+    assert small.cache.match_prefix(request("b", tokens(num_tokens))).num_tokens == 16
 
 
 @pytest.mark.parametrize(("num_tokens", "num_lookahead"), [(3, 2), (3, 4), (8, 0)])
@@ -202,7 +204,7 @@ def test_lookahead_slots_are_part_of_the_room(num_tokens: int, num_lookahead: in
     small = SmallCache(10, block_size=4, num_lookahead_tokens=num_lookahead)
     ahead = request("a", tokens(num_tokens))
     assert small.admit(ahead)
-    assert len(ahead.block_table) == 2
+    assert len(table_of(ahead)) == 2
 
 
 def test_reset_waits_until_nobody_holds_a_block():
@@ -212,7 +214,7 @@ def test_reset_waits_until_nobody_holds_a_block():
     assert not small.cache.reset()
     small.cache.release(first)
     assert small.cache.reset()
-    assert small.cache.match_prefix(request("b", COMMON)) == []
+    assert small.cache.match_prefix(request("b", COMMON)).num_tokens == 0
 
 
 def test_a_preempted_request_is_not_counted_among_the_lookups_again():

@@ -76,15 +76,19 @@ class PlanDriver:
         total = request.num_computed_tokens + num_tokens
         num_new = -(-total // self._block_size) - len(request.block_ids)
         new_blocks = [self.free_blocks.pop(0) for _ in range(num_new)]
-        plan.new_block_ids.append(new_blocks if request.is_admitted else request.block_ids + new_blocks)
-        request.block_ids += new_blocks
+        plan.new_block_ids.append([new_blocks] if new_blocks else [])
         if not request.is_admitted:
             request.is_admitted = True
             plan.admitted.append(
                 AdmittedRequest(
-                    request.request_id, list(request.token_ids), request.num_prompt_tokens, request.sampling
+                    request.request_id,
+                    list(request.token_ids),
+                    request.num_prompt_tokens,
+                    request.sampling,
+                    [list(request.block_ids)],
                 )
             )
+        request.block_ids += new_blocks
         plan.request_ids.append(request.request_id)
         plan.num_tokens.append(num_tokens)
         plan.num_computed_tokens.append(request.num_computed_tokens)

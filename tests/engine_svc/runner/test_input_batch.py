@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan
@@ -12,9 +14,13 @@ def small_batch(**sizes: int) -> InputBatch:
     return InputBatch(**{**defaults, **sizes})
 
 
-def admitted(request_id: str, num_tokens: int, **wishes: object) -> AdmittedRequest:
+def admitted(
+    request_id: str, num_tokens: int, block_ids: Sequence[int] = (), **wishes: object
+) -> AdmittedRequest:
+    """A request that enters, with the blocks it has already."""
     sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **wishes})
-    return AdmittedRequest(request_id, list(range(10, 10 + num_tokens)), num_tokens, sampling)
+    tokens = list(range(10, 10 + num_tokens))
+    return AdmittedRequest(request_id, tokens, num_tokens, sampling, [list(block_ids)])
 
 
 def plan(rows: list[tuple[str, int, int, list[int]]], **columns: object) -> StepPlan:
@@ -24,7 +30,7 @@ def plan(rows: list[tuple[str, int, int, list[int]]], **columns: object) -> Step
         request_ids=[row[0] for row in rows],
         num_tokens=[row[1] for row in rows],
         num_computed_tokens=[row[2] for row in rows],
-        new_block_ids=[row[3] for row in rows],
+        new_block_ids=[[row[3]] if row[3] else [] for row in rows],
         draft_token_ids=[[] for _ in rows],
         **{"samples": [True for _ in rows], **columns},
     )
@@ -50,7 +56,9 @@ def test_tokens_of_all_rows_lie_flat_with_their_positions_and_slots():
 
 def test_blocks_that_hold_computed_tokens_are_not_fresh():
     batch = small_batch()
-    step = plan([("a", 2, 8, [3, 1, 2]), ("b", 5, 0, [6, 7])], admitted=[admitted("a", 10), admitted("b", 5)])
+    step = plan(
+        [("a", 2, 8, [2]), ("b", 5, 0, [6, 7])], admitted=[admitted("a", 10, [3, 1]), admitted("b", 5)]
+    )
     assert batch.apply(step) == [2, 6, 7]
     assert batch.apply(plan([("a", 1, 10, []), ("b", 1, 5, [])])) == []
     assert batch.apply(plan([("b", 1, 8, [9])])) == [9]

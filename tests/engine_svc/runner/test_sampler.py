@@ -21,13 +21,15 @@ def batch_of(wishes: list[dict[str, object]], *, num_tokens: int = 5) -> tuple[I
     step = StepPlan(
         0,
         admitted=[
-            AdmittedRequest(name, [1] * num_tokens, num_tokens, SamplingParams(**{"max_tokens": 9, **wish}))
+            AdmittedRequest(
+                name, [1] * num_tokens, num_tokens, SamplingParams(**{"max_tokens": 9, **wish}), [[]]
+            )
             for name, wish in zip(names, wishes, strict=True)
         ],
         request_ids=names,
         num_tokens=[num_tokens] * num_rows,
         num_computed_tokens=[0] * num_rows,
-        new_block_ids=[[2 * index, 2 * index + 1] for index in range(num_rows)],
+        new_block_ids=[[[2 * index, 2 * index + 1]] for index in range(num_rows)],
         draft_token_ids=[[] for _ in names],
         samples=[True] * num_rows,
     )

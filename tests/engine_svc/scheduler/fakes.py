@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.cache.block_pool import BlockPool
-from engine_svc.cache.kv_cache import KVCache
+from engine_svc.build import build_core
+from engine_svc.cache.attention import AttentionKind, FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.observer import CacheObserver
 from engine_svc.request import Request, RequestOutput
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
-from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan, StepResult
 
 EOS = 2
@@ -72,21 +72,33 @@ class Stage:
         reserve_full_prompt: bool = True,
         num_speculative_tokens: int = 0,
         async_scheduling: bool = False,
+        groups: Sequence[AttentionKind] = (),
+        observers: Sequence[CacheObserver] = (),
     ) -> None:
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
-        self.cache = KVCache(self.pool, BlockHasher(block_size), max_model_len=max_model_len)
         config = SchedulerConfig(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            policy=policy,
             enable_chunked_prefill=enable_chunked_prefill,
             long_prefill_token_threshold=long_prefill_token_threshold,
             reserve_full_prompt=reserve_full_prompt,
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
+            max_steps_in_flight=2 if async_scheduling else 1,
         )
-        self.scheduler = Scheduler(config, self.cache, hooks, budgets)
+        core = build_core(
+            config,
+            CacheConfig(
+                num_blocks,
+                tuple(groups) or (FullAttention(block_size),),
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            policy=policy,
+            hooks=hooks,
+            budgets=budgets,
+            observers=observers,
+        )
+        self.scheduler, self.cache, self.pool = core.scheduler, core.kv_cache, core.kv_cache.pool
         self.now = 0.0
 
     def add(self, *requests: Request) -> None:

@@ -15,7 +15,10 @@ from engine_svc.scheduler.config import SchedulerConfig
         ({"max_model_len": 0}, "max_model_len is 0, must be at least 1"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1, must be at least 0"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, must be at least 0"),
-        ({"policy": "luck"}, "policy is 'luck', must be one of fcfs, priority"),
+        ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be at least 1"),
+        ({"max_steps_in_flight": 2}, "max_steps_in_flight is 2, without async_scheduling it must be 1"),
+        ({"prefill_share": 0.0}, "prefill_share is 0.0, must be above 0 and below 1"),
+        ({"prefill_share": 1.0}, "prefill_share is 1.0, must be above 0 and below 1"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 63},
             "max_num_batched_tokens is 63, without chunked prefill it must be at least max_model_len, 64",

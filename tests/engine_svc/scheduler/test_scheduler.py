@@ -70,11 +70,11 @@ def test_an_admitted_request_is_told_in_full_and_later_only_by_its_new_blocks():
     [admitted] = plan.admitted
     assert admitted.token_ids == told.token_ids[:7]
     assert admitted.num_prompt_tokens == 7
-    assert plan.new_block_ids == [[1, 2]]
+    assert (admitted.block_ids, plan.new_block_ids) == ([[]], [[[1, 2]]])
     assert admitted.token_ids is not told.token_ids
     later = [stage.step() for _ in range(2)]
     assert [plan.admitted for plan in later] == [[], []]
-    assert [plan.new_block_ids for plan in later] == [[[]], [[3]]]
+    assert [plan.new_block_ids for plan in later] == [[[]], [[[3]]]]
 
 
 def test_a_continuation_computes_prompt_and_output_and_counts_both():
@@ -207,6 +207,9 @@ class _Meter:
     def begin_step(self) -> None:
         self.spent = {}
 
+    def admits(self, request: Request) -> bool:
+        return True
+
     def clip(self, request: Request, num_tokens: int) -> int:
         return num_tokens
 
@@ -285,13 +288,13 @@ def test_rejected_drafts_are_never_cached():
     stage.add(drafted)
     stage.update(stage.schedule(), {"a": [20]}, {"a": [21, 22, 23]})
     plan = stage.schedule()
-    assert drafted.num_registered_blocks == 1
+    assert drafted.block_tables[0].num_registered == 1
     stage.update(plan, {"a": [50]})
     stage.scheduler.abort(["a"], now=3.0)
     follower = request("b", 4)
     follower.cache_salt = "a"
     follower.token_ids.extend([20, 21, 22, 23, 1])
-    assert len(stage.cache.match_prefix(follower)) == 1
+    assert stage.cache.match_prefix(follower).num_tokens == 4
 
 
 def test_a_request_ahead_of_its_tokens_is_planned_exactly_as_often_as_it_needs():

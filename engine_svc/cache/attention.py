@@ -1,0 +1,246 @@
+"""The kinds of attention, as far as blocks are concerned: which tokens are read again, what a hit must hold.
+
+All layers of a group share a kind and a block table. Knows no requests, no pool and no tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+NEVER = sys.maxsize
+
+# The blocks that hold one block's worth of content, one in each group that is looked up together.
+Found = list[int]
+
+
+class AttentionKind(Protocol):
+    """What the cache asks about a group of layers. Lengths are in tokens unless they say blocks."""
+
+    @property
+    def block_size(self) -> int:
+        """Token places of a block."""
+        ...
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether each token has a slot, and equal beginnings equal KV, which others may take over."""
+        ...
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Token places that a request of this many tokens fills."""
+        ...
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that nothing behind the computed ones reads again."""
+        ...
+
+    def first_unreading(self, num_tokens: int) -> int:
+        """How many tokens have to be computed before the first `num_tokens` are unread; NEVER if never."""
+        ...
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """Most blocks held at once while a request grows to so many slots, with so many in flight."""
+        ...
+
+    def longest_hit(
+        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[Found | None]:
+        """What a request takes over of its first `num_blocks` blocks, by index; None where nothing is read.
+
+        The length is a multiple of `alignment` tokens. `drop_last` gives up the last block of the match.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """Every token reads all before it."""
+
+    block_size: int
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Yes."""
+        return True
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """One a token."""
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """None: everything is read to the end."""
+        return 0
+
+    def first_unreading(self, num_tokens: int) -> int:
+        """Never."""
+        return NEVER
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """All that the tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def longest_hit(
+        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[Found | None]:
+        """From the first block to the first miss."""
+        hit: list[Found | None] = []
+        for index in range(num_blocks):
+            found = find(index)
+            if found is None:
+                break
+            hit.append(found)
+        if drop_last and hit:
+            hit.pop()
+        return _aligned(hit, self.block_size, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Every token reads itself and the `window` - 1 tokens before it."""
+
+    block_size: int
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}, must be at least 1")
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Yes."""
+        return True
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """One a token; those of unread tokens are given back as the window moves on."""
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """Those that the next token's window has passed."""
+        return max(0, num_computed_tokens - self.window + 1)
+
+    def first_unreading(self, num_tokens: int) -> int:
+        """When the window has moved past them."""
+        return num_tokens + self.window - 1
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """The window and what is in flight, and one block more as neither need begin with a block."""
+        num_held = min(self.window - 1 + max_in_flight_tokens, num_tokens)
+        return min(-(-num_held // self.block_size) + 1, -(-num_tokens // self.block_size))
+
+    def longest_hit(
+        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[Found | None]:
+        """The last run of blocks that fills the window; else the run at the very beginning."""
+        num_needed = -(-(self.window - 1) // self.block_size) + drop_last
+        hit: list[Found | None] = [None] * num_blocks
+        num_run = 0
+        for index in range(num_blocks - 1, -1, -1):
+            found = find(index)
+            if found is None:
+                num_run = 0
+                continue
+            if num_run == 0 and (index + (not drop_last)) * self.block_size % alignment:
+                # No hit can end here.
+                continue
+            hit[index] = found
+            num_run += 1
+            if num_run >= num_needed:
+                del hit[index + num_run :]
+                break
+        else:
+            del hit[num_run:]
+            hit = _aligned(hit, self.block_size, alignment)
+        if drop_last and hit:
+            hit.pop()
+            hit = _aligned(hit, self.block_size, alignment)
+        return hit
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocal:
+    """Every token reads itself and those before it in its own chunk of `chunk` tokens."""
+
+    block_size: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}, must be at least 1")
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Yes."""
+        return True
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """One a token; those of earlier chunks are given back."""
+        return num_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """Those of chunks that are complete."""
+        return num_computed_tokens // self.chunk * self.chunk
+
+    def first_unreading(self, num_tokens: int) -> int:
+        """When the chunk with the last of them is complete."""
+        return -(-num_tokens // self.chunk) * self.chunk
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """A chunk and what is in flight, and one block more as a chunk need not begin with a block."""
+        num_held = min(self.chunk + max_in_flight_tokens, num_tokens)
+        return min(-(-num_held // self.block_size) + 1, -(-num_tokens // self.block_size))
+
+    def longest_hit(
+        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[Found | None]:
+        """Nothing before the chunk that the longest hit ends in; from there to the first miss."""
+        first = self.num_unread_tokens(num_blocks * self.block_size) // self.block_size
+        hit: list[Found | None] = [None] * first
+        for index in range(first, num_blocks):
+            found = find(index)
+            if found is None:
+                break
+            hit.append(found)
+        return _aligned(hit, self.block_size, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Every token reads what an encoder made of another input: KV of a fixed length, computed once."""
+
+    block_size: int
+
+    @property
+    def follows_tokens(self) -> bool:
+        """No: token ids say nothing about the other input."""
+        return False
+
+    def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Those of the encoder's output, from the beginning."""
+        return num_encoder_tokens
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """None: everything is read to the end."""
+        return 0
+
+    def first_unreading(self, num_tokens: int) -> int:
+        """Never."""
+        return NEVER
+
+    def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
+        """All that the encoder's tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def longest_hit(
+        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[Found | None]:
+        """Nothing."""
+        return []
+
+
+def _aligned(hit: list[Found | None], block_size: int, alignment: int) -> list[Found | None]:
+    """The longest beginning of `hit` that ends on a multiple of `alignment` tokens."""
+    num_tokens = len(hit) * block_size // alignment * alignment
+    return hit[: num_tokens // block_size]

@@ -1,0 +1,132 @@
+"""The longest beginning of a request that every group of layers still holds. Knows no clock."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine_svc.cache.attention import AttentionKind, ChunkedLocal, Found, FullAttention
+from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a request can take over."""
+
+    num_tokens: int = 0
+    block_ids: tuple[list[int], ...] = ()  # per group; the placeholder where nothing is read. () = nothing
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """Groups of one kind. They are looked up together: a hit is what all of them hold."""
+
+    kind: AttentionKind
+    groups: list[int] = field(default_factory=list)
+
+
+class PrefixFinder:
+    """Finds hits over groups of several kinds, and says how far content is worth registering.
+
+    A hit ends where a block of every group ends, so its length is a multiple of the least common multiple of
+    their block sizes, and content behind the last such place is not registered.
+    """
+
+    def __init__(
+        self, pool: BlockPool, hasher: BlockHasher, groups: Sequence[AttentionKind], *, drop_last: bool
+    ) -> None:
+        self._pool = pool
+        self._hasher = hasher
+        self._num_groups = len(groups)
+        self._drop_last = drop_last
+        self.alignment = math.lcm(*(kind.block_size for kind in groups))
+        self._lookups = _lookups(groups)
+        for kind in groups:
+            if isinstance(kind, ChunkedLocal) and (drop_last or kind.chunk % self.alignment):
+                raise ValueError(
+                    f"chunk is {kind.chunk}: with prefix caching it must be a multiple of {self.alignment} "
+                    "tokens, and no matched block can be dropped"
+                )
+
+    def num_cacheable_tokens(self, num_tokens: int, block_size: int) -> int:
+        """How many of the first `num_tokens` tokens a hit could cover, in a group of this block size."""
+        aligned = num_tokens // self.alignment * self.alignment
+        if not self._drop_last or not aligned:
+            return aligned
+        # The block that a hit gives up has to be there.
+        return min(num_tokens, aligned + block_size)
+
+    def find(self, request: Request) -> PrefixHit:
+        """The longest hit that leaves a token to compute. Changes nothing but the hashes of the request.
+
+        Every kind in turn accepts a candidate length or shortens it, until none does.
+        """
+        self._hasher.extend(request)
+        num_hashed = len(request.block_hashes) * self._hasher.block_size
+        length = request.num_tokens - 1
+        found: dict[_Lookup, list[Found | None]] = {}
+        dropped: set[_Lookup] = set()
+        while True:
+            candidate = length
+            for lookup in self._lookups:
+                block_size = lookup.kind.block_size
+                if lookup in found and isinstance(lookup.kind, FullAttention):
+                    # Any beginning of what it found is a hit as well.
+                    candidate = min(candidate, len(found[lookup]) * block_size)
+                    continue
+                drops = self._drop_last and lookup not in dropped
+                limit = candidate
+                if drops and self._num_groups > 1:
+                    # One block more, so that what is left after the drop can be as long as the candidate.
+                    limit = min(candidate + block_size, num_hashed)
+                hit = lookup.kind.longest_hit(
+                    functools.partial(self._find_block, request, lookup),
+                    limit // block_size,
+                    self.alignment,
+                    drop_last=drops,
+                )
+                num_tokens = len(hit) * block_size
+                if drops:
+                    dropped.add(lookup)
+                elif num_tokens < candidate:
+                    dropped.clear()
+                found[lookup] = hit
+                candidate = num_tokens
+            if candidate >= length:
+                return self._as_hit(found, length)
+            length = candidate
+
+    def _find_block(self, request: Request, lookup: _Lookup, index: int) -> Found | None:
+        num_hashes = lookup.kind.block_size // self._hasher.block_size
+        block_hash = request.block_hashes[(index + 1) * num_hashes - 1]
+        block_ids = []
+        for group in lookup.groups:
+            block_id = self._pool.find(content_key(block_hash, group))
+            if block_id is None:
+                return None
+            block_ids.append(block_id)
+        return block_ids
+
+    def _as_hit(self, found: dict[_Lookup, list[Found | None]], length: int) -> PrefixHit:
+        if not length:
+            return PrefixHit()
+        tables: list[list[int]] = [[] for _ in range(self._num_groups)]
+        for lookup, hit in found.items():
+            for place, group in enumerate(lookup.groups):
+                tables[group] = [
+                    PLACEHOLDER_BLOCK_ID if entry is None else entry[place]
+                    for entry in hit[: length // lookup.kind.block_size]
+                ]
+        return PrefixHit(length, tuple(tables))
+
+
+def _lookups(groups: Sequence[AttentionKind]) -> list[_Lookup]:
+    by_kind: dict[AttentionKind, _Lookup] = {}
+    for index, kind in enumerate(groups):
+        by_kind.setdefault(kind, _Lookup(kind)).groups.append(index)
+    # Full attention first: it shortens the candidate most cheaply, and is asked only once.
+    return sorted(by_kind.values(), key=lambda lookup: not isinstance(lookup.kind, FullAttention))

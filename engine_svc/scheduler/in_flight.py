@@ -1,0 +1,57 @@
+"""The steps that were planned and whose results are still to come. Knows no plans and no blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from engine_svc.request import Request
+
+
+class _Step:
+    """The rows of one step. By request, not by id: an id may be used again."""
+
+    __slots__ = ("_num_tokens_of", "num_tokens", "rows", "step_number")
+
+    def __init__(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
+        self.step_number = step_number
+        self.rows = rows
+        self.num_tokens = num_tokens
+        self._num_tokens_of: dict[Request, int] | None = None
+
+    def num_tokens_of(self, request: Request) -> int:
+        """What the step computes of a request. Few ask, so the table for it is made when one does."""
+        if self._num_tokens_of is None:
+            self._num_tokens_of = dict(zip(self.rows, self.num_tokens, strict=True))
+        return self._num_tokens_of.get(request, 0)
+
+
+class StepsInFlight:
+    """A queue of steps: results come in the order of the plans."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+
+    @property
+    def newest(self) -> int:
+        """The number of the step planned last; 0 with none in flight."""
+        return self._steps[-1].step_number if self._steps else 0
+
+    def push(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
+        """A step was planned."""
+        self._steps.append(_Step(step_number, rows, num_tokens))
+
+    def pop(self, step_number: int) -> list[Request]:
+        """The result of the oldest step is there: its rows."""
+        step = self._steps.popleft()
+        assert step.step_number == step_number, "results come in the order of the plans"
+        return step.rows
+
+    def num_tokens_of(self, request: Request) -> int:
+        """How many tokens of a request are being computed."""
+        return sum(step.num_tokens_of(request) for step in self._steps)
+
+    def forget(self, request: Request, nobody: Request) -> None:
+        """Let what is in flight for a request come back as for `nobody`, who has ended."""
+        for step in self._steps:
+            step.rows[:] = [nobody if row is request else row for row in step.rows]

@@ -1,0 +1,14 @@
+"""Who runs first and who gives way, by name. Each policy is a file that the scheduler does not know."""
+
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.policies.least_recompute import LeastRecompute
+from engine_svc.scheduler.policies.prefill_first import PrefillFirst
+from engine_svc.scheduler.policies.priority import ByPriority
+from engine_svc.scheduler.policy import PolicyFactory
+
+POLICIES: dict[str, PolicyFactory] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": ByPriority,
+    "prefill-first": PrefillFirst,
+    "least-recompute": LeastRecompute,
+}

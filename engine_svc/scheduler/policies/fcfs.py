@@ -1,0 +1,39 @@
+"""The policy `fcfs`. Knows no budgets and no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.request import Request
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policy import OrderKey
+
+
+class FirstComeFirstServed:
+    """Taken in order of arrival; the last admitted gives way, and is the first to be taken again."""
+
+    budgets: Sequence[Budget] = ()
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._front = 0
+        self._back = 0
+
+    def order_key(self, request: Request) -> OrderKey:
+        """Behind everybody."""
+        self._back += 1
+        return (self._back, 0.0, "")
+
+    def requeue_key(self, request: Request) -> OrderKey:
+        """Before everybody."""
+        self._front -= 1
+        return (self._front, 0.0, "")
+
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        """In order of admission."""
+        return list(running)
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """The last admitted, which is never planned yet: plans are made from the first."""
+        return running[-1]

@@ -1,0 +1,48 @@
+"""The policy `least-recompute`: when blocks run out, lose as little work as possible. Knows no budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.request import Request
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.policy import OrderKey
+
+
+class LeastRecompute:
+    """As first come, first served, but who loses the fewest tokens per block that becomes free gives way.
+
+    That is whoever shares most of its blocks, has just begun, or has just been given a block.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._order = FirstComeFirstServed(config)
+        self.budgets = self._order.budgets
+
+    def order_key(self, request: Request) -> OrderKey:
+        """Behind everybody."""
+        return self._order.order_key(request)
+
+    def requeue_key(self, request: Request) -> OrderKey:
+        """Before everybody."""
+        return self._order.requeue_key(request)
+
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        """In order of admission."""
+        return list(running)
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """The cheapest, and of equals the last admitted; the first admitted only when it is alone.
+
+        The first is spared so that someone always gets to the end: two requests could else take turns in
+        losing everything.
+        """
+        victim, least = running[-1], float("inf")
+        for request in running[:0:-1]:
+            num_lost_tokens, num_freed_blocks = kv_cache.cost_of_release(request)
+            cost = num_lost_tokens / num_freed_blocks if num_freed_blocks else float("inf")
+            if cost < least:
+                victim, least = request, cost
+        return victim

@@ -1,0 +1,80 @@
+"""The policy `prefill-first`: prompts before decodes, up to a share of the step. Knows no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.request import Request
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.policy import OrderKey
+
+
+class PrefillFirst:
+    """As first come, first served, but a step serves running prompts before decodes.
+
+    While there are both, or somebody waits, prompts have `prefill_share` of the tokens of a step and decodes
+    the rest, at least one token each: new requests begin soon, and running ones are never stopped by them.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._order = FirstComeFirstServed(config)
+        self._share = _PrefillShare(config.max_num_batched_tokens, config.prefill_share)
+        self.budgets: Sequence[Budget] = (self._share,)
+
+    def order_key(self, request: Request) -> OrderKey:
+        """Behind everybody."""
+        return self._order.order_key(request)
+
+    def requeue_key(self, request: Request) -> OrderKey:
+        """Before everybody."""
+        return self._order.requeue_key(request)
+
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        """First those that are still in their prompt, then the others, each in order of admission."""
+        prefills = [request for request in running if not request.last_row_sampled]
+        decodes = [request for request in running if request.last_row_sampled]
+        self._share.divide(decodes, is_shared=bool(decodes) and bool(prefills or num_waiting))
+        return prefills + decodes
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """The last admitted. It may already be in the plan."""
+        return self._order.pick_victim(running, kv_cache)
+
+
+class _PrefillShare:
+    """The tokens of a step in two parts, for prompts and for decodes."""
+
+    def __init__(self, max_num_tokens: int, share: float) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._prefill_tokens = min(max(int(max_num_tokens * share), 1), max_num_tokens - 1)
+        self._decodes: set[Request] = set()
+        self._is_shared = False
+        self._left = {True: 0, False: 0}  # by whether it is for decodes
+
+    def divide(self, decodes: Sequence[Request], *, is_shared: bool) -> None:
+        """Say who decodes in this step, and whether both kinds want tokens."""
+        self._decodes = set(decodes)
+        self._is_shared = is_shared
+        self._left = {True: self._max_num_tokens - self._prefill_tokens, False: self._prefill_tokens}
+
+    def begin_step(self) -> None:
+        """Nothing: the parts are cut when it is known who runs."""
+
+    def admits(self, request: Request) -> bool:
+        """Everybody."""
+        return True
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        """What is left for its kind."""
+        return min(num_tokens, self._left[request in self._decodes]) if self._is_shared else num_tokens
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        """Spend tokens of its kind."""
+        self._left[request in self._decodes] -= num_tokens
+
+    def give_back(self, request: Request, num_tokens: int) -> None:
+        """Return tokens of a row that left the plan."""
+        self._left[request in self._decodes] += num_tokens

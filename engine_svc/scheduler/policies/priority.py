@@ -1,0 +1,36 @@
+"""The policy `priority`. Knows no budgets and no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.request import Request
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policy import OrderKey
+
+
+class ByPriority:
+    """The most urgent first, then the earliest. Newcomers never preempt; they wait until blocks run out."""
+
+    budgets: Sequence[Budget] = ()
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """It has no options."""
+
+    def order_key(self, request: Request) -> OrderKey:
+        """By urgency, arrival, and id as text."""
+        return (request.priority, request.arrival_at, request.request_id)
+
+    def requeue_key(self, request: Request) -> OrderKey:
+        """Where it stood before."""
+        return self.order_key(request)
+
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        """In order of admission."""
+        return list(running)
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """The least urgent, then the latest, then the first admitted. It may already be in the plan."""
+        return max(running, key=lambda request: (request.priority, request.arrival_at))

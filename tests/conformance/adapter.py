@@ -1,0 +1,120 @@
+"""Lets recorded scheduling cases drive the scheduler: `make(config)` gives an engine that speaks dicts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.cache.config import CacheConfig
+from engine_svc.request import Request, RequestOutput
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.step import StepPlan, StepResult
+
+KINDS = {
+    "full": lambda group: FullAttention(group["block_size"]),
+    "sliding": lambda group: SlidingWindow(group["block_size"], group["sliding_window"]),
+}
+
+
+def make(config: dict[str, Any]) -> ReplayEngine:
+    """An engine for one recorded case."""
+    return ReplayEngine(config)
+
+
+class ReplayEngine:
+    """A scheduler whose model is the recording."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        groups = tuple(KINDS[group["kind"]](group) for group in config["kv_groups"])
+        core = build_core(
+            SchedulerConfig(**_of(SchedulerConfig, config)),
+            CacheConfig(config["num_gpu_blocks"], groups, **_of(CacheConfig, config)),
+            policy=config["policy"],
+        )
+        self._scheduler, self._kv_cache = core.scheduler, core.kv_cache
+        self._plans: list[StepPlan] = []
+        self._finished: set[str] = set()
+        self._seen: set[str] = set()
+
+    def add(self, request: dict[str, Any]) -> None:
+        wishes = _of(SamplingParams, request) | {"stop_token_ids": frozenset(request["stop_token_ids"])}
+        sampling = SamplingParams(**wishes, skip_reading_prefix_cache=request["skip_prefix_lookup"])
+        prompt, salt = request["prompt"], request["cache_salt"] or ""
+        order = {"priority": request["priority"], "arrival_at": request["arrival_time"]}
+        self._scheduler.add(Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._note_finished(self._scheduler.abort(request_ids, now=0.0))
+
+    def set_pause(self, state: str) -> None:
+        self._scheduler.set_pause(PauseState(state))
+
+    def schedule(self) -> dict[str, Any]:
+        plan = self._scheduler.schedule(now=0.0)
+        self._plans.append(plan)
+        taken = {admitted.request_id: admitted.block_ids for admitted in plan.admitted}
+        finished, self._finished = self._finished, set()
+        seen = self._seen.copy()
+        self._seen.update(taken)
+        spec = zip(plan.request_ids, plan.draft_token_ids, strict=True)
+        none: list[list[int]] = [[]] * self._kv_cache.num_groups
+        blocks = zip(plan.request_ids, plan.new_block_ids, strict=True)
+        return {
+            "scheduled": list(zip(plan.request_ids, plan.num_tokens, strict=True)),
+            "new": [request_id for request_id in taken if request_id not in seen],
+            "resumed": [request_id for request_id in taken if request_id in seen],
+            "continued": [request_id for request_id in plan.request_ids if request_id not in taken],
+            "preempted": plan.preempted,
+            "finished": sorted(finished),
+            "computed": dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True)),
+            "spec": {request_id: drafts for request_id, drafts in spec if drafts},
+            "blocks": {
+                # The placeholder, 0, is no block.
+                name: {"hit": [list(filter(None, ids)) for ids in taken.get(name, none)], "new": new or none}
+                for name, new in blocks
+            },
+            "free_blocks": self.free_blocks(),
+        }
+
+    def update(self, model: dict[str, Any]) -> dict[str, Any]:
+        plan = self._plans[model["for_step"]]
+        sampled = [model["sampled"].get(request_id, []) for request_id in plan.request_ids]
+        result = StepResult(plan.step_number, sampled, model.get("drafts") or {})
+        outputs = self._scheduler.update(plan, result, now=0.0)
+        freed = self._note_finished(outputs)
+        return {"outputs": [_as_recorded(output) for output in outputs], "freed": freed}
+
+    def free_blocks(self) -> int:
+        return self._kv_cache.num_free_blocks
+
+    def queue_lengths(self) -> dict[str, int]:
+        return {name: len(ids) for name, ids in self.queue_ids().items()}
+
+    def queue_ids(self) -> dict[str, list[str]]:
+        return {"waiting": self._scheduler.waiting_ids, "running": self._scheduler.running_ids}
+
+    def _note_finished(self, outputs: list[RequestOutput]) -> list[str]:
+        finished = [output.request_id for output in outputs if output.finish_reason is not None]
+        self._finished.update(finished)
+        return finished
+
+
+def _of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The values that are fields of a dataclass by the same name."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+
+
+def _as_recorded(output: RequestOutput) -> dict[str, Any]:
+    reason = output.finish_reason
+    recorded = {"id": output.request_id, "tokens": output.new_token_ids, "stop_reason": output.stop_token_id}
+    recorded["finish"] = None if reason is None else reason.value
+    if output.num_cached_tokens is not None:
+        recorded["cached_tokens"] = output.num_cached_tokens
+    return recorded

@@ -1,0 +1,52 @@
+"""Replays a recorded case step by step, and says where the scheduler decides otherwise."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.adapter import ReplayEngine, make
+
+
+def read_case(path: Path) -> dict[str, Any]:
+    """The case in a file."""
+    case: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return case
+
+
+def first_difference(case: dict[str, Any]) -> str | None:
+    """Where a new scheduler leaves the case: order, tokens, blocks by id, drafts, queues, outputs. None: nowhere."""
+    engine = make(case["config"])
+    for index, step in enumerate(case["steps"]):
+        for event in step["events"]:
+            _apply(engine, event)
+        got = {"after_events": _state(engine), "decision": engine.schedule()}
+        for name, value in got.items():
+            if _plain(value) != step[name]:
+                return f"step {index}, {name}: {_plain(value)}\ninstead of {step[name]}"
+        for update in step["updates"]:
+            outcome = engine.update({**update["model"], "for_step": update["for_step"]})
+            outcome["freed"].sort()
+            expected = update["expected"] | {"freed": sorted(update["expected"]["freed"])}
+            if _plain(outcome | _state(engine)) != expected:
+                return f"step {index}, after update: {_plain(outcome | _state(engine))} instead of {expected}"
+    return None
+
+
+def _apply(engine: ReplayEngine, event: dict[str, Any]) -> None:
+    if event["op"] == "add":
+        engine.add(event["request"])
+    elif event["op"] == "abort":
+        engine.abort(event["ids"])
+    else:
+        engine.set_pause(event["state"])
+
+
+def _state(engine: ReplayEngine) -> dict[str, Any]:
+    return {"free_blocks": engine.free_blocks(), **engine.queue_ids()}
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
