@@ -17,7 +17,10 @@ def read_case(path: Path) -> dict[str, Any]:
 
 
 def first_difference(case: dict[str, Any]) -> str | None:
-    """Where a new scheduler leaves the case: order, tokens, blocks by id, drafts, queues, outputs. None: nowhere."""
+    """Where a new scheduler leaves the case: order, tokens, blocks by id, drafts, queues, outputs.
+
+    None: nowhere.
+    """
     engine = make(case["config"])
     for index, step in enumerate(case["steps"]):
         for event in step["events"]:
