@@ -124,10 +124,12 @@ class Request:
 
     block_tables: list[BlockTable] = field(default_factory=list, init=False)  # one a group; [] without blocks
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # of its full blocks, as far as known
-    # The cache keeps this: up to here tokens can be computed with nothing to do for the cache.
-    quiet_until: int = field(default=0, init=False)
-    # And this: from here on known tokens fill a block that can be registered.
+    # The cache keeps these three. Up to here tokens can be computed with no block to take or to give back,
+    room_until: int = field(default=0, init=False)
+    # from here on known tokens fill a block that can be registered,
     registers_at: int = field(default=0, init=False)
+    # and up to here neither happens.
+    quiet_until: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(queued_at=self.arrival_at)

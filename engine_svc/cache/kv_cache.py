@@ -19,6 +19,7 @@ from engine_svc.request import BlockTable, Request
 
 # Blocks that a request gained, per group. Empty where no group gained any.
 NewBlocks = list[list[int]]
+NO_BLOCKS: NewBlocks = []  # shared: nobody changes what was gained
 _NO_HIT = PrefixHit()
 
 
@@ -136,24 +137,21 @@ class KVCache:
         All or nothing: returns None when the pool is short. What no layer reads any more is given back before,
         as far as tokens are neither to be computed nor in flight.
         """
-        computed = request.num_computed_tokens
-        if self._gives_back:
-            self._release_unread(request, computed - num_in_flight_tokens)
-        end = computed + num_tokens
-        num_missing = self._num_missing_blocks(request, end)
-        new_blocks: NewBlocks = []
-        if any(num_missing):
-            if sum(num_missing) > self.pool.num_free_blocks:
+        end = request.num_computed_tokens + num_tokens
+        new_blocks: NewBlocks | None = NO_BLOCKS
+        if end > request.room_until:
+            new_blocks = self._take_room(request, end, num_in_flight_tokens)
+            if new_blocks is None:
                 return None
-            new_blocks = self._allocate(request, num_missing)
-        if self._caches:
-            self._register(request, min(end, request.num_tokens))
-        request.quiet_until = self._quiet_until(request)
+        num_known = min(end, request.num_tokens)
+        if num_known >= request.registers_at:
+            self._register(request, num_known)
+        request.quiet_until = min(request.room_until, request.registers_at - 1)
         return new_blocks
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks of the first `num_tokens` tokens, known only after they were planned."""
-        if self._caches:
+        if num_tokens >= request.registers_at:
             self._register(request, num_tokens)
 
     def release(self, request: Request) -> None:
@@ -162,7 +160,7 @@ class KVCache:
             # The tail is freed first: a later request is more likely to share the head of this prefix.
             self.pool.release(_held(reversed(table.block_ids)))
         request.block_tables = []
-        request.quiet_until = request.registers_at = 0
+        request.quiet_until = request.room_until = request.registers_at = 0
 
     def hold(self, request: Request) -> list[int]:
         """Keep the blocks of `request` from being handed out after its end, e.g. while they are sent.
@@ -261,6 +259,16 @@ class KVCache:
             table.num_registered = len(block_ids)
             table.num_released = num_unread
 
+    def _take_room(self, request: Request, end: int, num_in_flight_tokens: int) -> NewBlocks | None:
+        if self._gives_back:
+            self._release_unread(request, request.num_computed_tokens - num_in_flight_tokens)
+        num_missing = self._num_missing_blocks(request, end)
+        if sum(num_missing) > self.pool.num_free_blocks:
+            return None
+        new_blocks = self._allocate(request, num_missing) if any(num_missing) else NO_BLOCKS
+        request.room_until = self._room_until(request)
+        return new_blocks
+
     def _num_missing_blocks(self, request: Request, end: int) -> list[int]:
         num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
         num_encoder_tokens = request.num_encoder_tokens
@@ -288,7 +296,8 @@ class KVCache:
             table.num_released = end
 
     def _register(self, request: Request, num_tokens: int) -> None:
-        if num_tokens < request.registers_at:
+        if not self._caches:
+            request.registers_at = NEVER
             return
         self.hasher.extend(request)
         registers_at = NEVER
@@ -317,14 +326,14 @@ class KVCache:
         for observer in self.pool.observers:
             observer.on_store(StoredBlocks(hashes, parent, token_ids, block_size, group))
 
-    def _quiet_until(self, request: Request) -> int:
-        quiet_until = request.registers_at - 1 if self._caches else NEVER
+    def _room_until(self, request: Request) -> int:
+        room_until = NEVER
         for kind, table in zip(self._kinds, request.block_tables, strict=True):
             block_size = kind.block_size
             if kind.follows_tokens:
-                quiet_until = min(quiet_until, len(table.block_ids) * block_size - self._num_lookahead_tokens)
-            quiet_until = min(quiet_until, kind.first_unreading((table.num_released + 1) * block_size))
-        return quiet_until
+                room_until = min(room_until, len(table.block_ids) * block_size - self._num_lookahead_tokens)
+            room_until = min(room_until, kind.first_unreading((table.num_released + 1) * block_size))
+        return room_until
 
 
 def _held(block_ids: Iterable[int]) -> list[int]:

@@ -12,7 +12,6 @@ from engine_svc.step import AdmittedRequest, StepPlan
 
 # Shared by all rows with nothing in a column: a plan is never changed after it was made.
 NOTHING: list[int] = []
-NO_BLOCKS: list[list[int]] = []
 
 
 class PlanBuilder:
@@ -92,7 +91,8 @@ class PlanBuilder:
             budget.take(request, num_tokens)
         if samples and self._config.async_scheduling:
             request.num_placeholders += 1 + len(drafts)
-            request.draft_token_ids = [UNKNOWN_DRAFT] * self._config.num_speculative_tokens
+            if self._config.num_speculative_tokens:
+                request.draft_token_ids = [UNKNOWN_DRAFT] * self._config.num_speculative_tokens
 
     def withdraw(self, request: Request) -> None:
         """Take out the row of a request that has to give way, if it has one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine_svc.cache.kv_cache import KVCache, NewBlocks
+from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
 from engine_svc.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ from engine_svc.scheduler.drafts import (
 )
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.in_flight import StepsInFlight
-from engine_svc.scheduler.plan_builder import NO_BLOCKS, PlanBuilder
+from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.refusal import chunk_refusal, refusal
 from engine_svc.scheduler.roster import INPUT, Roster
@@ -267,14 +267,17 @@ class Scheduler:
                 continue
             computed, placeholders = request.num_computed_tokens, request.num_placeholders
             num_tokens = len(request.token_ids) + placeholders + len(request.draft_token_ids) - computed
-            # One pending token that is known is the usual row: only a further budget could make it less.
-            if num_tokens != 1 or placeholders or has_budgets:
+            # One pending token is the usual row: only a further budget could make it less.
+            if num_tokens != 1 or placeholders > 1 or has_budgets:
                 if placeholders and is_last_token_in_flight(request):
                     continue
                 num_tokens = min(self._limit(num_tokens), max_model_len - 1 - computed)
                 num_tokens = builder.clip(request, num_tokens)
                 if num_tokens < 1:
                     continue
+            elif computed >= request.max_num_tokens - 1:
+                # What it computes has its last token in flight already.
+                continue
             new_block_ids = NO_BLOCKS
             if computed + num_tokens > request.quiet_until:
                 grown = self._grow(request, num_tokens, now)
@@ -356,7 +359,9 @@ class Scheduler:
         """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
         if request.status is RequestStatus.RUNNING:
             request.num_placeholders -= num_tokens
-            self._kv_cache.commit(request, request.num_computed_tokens - request.num_placeholders)
+            num_settled_tokens = request.num_computed_tokens - request.num_placeholders
+            if num_settled_tokens >= request.registers_at:
+                self._kv_cache.commit(request, num_settled_tokens)
 
     def _stop(self, request: Request, output: RequestOutput, now: float) -> None:
         """End a request whose newest token ends it, or its turn."""
