@@ -23,7 +23,7 @@ BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-gpu bench up
+.PHONY: help setup demo serve protos format check test test-network test-gpu mutants simulate bench up
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,12 @@ test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 
 test-gpu: setup  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+mutants: setup  ## break scheduler and cache on purpose; the tests must notice: make mutants ARGS="--count 60"
+	$(BIN)/python -m tests.mutation.run $(ARGS)
+
+simulate: setup  ## random lives of an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 bench: setup  ## the serving smoke benchmark: make bench ARGS="--json out.json"
 	$(BIN)/python -m benchmarks.serve_smoke $(ARGS)

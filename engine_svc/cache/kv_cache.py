@@ -80,9 +80,9 @@ class KVCache:
     def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Most blocks that a request holds at once while it grows to so many tokens, lookahead included."""
         num_slots = min(num_tokens + self._num_lookahead_tokens, self._max_model_len)
+        num_ahead = self._max_in_flight_tokens + self._num_lookahead_tokens
         return sum(
-            kind.max_blocks(kind.num_slots(num_slots, num_encoder_tokens), self._max_in_flight_tokens)
-            for kind in self._kinds
+            kind.max_blocks(kind.num_slots(num_slots, num_encoder_tokens), num_ahead) for kind in self._kinds
         )
 
     def match_prefix(self, request: Request) -> PrefixHit:
@@ -134,8 +134,8 @@ class KVCache:
     def grow(self, request: Request, num_tokens: int, num_in_flight_tokens: int = 0) -> NewBlocks | None:
         """Reserve blocks so that `num_tokens` more tokens of `request` can be computed; returns the new ones.
 
-        All or nothing: returns None when the pool is short. What no layer reads any more is given back before,
-        as far as tokens are neither to be computed nor in flight.
+        All or nothing: returns None when the pool is short. What no layer reads any more is given back
+        before, as far as tokens are neither to be computed nor in flight.
         """
         end = request.num_computed_tokens + num_tokens
         new_blocks: NewBlocks | None = NO_BLOCKS

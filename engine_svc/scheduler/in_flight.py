@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from engine_svc.request import Request
+from engine_svc.request import Request, RequestStatus
+from engine_svc.sampling_params import SamplingParams
 
 
 class _Step:
@@ -31,6 +32,9 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
+        # Who rows belong to when nobody wants their tokens any more: it has ended, so they are dropped.
+        self._nobody = Request("", [], 0, SamplingParams(max_tokens=1))
+        self._nobody.move_to(RequestStatus.FINISHED)
 
     @property
     def newest(self) -> int:
@@ -51,7 +55,7 @@ class StepsInFlight:
         """How many tokens of a request are being computed."""
         return sum(step.num_tokens_of(request) for step in self._steps)
 
-    def forget(self, request: Request, nobody: Request) -> None:
-        """Let what is in flight for a request come back as for `nobody`, who has ended."""
+    def forget(self, request: Request) -> None:
+        """Drop what is in flight for a request: its rows yield tokens that nobody gets."""
         for step in self._steps:
-            step.rows[:] = [nobody if row is request else row for row in step.rows]
+            step.rows[:] = [self._nobody if row is request else row for row in step.rows]

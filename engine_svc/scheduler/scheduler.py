@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.drafts import (
@@ -54,7 +53,6 @@ class Scheduler:
         self._hooks = tuple(hooks)
         self._roster = Roster(kv_cache, policy, hooks)
         self._in_flight = StepsInFlight()
-        self._nobody = _nobody()
         self._pause = PauseState.NONE
 
         self._step_number = 0
@@ -154,7 +152,13 @@ class Scheduler:
         if request is not None:
             self._roster.unblock(request, name)
 
-    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
+    def abort(
+        self,
+        request_ids: Iterable[str],
+        now: float,
+        cause: str = "",
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[RequestOutput]:
         """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
@@ -162,7 +166,7 @@ class Scheduler:
             if request is not None:
                 request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
-                outputs.append(self._end_early(request, FinishReason.ABORT, now))
+                outputs.append(self._end_early(request, reason, now))
         return outputs
 
     def set_pause(self, state: PauseState) -> None:
@@ -371,7 +375,7 @@ class Scheduler:
             self._roster.finish(request, reason, now)
             return
         output.continues = True
-        self._in_flight.forget(request, self._nobody)
+        self._in_flight.forget(request)
         settle_turn(request, self._kv_cache.hasher.block_size)
         self._roster.end_turn(request)
         if request.chunks:
@@ -390,10 +394,3 @@ def _note_first_token(request: Request, output: RequestOutput, now: float) -> No
     request.timeline.first_token_at = now
     request.timeline.events.append(("first_token", now))
     output.num_cached_tokens = request.num_cached_tokens
-
-
-def _nobody() -> Request:
-    """Who rows in flight belong to when nobody wants their tokens any more."""
-    nobody = Request("", [], 0, SamplingParams(max_tokens=1))
-    nobody.move_to(RequestStatus.FINISHED)
-    return nobody
