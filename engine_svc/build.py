@@ -21,7 +21,7 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine, EngineScheduler, NoLockstep
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 from engine_svc.lifecycle import Lifecycle
@@ -146,25 +146,38 @@ def build_engine(
         KVTensors(loaded.facts, sizing),
         RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
     )
+    scheduler_config = _scheduler_config(config, max_model_len)
+    cache_config = CacheConfig(
+        num_blocks=sizing.num_blocks,
+        groups=(FullAttention(config.block_size),),
+        enable_prefix_caching=config.enable_prefix_caching,
+        fingerprint=bytes.fromhex(facts.fingerprint.digest),
+    )
     core = build_core(
-        _scheduler_config(config, max_model_len),
-        CacheConfig(
-            num_blocks=sizing.num_blocks,
-            groups=(FullAttention(config.block_size),),
-            enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=bytes.fromhex(facts.fingerprint.digest),
-        ),
+        scheduler_config,
+        cache_config,
         policy=config.scheduling_policy,
         hooks=(RequestSpans(tracer(), served.clock, defer),),
     )
+    scheduler: EngineScheduler = core.scheduler
+    at_end: list[Callable[[], None]] = []
+    if config.record_decisions is not None:
+        from engine_svc.features.record import RecordedScheduler
+        from engine_svc.features.recorded_case import case_config, create_case
+
+        described = case_config(scheduler_config, cache_config, config.scheduling_policy)
+        case = create_case(Path(config.record_decisions), described, version=served.identity.version)
+        scheduler = recorded = RecordedScheduler(core.scheduler, core.kv_cache, case)
+        at_end.append(recorded.close)
     engine = Engine(
-        scheduler=core.scheduler,
+        scheduler=scheduler,
         executor=InlineExecutor(runner),
         inbox=served.inbox,
         board=served.board,
         clock=served.clock,
         lockstep=NoLockstep(),
         max_in_flight=_MAX_IN_FLIGHT,
+        at_end=at_end,
     )
     return engine, LoadedCore(facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend)
 

@@ -5,17 +5,47 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from engine_svc.mailbox import Abort, Add, Board, Figures, FinishedRow, Inbox, Outbox, StepOutput, Stop
-from engine_svc.request import RequestOutput
-from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.request import Request, RequestOutput
+from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 # Where requests wait and none can run, a step is tried a thousand times a second at most.
 _BLOCKED_WAIT_S = 0.001
+
+
+class EngineScheduler(Protocol):
+    """Decides what each step computes, and takes in what it yielded."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step planned now could compute something."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Enter a new request into the queue."""
+        ...
+
+    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
+        """End requests from outside; what has ended already is ignored."""
+        ...
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan the next step."""
+        ...
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
+        """Take in what a plan yielded, in the order of the plans."""
+        ...
+
+    def stats(self) -> SchedulerStats:
+        """State now, and counters since the start."""
+        ...
 
 
 class PendingStep(Protocol):
@@ -68,13 +98,14 @@ class Engine:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         executor: Executor,
         inbox: Inbox,
         board: Board,
         clock: Clock,
         lockstep: Lockstep,
         max_in_flight: int = 1,
+        at_end: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -83,6 +114,7 @@ class Engine:
         self._clock = clock
         self._lockstep = lockstep
         self._max_in_flight = max_in_flight
+        self._at_end = at_end  # called when the loop has ended, however it ended
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._newest_plan: StepPlan | None = None
         self._routes: dict[str, tuple[Outbox, int]] = {}  # request id to where its outputs go, and as what
@@ -103,6 +135,8 @@ class Engine:
             self._log_plans()
             raise
         finally:
+            for call in self._at_end:
+                call()
             self._executor.shutdown()
 
     def step(self) -> bool:

@@ -46,7 +46,7 @@ class ReplayEngine:
     def add(self, request: dict[str, Any]) -> None:
         wishes = _of(SamplingParams, request) | {"stop_token_ids": frozenset(request["stop_token_ids"])}
         sampling = SamplingParams(**wishes, skip_reading_prefix_cache=request["skip_prefix_lookup"])
-        prompt, salt = request["prompt"], request["cache_salt"] or ""
+        prompt, salt = request["prompt"].copy(), request["cache_salt"] or ""
         order = {"priority": request["priority"], "arrival_at": request["arrival_time"]}
         self._scheduler.add(Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order))
 

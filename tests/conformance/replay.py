@@ -24,13 +24,14 @@ def first_difference(case: dict[str, Any]) -> str | None:
     engine = make(case["config"])
     for index, step in enumerate(case["steps"]):
         for event in step["events"]:
-            _apply(engine, event)
+            # A copy: the engine goes on writing behind the prompt it was given.
+            _apply(engine, _plain(event))
         got = {"after_events": _state(engine), "decision": engine.schedule()}
         for name, value in got.items():
             if _plain(value) != step[name]:
                 return f"step {index}, {name}: {_plain(value)}\ninstead of {step[name]}"
         for update in step["updates"]:
-            outcome = engine.update({**update["model"], "for_step": update["for_step"]})
+            outcome = engine.update(_plain(update["model"]) | {"for_step": update["for_step"]})
             outcome["freed"].sort()
             expected = update["expected"] | {"freed": sorted(update["expected"]["freed"])}
             if _plain(outcome | _state(engine)) != expected:

@@ -1,0 +1,307 @@
+"""Writes down what a scheduler decides, as a case that can be replayed. Knows no wire, clock and tensors.
+
+In a case events come before a decision, and tokens after it. What happens between a decision and its tokens,
+e.g. an abort during the forward pass, is written as a step of its own, in which the engine is paused and
+decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
+from engine_svc.request import Chunk, FinishReason, Request, RequestOutput
+from engine_svc.scheduler.config import PauseState
+from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.step import StepPlan, StepResult
+
+# A case is read whole to be replayed, so it must not grow for ever.
+MAX_STEPS = 100_000
+MAX_CHARACTERS = 1 << 30
+# Events that no step follows, e.g. while the engine is paused, must not pile up either.
+MAX_EVENTS = 10_000
+
+
+class RecordedScheduler:
+    """A scheduler with the verbs of the one inside, which does everything; what it decides is written down.
+
+    The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
+    one with content keys, with output or with parameters unknown to it, a reset of the cache. It also ends
+    after `max_steps` or `max_characters`. What was written up to there replays. Where the file cannot be
+    written, the engine goes on as well.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv_cache: KVCache,
+        case: CaseFile,
+        *,
+        max_steps: int = MAX_STEPS,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._case = case
+        self._max_steps = max_steps
+        self._max_characters = max_characters
+        self._requests: dict[str, Request] = {}  # those that have not ended
+        self._events: list[Fields] = []  # since the last decision
+        self._finished: list[str] = []  # since the last decision
+        self._pause = PauseState.NONE
+        self._written_pause = PauseState.NONE  # the state in which a replay stands
+        # By step number: the index in the case, and the rows, of which some may end in the meantime.
+        self._in_flight: dict[int, tuple[int, list[Request]]] = {}
+        self._coverage: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """As the scheduler says."""
+        return self._scheduler.has_work
+
+    @property
+    def num_unfinished(self) -> int:
+        """As the scheduler says."""
+        return self._scheduler.num_unfinished
+
+    @property
+    def running_ids(self) -> list[str]:
+        """As the scheduler says."""
+        return self._scheduler.running_ids
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        """As the scheduler says."""
+        return self._scheduler.waiting_ids
+
+    def stats(self) -> SchedulerStats:
+        """As the scheduler says."""
+        return self._scheduler.stats()
+
+    def refusal(self, request: Request) -> str | None:
+        """As the scheduler says."""
+        return self._scheduler.refusal(request)
+
+    def add(self, request: Request) -> None:
+        """Enter a new request into the queue."""
+        self._scheduler.add(request)
+        if not self._case.is_open:
+            return
+        # Looked at now and not before: who hears of new requests may block them.
+        reason = why_unrecordable(request)
+        if reason is not None:
+            self._end(reason)
+            return
+        self._requests[request.request_id] = request
+        self._coverage["requests"] += 1
+        self._note({"op": "add", "request": as_request(request)})
+
+    def extend(self, request_id: str, chunk: Chunk | None, now: float) -> list[RequestOutput]:
+        """Give a resumable request its next chunk. The recording ended when such a request came."""
+        return self._scheduler.extend(request_id, chunk, now)
+
+    def unblock(self, request_id: str, name: str) -> None:
+        """Take away what blocks a request. The recording ended when such a request came."""
+        self._scheduler.unblock(request_id, name)
+
+    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
+        """End requests from outside."""
+        running = set(self._scheduler.running_ids) if self._case.is_open else set()
+        outputs = self._scheduler.abort(request_ids, now, cause)
+        if self._case.is_open and outputs:
+            ended = [output.request_id for output in outputs]
+            num_running = sum(request_id in running for request_id in ended)
+            self._coverage["abort_running"] += num_running
+            self._coverage["abort_waiting"] += len(ended) - num_running
+            self._finish(ended)
+            self._note({"op": "abort", "ids": ended})
+        return outputs
+
+    def set_pause(self, state: PauseState) -> None:
+        """Hold back everything, only admissions, or nothing."""
+        self._scheduler.set_pause(state)
+        self._pause = state
+
+    def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
+        """Forget all cached content."""
+        was_reset = self._scheduler.reset_prefix_cache(now, reset_running=reset_running)
+        if was_reset or reset_running:
+            self._end("a reset of the prefix cache")
+        return was_reset
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan the next step."""
+        if not self._case.is_open:
+            self._forget()
+            return self._scheduler.schedule(now)
+        before = self._state()
+        plan = self._scheduler.schedule(now)
+        # A step in which nothing happens need not be replayed.
+        if plan.request_ids or plan.preempted or self._state() != before:
+            # By object and not by id: an id may be used again before the tokens come.
+            rows = [self._requests[request_id] for request_id in plan.request_ids]
+            decision = self._as_decision(plan, self._kv_cache.num_free_blocks)
+            index = self._begin_step(self._pause, before, decision)
+            if index is not None:
+                self._count_rows(plan)
+            if rows and index is not None:
+                self._in_flight[plan.step_number] = (index, rows)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
+        """Take in what a plan yielded."""
+        if not self._case.is_open or plan.step_number not in self._in_flight:
+            return self._scheduler.update(plan, result, now)
+        index, rows = self._in_flight.pop(plan.step_number)
+        self._tell_what_came_between(result, rows)
+        self._count_tokens(plan, result, rows)
+        sampled = [tokens.copy() for tokens in result.sampled]
+        outputs = self._scheduler.update(plan, result, now)
+        if not self._case.is_open:
+            return outputs
+        told = [output for output in outputs if output.finish_reason is not FinishReason.ERROR]
+        freed = [output.request_id for output in told if output.finish_reason is not None]
+        self._finish(freed)
+        update: Fields = {
+            "for_step": index,
+            "model": {
+                "sampled": dict(zip(plan.request_ids, sampled, strict=True)),
+                "drafts": result.drafts,
+            },
+            "expected": {"outputs": [as_output(output) for output in told], "freed": freed, **self._state()},
+        }
+        self._case.add_update(update)
+        return outputs
+
+    def close(self) -> None:
+        """Complete the file, because the engine ends. Events that no decision followed are left out."""
+        self._end("the engine ended")
+
+    def _tell_what_came_between(self, result: StepResult, rows: Sequence[Request]) -> None:
+        """Write what happened after the newest decision and before the tokens that come now."""
+        # These end before the tokens of the others are looked at, as if they had been aborted.
+        broken = [rows[row] for row in sorted(set(result.non_finite)) if not rows[row].is_finished]
+        if broken:
+            state = self._state_without(broken)
+            ended = [request.request_id for request in broken]
+            self._finish(ended)
+            self._events.append({"op": "abort", "ids": ended})
+            self._coverage["not_finite"] += len(ended)
+            self._insert_step(state)
+        elif self._events:
+            self._insert_step(self._state())
+
+    def _state(self) -> Fields:
+        return {
+            "free_blocks": self._kv_cache.num_free_blocks,
+            "waiting": self._scheduler.waiting_ids,
+            "running": self._scheduler.running_ids,
+        }
+
+    def _state_without(self, ended: Sequence[Request]) -> Fields:
+        """The state once these requests have ended, at which the scheduler does not stop to be looked at."""
+        others = [request for request in self._requests.values() if request not in ended]
+        num_freed = len(_held_blocks(ended) - _held_blocks(others))
+        names = {request.request_id for request in ended}
+        return {
+            "free_blocks": self._kv_cache.num_free_blocks + num_freed,
+            "waiting": [name for name in self._scheduler.waiting_ids if name not in names],
+            "running": [name for name in self._scheduler.running_ids if name not in names],
+        }
+
+    def _note(self, event: Fields) -> None:
+        self._events.append(event)
+        if len(self._events) >= MAX_EVENTS:
+            self._insert_step(self._state())
+
+    def _insert_step(self, state: Fields) -> None:
+        """Write what came since the last decision as a step that decides nothing, because all is paused."""
+        self._begin_step(PauseState.ALL, state, self._as_decision(StepPlan(0), state["free_blocks"]))
+
+    def _begin_step(self, pause: PauseState, state: Fields, decision: Fields) -> int | None:
+        """Write a step: the events so far, the state after them, what was decided in this state of pause.
+
+        Returns its index; None where the recording is over.
+        """
+        if self._case.num_steps >= self._max_steps:
+            self._end(f"the limit of {self._max_steps} steps")
+            return None
+        if self._case.num_characters >= self._max_characters:
+            self._end(f"the limit of {self._max_characters} characters")
+            return None
+        if pause is not self._written_pause:
+            self._events.append({"op": "pause", "state": pause.value})
+            self._written_pause = pause
+            self._coverage[f"pause_{pause.value}"] += 1
+        step: Fields = {"events": self._events, "after_events": state, "decision": decision}
+        self._events, self._finished = [], []
+        return self._case.begin_step(step)
+
+    def _as_decision(self, plan: StepPlan, free_blocks: object) -> Fields:
+        admitted = {entry.request_id: entry for entry in plan.admitted}
+        resumed = {name for name in admitted if self._requests[name].num_preemptions}
+        blocks: Fields = {}
+        for name, new_block_ids in zip(plan.request_ids, plan.new_block_ids, strict=True):
+            hit = admitted[name].block_ids if name in admitted else []
+            blocks[name] = {"hit": self._per_group(hit), "new": self._per_group(new_block_ids)}
+        computed = dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True))
+        drafts = zip(plan.request_ids, plan.draft_token_ids, strict=True)
+        return {
+            "scheduled": list(zip(plan.request_ids, plan.num_tokens, strict=True)),
+            "new": [name for name in plan.request_ids if name in admitted and name not in resumed],
+            "resumed": [name for name in plan.request_ids if name in resumed],
+            "continued": [name for name in plan.request_ids if name not in admitted],
+            "preempted": plan.preempted,
+            "finished": sorted(self._finished),
+            "computed": computed,
+            "spec": {name: list(tokens) for name, tokens in drafts if tokens},
+            "blocks": blocks,
+            "free_blocks": free_blocks,
+        }
+
+    def _per_group(self, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        if not block_ids:
+            return [[] for _ in range(self._kv_cache.num_groups)]
+        return [[number for number in group if number != PLACEHOLDER_BLOCK_ID] for group in block_ids]
+
+    def _count_rows(self, plan: StepPlan) -> None:
+        admitted = {entry.request_id for entry in plan.admitted}
+        computed = zip(plan.request_ids, plan.num_computed_tokens, strict=True)
+        hits = [num_tokens for name, num_tokens in computed if name in admitted and num_tokens]
+        self._coverage.update(
+            scheduled_tokens=plan.total_num_tokens,
+            preemptions=len(plan.preempted),
+            resumes=sum(self._requests[name].num_preemptions > 0 for name in admitted),
+            hit_requests=len(hits),
+            hit_tokens=sum(hits),
+        )
+
+    def _count_tokens(self, plan: StepPlan, result: StepResult, rows: Sequence[Request]) -> None:
+        for request, tokens, drafts in zip(rows, result.sampled, plan.draft_token_ids, strict=True):
+            if tokens and request.is_finished:
+                self._coverage["outputs_dropped"] += 1
+            elif tokens and drafts:
+                self._coverage["draft_accepted"] += len(tokens) - 1
+                self._coverage["draft_rejected"] += len(drafts) + 1 - len(tokens)
+
+    def _finish(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._finished.append(request_id)
+            del self._requests[request_id]
+
+    def _end(self, reason: str) -> None:
+        self._coverage["steps"] = self._case.num_steps
+        self._case.end(reason, self._coverage)
+
+    def _forget(self) -> None:
+        self._requests, self._in_flight = {}, {}
+        self._events, self._finished = [], []
+
+
+def _held_blocks(requests: Iterable[Request]) -> set[int]:
+    tables = (table for request in requests for table in request.block_tables)
+    return {number for table in tables for number in table.block_ids} - {PLACEHOLDER_BLOCK_ID}

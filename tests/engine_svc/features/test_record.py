@@ -1,0 +1,305 @@
+"""A recording says all that was decided: a scheduler that replays it decides the same, block by block."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.engine import Engine, NoLockstep
+from engine_svc.features.record import RecordedScheduler
+from engine_svc.features.recorded_case import CaseFile
+from engine_svc.mailbox import Add, Board, Inbox, Outbox, Stop
+from engine_svc.request import ContentSpan, FinishReason, Request
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.scheduler.config import PauseState
+from engine_svc.step import StepPlan, StepResult
+from service_kit.clock import FakeClock
+from tests.conformance.replay import first_difference, read_case
+from tests.engine_svc.fakes import FakeExecutor
+from tests.engine_svc.features.recording import CACHE, SCHEDULER, Recording, Traffic, request
+
+ASYNC = replace(SCHEDULER, async_scheduling=True, max_steps_in_flight=2)
+DRAFTS = replace(SCHEDULER, num_speculative_tokens=2)
+SETUPS = {
+    "plain": (SCHEDULER, CACHE, "fcfs"),
+    "in flight": (ASYNC, CACHE, "fcfs"),
+    "by priority": (SCHEDULER, CACHE, "priority"),
+    "by priority, in flight": (ASYNC, CACHE, "priority"),
+    "drafts": (DRAFTS, replace(CACHE, num_lookahead_tokens=2, drop_last_matched_block=True), "fcfs"),
+    "drafts, in flight": (replace(ASYNC, num_speculative_tokens=2), CACHE, "fcfs"),
+    "a window": (SCHEDULER, replace(CACHE, groups=(FullAttention(4), SlidingWindow(4, 10))), "fcfs"),
+    "a window, in flight": (ASYNC, replace(CACHE, groups=(FullAttention(4), SlidingWindow(4, 10))), "fcfs"),
+    "limited prompts": (
+        replace(SCHEDULER, long_prefill_token_threshold=5, reserve_full_prompt=False), CACHE, "fcfs",
+    ),
+    "whole prompts": (
+        replace(SCHEDULER, enable_chunked_prefill=False, max_num_batched_tokens=64), CACHE, "fcfs",
+    ),
+    "no cache": (SCHEDULER, replace(CACHE, enable_prefix_caching=False), "fcfs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_recording_replays_whatever_happened(setup: str, tmp_path: Path):
+    scheduler, cache, policy = SETUPS[setup]
+    coverage: Counter[str] = Counter()
+    reasons: Counter[FinishReason] = Counter()
+    for seed in range(6):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        recording = Recording(folder, scheduler, cache, policy)
+        traffic = Traffic(recording, scheduler, seed)
+        traffic.run(250)
+        case = recording.end()
+        assert case["ended"] == "the engine ended"
+        assert case["coverage"]["scheduled_tokens"] == sum(
+            num_tokens for step in case["steps"] for _, num_tokens in step["decision"]["scheduled"]
+        )
+        assert first_difference(case) is None
+        coverage.update(case["coverage"])
+        reasons.update(traffic.reasons)
+    expected = {"requests", "preemptions", "resumes", "outputs_dropped", "abort_running", "abort_waiting"}
+    expected |= {"pause_new", "pause_all", "pause_none", "not_finite"}
+    if cache.enable_prefix_caching:
+        expected |= {"hit_requests", "hit_tokens"}
+    if scheduler.num_speculative_tokens:
+        expected |= {"draft_accepted", "draft_rejected"}
+    assert {name for name in expected if not coverage[name]} == set()
+    assert set(reasons) == set(FinishReason) - {FinishReason.REPETITION}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: step["after_events"].update(free_blocks=step["after_events"]["free_blocks"] + 1),
+        lambda step: step["decision"]["scheduled"].reverse(),
+        lambda step: step["decision"]["blocks"]["r0"]["new"][0].reverse(),
+        lambda step: step["updates"][0]["expected"]["outputs"][0].update(cached_tokens=4),
+        lambda step: step["updates"][0]["expected"].update(waiting=["r0"]),
+    ],
+    ids=["state", "order", "blocks", "outputs", "queue"],
+)
+def test_a_replay_tells_what_is_different(change: Callable[[dict], None], tmp_path: Path):
+    recording = Recording(tmp_path)
+    recording.scheduler.add(request("r0"))
+    recording.scheduler.add(request("r1"))
+    recording.step()
+    case = recording.end()
+    change(case["steps"][0])
+    difference = first_difference(case)
+    assert difference is not None
+    assert difference.startswith("step 0")
+
+
+def test_what_comes_during_a_step_is_a_paused_step_of_its_own(tmp_path: Path):
+    recording = Recording(tmp_path)
+    recording.scheduler.add(request("r0"))
+    recording.scheduler.add(request("r1"))
+    plan = recording.scheduler.schedule(0.0)
+    recording.scheduler.abort(["r0"], 0.0)
+    recording.give_back(plan)
+    recording.step()
+    case = recording.end()
+    first, between, last = case["steps"]
+    assert (first["updates"], [update["for_step"] for update in between["updates"]]) == ([], [0])
+    assert between["events"] == [{"op": "abort", "ids": ["r0"]}, {"op": "pause", "state": "all"}]
+    assert between["after_events"]["running"] == ["r1"]
+    assert (between["decision"]["scheduled"], between["decision"]["finished"]) == ([], ["r0"])
+    assert between["updates"][0]["model"]["sampled"] == {"r0": [7], "r1": [7]}
+    assert [output["id"] for output in between["updates"][0]["expected"]["outputs"]] == ["r1"]
+    assert last["events"] == [{"op": "pause", "state": "none"}]
+    assert last["decision"]["finished"] == []
+    assert first_difference(case) is None
+
+
+def test_a_request_with_broken_logits_ends_as_if_aborted_and_frees_only_what_it_held_alone(tmp_path: Path):
+    recording = Recording(tmp_path)
+    for name in ("r0", "r1"):
+        recording.scheduler.add(request(name, num_tokens=9))
+    plan = recording.scheduler.schedule(0.0)
+    # Two of three blocks are shared.
+    assert plan.num_computed_tokens == [0, 8]
+    recording.give_back(plan, non_finite=(1, 1))
+    case = recording.end()
+    before, between = case["steps"]
+    assert between["events"][0] == {"op": "abort", "ids": ["r1"]}
+    assert between["after_events"]["free_blocks"] == before["decision"]["free_blocks"] + 1
+    assert [output["id"] for output in between["updates"][0]["expected"]["outputs"]] == ["r0"]
+    assert first_difference(case) is None
+
+
+def test_steps_in_which_nothing_happens_are_left_out(tmp_path: Path):
+    recording = Recording(tmp_path)
+    recording.scheduler.set_pause(PauseState.NEW)
+    recording.scheduler.add(request("r0"))
+    for _ in range(5):
+        recording.step()
+    recording.scheduler.set_pause(PauseState.NONE)
+    recording.step()
+    case = recording.end()
+    assert [step["decision"]["scheduled"] for step in case["steps"]] == [[["r0", 6]]]
+    assert first_difference(case) is None
+
+
+def test_events_that_no_step_follows_do_not_pile_up(tmp_path: Path):
+    recording = Recording(tmp_path)
+    recording.scheduler.set_pause(PauseState.ALL)
+    for number in range(6_000):
+        recording.scheduler.add(request(f"r{number}"))
+        recording.scheduler.abort([f"r{number}"], 0.0)
+    case = recording.end()
+    assert [len(step["events"]) for step in case["steps"]] == [10_001]
+    assert first_difference(case) is None
+
+
+def test_the_recording_ends_at_its_limit_and_the_scheduler_goes_on(tmp_path: Path):
+    recording = Recording(tmp_path, max_steps=3)
+    recording.scheduler.add(request("r0", max_tokens=9))
+    plans = [recording.step() for _ in range(9)]
+    case = recording.end()
+    assert all(plan.request_ids == ["r0"] for plan in plans)
+    assert recording.scheduler.num_unfinished == 0
+    assert (len(case["steps"]), case["ended"]) == (3, "the limit of 3 steps")
+    assert (case["coverage"]["steps"], case["coverage"]["scheduled_tokens"]) == (3, 8)
+    assert first_difference(case) is None
+
+
+def test_the_recording_ends_when_it_gets_too_long_to_be_read(tmp_path: Path):
+    recording = Recording(tmp_path, max_characters=3_000)
+    recording.scheduler.add(request("r0", max_tokens=30))
+    num_steps = sum(bool(recording.step().request_ids) for _ in range(40))
+    case = recording.end()
+    assert (num_steps, case["ended"]) == (30, "the limit of 3000 characters")
+    assert 1 < len(case["steps"]) < 10
+    assert first_difference(case) is None
+
+
+def test_a_limit_reached_during_a_step_loses_no_output(tmp_path: Path):
+    recording = Recording(tmp_path, max_steps=1)
+    recording.scheduler.add(request("r0", max_tokens=1))
+    plan = recording.scheduler.schedule(0.0)
+    recording.scheduler.add(request("r1"))
+    recording.give_back(plan)
+    assert recording.scheduler.waiting_ids == ["r1"]
+    assert recording.scheduler.num_unfinished == 1
+    assert first_difference(recording.end()) is None
+
+
+UNRECORDABLE: dict[str, dict[str, Any]] = {
+    "a blocked request": {"blockers": {"somebody"}},
+    "a resumable request": {"is_resumable": True},
+    "content keys": {"spans": (ContentSpan(0, 2, "key"),)},
+    "a request with encoder tokens": {"num_encoder_tokens": 3},
+    "a request that comes with output": {"num_prompt_tokens": 4},
+    "a request with repetition": {"sampling": SamplingParams(9, repetition=RepetitionLimits(4))},
+}
+
+
+@pytest.mark.parametrize("reason", UNRECORDABLE)
+def test_what_the_format_cannot_say_ends_the_recording_by_name_and_not_the_engine(
+    reason: str, tmp_path: Path
+):
+    recording = Recording(tmp_path)
+    recording.scheduler.add(request("r0"))
+    recording.step()
+    told = request("r1")
+    wishes = {"num_prompt_tokens": 6, "sampling": told.sampling} | UNRECORDABLE[reason]
+    recording.scheduler.add(Request("r1", told.token_ids, **wishes))
+    recording.scheduler.unblock("r1", "somebody")
+    recording.step()
+    assert recording.scheduler.running_ids == ["r0", "r1"]
+    case = recording.end()
+    assert (len(case["steps"]), case["ended"]) == (1, reason)
+    assert first_difference(case) is None
+
+
+def test_a_reset_of_the_prefix_cache_ends_the_recording_only_when_something_was_reset(tmp_path: Path):
+    recording = Recording(tmp_path)
+    recording.scheduler.add(request("r0", max_tokens=3))
+    recording.step()
+    assert not recording.scheduler.reset_prefix_cache(0.0)
+    recording.step()
+    assert recording.scheduler.reset_prefix_cache(0.0, reset_running=True)
+    recording.step()
+    assert recording.scheduler.num_unfinished == 0
+    case = recording.end()
+    assert (len(case["steps"]), case["ended"]) == (2, "a reset of the prefix cache")
+
+
+def test_a_reset_that_was_refused_ends_the_recording_too_when_it_made_requests_run_anew(tmp_path: Path):
+    recording = Recording(tmp_path)
+    held = request("r0")
+    recording.scheduler.add(held)
+    recording.step()
+    recording.core.kv_cache.hold(held)
+    assert not recording.scheduler.reset_prefix_cache(0.0, reset_running=True)
+    assert recording.end()["ended"] == "a reset of the prefix cache"
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_engine():
+    core = build_core(SCHEDULER, CACHE)
+    case = CaseFile(open("/dev/full", "wb"), {"format": 1})  # noqa: SIM115
+    scheduler = RecordedScheduler(core.scheduler, core.kv_cache, case)
+    rng = random.Random(1)
+    num_steps = 0
+    while case.is_open:
+        prompt = [rng.randrange(1 << 30) for _ in range(60)]
+        scheduler.add(Request(f"disk{num_steps}", prompt, 60, SamplingParams(max_tokens=2)))
+        plan = scheduler.schedule(0.0)
+        sampled = [[7] if samples else [] for samples in plan.samples]
+        scheduler.update(plan, StepResult(plan.step_number, sampled), 0.0)
+        scheduler.abort([f"disk{num_steps}"], 0.0)
+        num_steps += 1
+        assert num_steps < 10_000
+    scheduler.add(request("last", max_tokens=1))
+    scheduler.schedule(0.0)
+    assert scheduler.running_ids == ["last"]
+    scheduler.close()
+    # Nor are requests kept for it.
+    gc.collect()
+    kept = [item.request_id for item in gc.get_objects() if isinstance(item, Request)]
+    assert [request_id for request_id in kept if request_id.startswith("disk")] == []
+
+
+@pytest.mark.parametrize("ending", ["stop", "error"])
+def test_the_file_is_complete_however_the_loop_ends(ending: str, tmp_path: Path):
+    recording = Recording(tmp_path)
+    inbox = Inbox(100)
+    outbox = Outbox(max_bytes=1_000_000, wake=lambda: None)
+
+    def command(plan: StepPlan) -> None:
+        if plan.step_number == 3:
+            inbox.put(Add(request("r1"), outbox, 1))
+        if plan.step_number == 6:
+            inbox.put(Stop())
+            if ending == "error":
+                raise RuntimeError("device lost")
+
+    engine = Engine(
+        scheduler=recording.scheduler,
+        executor=FakeExecutor(command),
+        inbox=inbox,
+        board=Board(),
+        clock=FakeClock(),
+        lockstep=NoLockstep(),
+        at_end=(recording.scheduler.close,),
+    )
+    inbox.put(Add(request("r0", max_tokens=40), outbox, 0))
+    if ending == "error":
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.run()
+    else:
+        engine.run()
+    case = read_case(recording.path)
+    assert case["ended"] == "the engine ended"
+    assert case["steps"][-1]["decision"]["scheduled"] == [["r0", 1], ["r1", 1]]
+    assert first_difference(case) is None
