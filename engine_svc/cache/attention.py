@@ -188,9 +188,10 @@ class ChunkedLocal:
         return -(-num_tokens // self.chunk) * self.chunk
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """A chunk and what is in flight, and one block more as a chunk need not begin with a block."""
+        """A chunk and what is in flight, and one block more where a chunk need not begin with a block."""
         num_held = min(self.chunk + max_in_flight_tokens, num_tokens)
-        return min(-(-num_held // self.block_size) + 1, -(-num_tokens // self.block_size))
+        num_blocks = -(-num_held // self.block_size) + bool(self.chunk % self.block_size)
+        return min(num_blocks, -(-num_tokens // self.block_size))
 
     def longest_hit(
         self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool

@@ -36,10 +36,10 @@ class StepsInFlight:
         self._nobody = Request("", [], 0, SamplingParams(max_tokens=1))
         self._nobody.move_to(RequestStatus.FINISHED)
 
-    @property
-    def newest(self) -> int:
-        """The number of the step planned last; 0 with none in flight."""
-        return self._steps[-1].step_number if self._steps else 0
+    def newest_of(self, request: Request) -> int:
+        """The number of the last step that computes something of a request; 0 where none does."""
+        numbers = (step.step_number for step in reversed(self._steps) if step.num_tokens_of(request))
+        return next(numbers, 0)
 
     def push(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
         """A step was planned."""

@@ -296,10 +296,11 @@ class Scheduler:
         place = 0
         while builder.remaining and len(roster.running) < config.max_num_seqs:
             request = roster.waiting.at(place)
-            # Tokens of a step in flight belong to a preempted request too, and it needs them to continue.
-            if request is None or request.resumes_after_step > self._updated_step_number:
+            if request is None:
                 return
-            if not builder.admits(request):
+            # Tokens of a step in flight belong to a preempted request too, and it needs them to continue.
+            waits_for_tokens = request.resumes_after_step > self._updated_step_number
+            if waits_for_tokens or not builder.admits(request):
                 place += 1
                 continue
             if not self._admit(request, now):
@@ -357,7 +358,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request, now: float) -> None:
-        self._roster.preempt(request, now, resumes_after_step=self._in_flight.newest)
+        self._roster.preempt(request, now, resumes_after_step=self._in_flight.newest_of(request))
 
     def _settle(self, request: Request, num_tokens: int) -> None:
         """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
