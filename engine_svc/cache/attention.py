@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 NEVER = sys.maxsize
 
@@ -60,11 +60,7 @@ class FullAttention:
     """Every token reads all before it."""
 
     block_size: int
-
-    @property
-    def follows_tokens(self) -> bool:
-        """Yes."""
-        return True
+    follows_tokens: ClassVar[bool] = True
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """One a token."""
@@ -102,16 +98,12 @@ class SlidingWindow:
     """Every token reads itself and the `window` - 1 tokens before it."""
 
     block_size: int
+    follows_tokens: ClassVar[bool] = True
     window: int
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window is {self.window}, must be at least 1")
-
-    @property
-    def follows_tokens(self) -> bool:
-        """Yes."""
-        return True
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """One a token; those of unread tokens are given back as the window moves on."""
@@ -164,16 +156,12 @@ class ChunkedLocal:
     """Every token reads itself and those before it in its own chunk of `chunk` tokens."""
 
     block_size: int
+    follows_tokens: ClassVar[bool] = True
     chunk: int
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk is {self.chunk}, must be at least 1")
-
-    @property
-    def follows_tokens(self) -> bool:
-        """Yes."""
-        return True
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """One a token; those of earlier chunks are given back."""
@@ -212,11 +200,7 @@ class CrossAttention:
     """Every token reads what an encoder made of another input: KV of a fixed length, computed once."""
 
     block_size: int
-
-    @property
-    def follows_tokens(self) -> bool:
-        """No: token ids say nothing about the other input."""
-        return False
+    follows_tokens: ClassVar[bool] = False
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """Those of the encoder's output, from the beginning."""

@@ -126,13 +126,18 @@ class BlockPool:
     def register(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Make the content of full blocks findable. Equal content may stand in several blocks."""
         for block_id, key in zip(block_ids, keys, strict=True):
-            if block_id == PLACEHOLDER_BLOCK_ID:
-                continue
             block = self._blocks[block_id]
             assert block.key is None, f"block {block_id} is registered twice"
             block.key = key
             if self._cached.setdefault(key, block) is not block:
                 self._twins.setdefault(key, OrderedDict())[block_id] = block
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let the content of blocks not be found any more; those that cannot be found anyway are ignored."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.key is not None:
+                self._forget(block, block.key)
 
     def reset(self) -> bool:
         """Forget all content. Refused, with no change, while anyone holds a block."""

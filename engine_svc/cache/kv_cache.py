@@ -50,7 +50,7 @@ class KVCache:
         self._finder = PrefixFinder(
             self.pool, self.hasher, self._kinds, drop_last=config.drop_last_matched_block
         )
-        self._gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
+        self.gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
         self.prefix_hits = 0  # of these, tokens found
@@ -103,7 +103,7 @@ class KVCache:
         All or nothing: returns None, and changes nothing, when the pool is short. With `reserve_all` the
         pool must have room for every known token, though only the blocks for `num_tokens` are taken.
         """
-        if request.block_tables and self._gives_back:
+        if request.block_tables and self.gives_back:
             self._release_unread(request, request.num_computed_tokens)
         if not self._has_room(request, hit, num_tokens, reserve_all):
             return None
@@ -126,7 +126,7 @@ class KVCache:
         if not self._has_room(request, hit, num_missing, reserve_all=False):
             return None
         self._take_over(request, hit)
-        new_blocks = self._allocate(request, self._num_missing_blocks(request, num_tokens))
+        new_blocks = self._allocate(request, num_tokens)
         # As after a hit, one token is left to compute.
         request.num_computed_tokens = min(num_tokens, request.num_tokens - 1)
         return new_blocks
@@ -140,7 +140,9 @@ class KVCache:
         end = request.num_computed_tokens + num_tokens
         new_blocks: NewBlocks | None = NO_BLOCKS
         if end > request.room_until:
-            new_blocks = self._take_room(request, end, num_in_flight_tokens)
+            if self.gives_back:
+                self._release_unread(request, request.num_computed_tokens - num_in_flight_tokens)
+            new_blocks = self._allocate(request, end)
             if new_blocks is None:
                 return None
         num_known = min(end, request.num_tokens)
@@ -154,11 +156,18 @@ class KVCache:
         if num_tokens >= request.registers_at:
             self._register(request, num_tokens)
 
-    def release(self, request: Request) -> None:
-        """Take all blocks from `request`. What they hold can be found until they are handed out again."""
-        for table in request.block_tables:
+    def release(self, request: Request, num_withdrawn_tokens: int = 0) -> None:
+        """Take all blocks from `request`. What they hold can be found until they are handed out again.
+
+        Not so those of withdrawn tokens, its last: they were registered, but nobody computes them.
+        """
+        num_written_tokens = request.num_computed_tokens - num_withdrawn_tokens
+        for kind, table in zip(self._kinds, request.block_tables, strict=False):
             # The tail is freed first: a later request is more likely to share the head of this prefix.
             self.pool.release(_held(reversed(table.block_ids)))
+            if num_withdrawn_tokens:
+                first = num_written_tokens // kind.block_size
+                self.pool.forget(table.block_ids[first : table.num_registered])
         request.block_tables = []
         request.quiet_until = request.room_until = request.registers_at = 0
 
@@ -259,31 +268,30 @@ class KVCache:
             table.num_registered = len(block_ids)
             table.num_released = num_unread
 
-    def _take_room(self, request: Request, end: int, num_in_flight_tokens: int) -> NewBlocks | None:
-        if self._gives_back:
-            self._release_unread(request, request.num_computed_tokens - num_in_flight_tokens)
-        num_missing = self._num_missing_blocks(request, end)
-        if sum(num_missing) > self.pool.num_free_blocks:
-            return None
-        new_blocks = self._allocate(request, num_missing) if any(num_missing) else NO_BLOCKS
-        request.room_until = self._room_until(request)
-        return new_blocks
-
-    def _num_missing_blocks(self, request: Request, end: int) -> list[int]:
+    def _allocate(self, request: Request, end: int) -> NewBlocks | None:
+        """Blocks so that every group has room for the tokens up to `end`; None when the pool is short."""
         num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
-        num_encoder_tokens = request.num_encoder_tokens
-        return [
-            max(
-                0, -(-kind.num_slots(num_slots, num_encoder_tokens) // kind.block_size) - len(table.block_ids)
-            )
-            for kind, table in zip(self._kinds, request.block_tables, strict=True)
-        ]
-
-    def _allocate(self, request: Request, num_blocks: Sequence[int]) -> NewBlocks:
-        new_blocks = [self.pool.allocate(num) if num else [] for num in num_blocks]
-        for table, block_ids in zip(request.block_tables, new_blocks, strict=True):
+        tables, num_missing, num_in_all = request.block_tables, [], 0
+        for group, kind in enumerate(self._kinds):
+            num_group_slots = num_slots if kind.follows_tokens else request.num_encoder_tokens
+            num_blocks = max(0, -(-num_group_slots // kind.block_size) - len(tables[group].block_ids))
+            num_missing.append(num_blocks)
+            num_in_all += num_blocks
+        if num_in_all > self.pool.num_free_blocks:
+            return None
+        new_blocks = []
+        room_until = NEVER
+        for group, kind in enumerate(self._kinds):
+            table, block_ids = tables[group], self.pool.allocate(num_missing[group])
             table.block_ids += block_ids
-        return new_blocks
+            new_blocks.append(block_ids)
+            num_group_slots = len(table.block_ids) * kind.block_size - self._num_lookahead_tokens
+            if kind.follows_tokens and num_group_slots < room_until:
+                room_until = num_group_slots
+            if self.gives_back:
+                room_until = min(room_until, kind.first_unreading((table.num_released + 1) * kind.block_size))
+        request.room_until = room_until
+        return new_blocks if num_in_all else NO_BLOCKS
 
     def _release_unread(self, request: Request, num_settled_tokens: int) -> None:
         for kind, table in zip(self._kinds, request.block_tables, strict=True):
@@ -301,14 +309,15 @@ class KVCache:
             return
         self.hasher.extend(request)
         registers_at = NEVER
-        for group, (kind, table) in enumerate(zip(self._kinds, request.block_tables, strict=True)):
-            block_size = kind.block_size
-            first = table.num_registered
+        for group, kind in enumerate(self._kinds):
+            block_size, table = kind.block_size, request.block_tables[group]
             end = self._finder.num_cacheable_tokens(num_tokens, block_size) // block_size
+            # What was given back already is nobody's any more.
+            first = max(table.num_registered, table.num_released)
             if first < end:
                 self._register_blocks(request, group, first, end)
-                table.num_registered = end
-            registers_at = min(registers_at, (max(first, end) + 1) * block_size)
+            table.num_registered = max(table.num_registered, end)
+            registers_at = min(registers_at, (table.num_registered + 1) * block_size)
         request.registers_at = registers_at
 
     def _register_blocks(self, request: Request, group: int, first: int, end: int) -> None:
@@ -325,15 +334,6 @@ class KVCache:
         token_ids = request.token_ids[first * block_size : end * block_size]
         for observer in self.pool.observers:
             observer.on_store(StoredBlocks(hashes, parent, token_ids, block_size, group))
-
-    def _room_until(self, request: Request) -> int:
-        room_until = NEVER
-        for kind, table in zip(self._kinds, request.block_tables, strict=True):
-            block_size = kind.block_size
-            if kind.follows_tokens:
-                room_until = min(room_until, len(table.block_ids) * block_size - self._num_lookahead_tokens)
-            room_until = min(room_until, kind.first_unreading((table.num_released + 1) * block_size))
-        return room_until
 
 
 def _held(block_ids: Iterable[int]) -> list[int]:

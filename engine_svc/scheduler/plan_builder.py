@@ -19,6 +19,8 @@ class PlanBuilder:
 
     def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
         self._config = config
+        self._overlaps = config.async_scheduling
+        self._unknown_drafts = [UNKNOWN_DRAFT] * config.num_speculative_tokens
         self._budgets = tuple(budgets)
         self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
@@ -89,18 +91,18 @@ class PlanBuilder:
         self.remaining -= num_tokens
         for budget in self._budgets:
             budget.take(request, num_tokens)
-        if samples and self._config.async_scheduling:
+        if samples and self._overlaps:
             request.num_placeholders += 1 + len(drafts)
-            if self._config.num_speculative_tokens:
-                request.draft_token_ids = [UNKNOWN_DRAFT] * self._config.num_speculative_tokens
+            request.draft_token_ids = self._unknown_drafts
 
-    def withdraw(self, request: Request) -> None:
-        """Take out the row of a request that has to give way, if it has one."""
+    def withdraw(self, request: Request) -> int:
+        """Take out the row of a request that has to give way; returns the tokens it had, 0 without a row."""
         if request not in self.rows:
-            return
+            return 0
         row = self.rows.index(request)
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
         self.remaining += num_tokens
         for budget in self._budgets:
             budget.give_back(request, num_tokens)
+        return num_tokens

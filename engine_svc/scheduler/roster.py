@@ -59,14 +59,16 @@ class Roster:
         else:
             timeline.events.append(("resumed", now))
 
-    def preempt(self, request: Request, now: float, resumes_after_step: int) -> None:
-        """Take a running request's blocks and queue it again; it will compute its tokens anew."""
+    def preempt(self, request: Request, now: float, num_withdrawn_tokens: int) -> None:
+        """Take a running request's blocks and queue it again; it will compute its tokens anew.
+
+        Withdrawn tokens were planned in this step, and will not be computed in it after all.
+        """
         self._depart(request)
-        self._kv_cache.release(request)
+        self._kv_cache.release(request, num_withdrawn_tokens)
         request.move_to(RequestStatus.WAITING)
         _forget_progress(request)
         request.num_preemptions += 1
-        request.resumes_after_step = resumes_after_step
         request.timeline.events.append(("preempted", now))
         request.order_key = self._policy.requeue_key(request)
         self._enqueue(request)

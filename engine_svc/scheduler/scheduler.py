@@ -251,8 +251,7 @@ class Scheduler:
             if request.num_placeholders:
                 self._settle(request, len(output.new_token_ids))
             if stopped is not None:
-                output.finish_reason, output.stop_token_id = stopped
-                self._stop(request, output, now)
+                self._stop(request, output, stopped, now)
         if result.drafts:
             note_drafts(plan, rows, result.drafts)
         for hook in self._hooks:
@@ -260,7 +259,7 @@ class Scheduler:
         return outputs
 
     def _schedule_running(self, now: float) -> None:
-        builder, max_model_len = self._builder, self._config.max_model_len
+        builder = self._builder
         has_budgets = builder.has_budgets
         running = RequestStatus.RUNNING
         for request in self._policy.walk(self._roster.running, self._roster.waiting.num_ready):
@@ -269,19 +268,14 @@ class Scheduler:
             # A victim of this step.
             if request.status is not running:
                 continue
-            computed, placeholders = request.num_computed_tokens, request.num_placeholders
-            num_tokens = len(request.token_ids) + placeholders + len(request.draft_token_ids) - computed
-            # One pending token is the usual row: only a further budget could make it less.
-            if num_tokens != 1 or placeholders > 1 or has_budgets:
-                if placeholders and is_last_token_in_flight(request):
-                    continue
-                num_tokens = min(self._limit(num_tokens), max_model_len - 1 - computed)
-                num_tokens = builder.clip(request, num_tokens)
+            computed = request.num_computed_tokens
+            num_tokens = len(request.token_ids) + request.num_placeholders - computed
+            num_tokens += len(request.draft_token_ids)
+            # The usual row is one pending token, not the last: only a further budget could make it less.
+            if num_tokens != 1 or computed + 2 >= request.max_num_tokens or has_budgets:
+                num_tokens = self._grant(request, num_tokens)
                 if num_tokens < 1:
                     continue
-            elif computed >= request.max_num_tokens - 1:
-                # What it computes has its last token in flight already.
-                continue
             new_block_ids = NO_BLOCKS
             if computed + num_tokens > request.quiet_until:
                 grown = self._grow(request, num_tokens, now)
@@ -289,6 +283,15 @@ class Scheduler:
                     return
                 new_block_ids = grown
             builder.place(request, num_tokens, new_block_ids)
+
+    def _grant(self, request: Request, num_tokens: int) -> int:
+        """How many of its pending tokens a running request can have."""
+        if request.num_placeholders and is_last_token_in_flight(request):
+            return 0
+        num_tokens = min(
+            self._limit(num_tokens), self._config.max_model_len - 1 - request.num_computed_tokens
+        )
+        return self._builder.clip(request, num_tokens)
 
     def _admit_waiting(self, now: float) -> None:
         config, roster, builder = self._config, self._roster, self._builder
@@ -343,7 +346,7 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int, now: float) -> NewBlocks | None:
         """Blocks for a running request, at the cost of others if need be; None: it had to go itself."""
-        num_in_flight_tokens = self._in_flight.num_tokens_of(request)
+        num_in_flight_tokens = self._in_flight.num_tokens_of(request) if self._kv_cache.gives_back else 0
         while True:
             new_block_ids = self._kv_cache.grow(request, num_tokens, num_in_flight_tokens)
             if new_block_ids is not None:
@@ -351,29 +354,30 @@ class Scheduler:
             if self._roster.reclaim():
                 continue
             victim = self._policy.pick_victim(self._roster.running, self._kv_cache)
-            self._builder.withdraw(victim)
+            num_withdrawn_tokens = self._builder.withdraw(victim)
             self._builder.plan.preempted.append(victim.request_id)
-            self._preempt(victim, now)
+            self._preempt(victim, now, num_withdrawn_tokens)
             if victim is request:
                 return None
 
-    def _preempt(self, request: Request, now: float) -> None:
-        self._roster.preempt(request, now, resumes_after_step=self._in_flight.newest_of(request))
+    def _preempt(self, request: Request, now: float, num_withdrawn_tokens: int = 0) -> None:
+        request.resumes_after_step = self._in_flight.newest_of(request)
+        self._roster.preempt(request, now, num_withdrawn_tokens)
 
     def _settle(self, request: Request, num_tokens: int) -> None:
         """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
-        if request.status is RequestStatus.RUNNING:
-            request.num_placeholders -= num_tokens
-            num_settled_tokens = request.num_computed_tokens - request.num_placeholders
-            if num_settled_tokens >= request.registers_at:
-                self._kv_cache.commit(request, num_settled_tokens)
+        request.num_placeholders -= num_tokens
+        num_settled_tokens = request.num_computed_tokens - request.num_placeholders
+        if num_settled_tokens >= request.registers_at:
+            self._kv_cache.commit(request, num_settled_tokens)
 
-    def _stop(self, request: Request, output: RequestOutput, now: float) -> None:
+    def _stop(
+        self, request: Request, output: RequestOutput, stopped: tuple[FinishReason, int | None], now: float
+    ) -> None:
         """End a request whose newest token ends it, or its turn."""
-        reason = output.finish_reason
-        assert reason is not None, "only what has a reason stops"
+        output.finish_reason, output.stop_token_id = stopped
         if not request.is_resumable and not request.chunks:
-            self._roster.finish(request, reason, now)
+            self._roster.finish(request, output.finish_reason, now)
             return
         output.continues = True
         self._in_flight.forget(request)
