@@ -25,7 +25,7 @@ from engine_svc.engine import Engine, EngineScheduler, NoLockstep
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 from engine_svc.lifecycle import Lifecycle
-from engine_svc.mailbox import Board, Inbox
+from engine_svc.mailbox import Board, Inbox, KVEventLog
 from engine_svc.membership import Membership
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
@@ -43,6 +43,7 @@ from service_kit.telemetry import tracer
 from triptych.engine.v1 import engine_pb2_grpc
 
 if TYPE_CHECKING:
+    from engine_svc.features.kv_events import KVEvents
     from engine_svc.model.facts import ModelFacts
     from engine_svc.runner.kv_tensors import KVSizing
 
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 1
 _KERNEL_MODE = "transformers-cpu"
 _MAX_COMMANDS = 16_384
+# What a subscriber may be behind: about as much memory as a frontend's outbox.
+_MAX_KV_BATCHES = 4096
+_MAX_KV_BATCH_BLOCKS = 32_768
 _POLICY_ENTRY_POINTS = "triptych.policies"
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
@@ -75,6 +79,9 @@ def build_served_engine(config: EngineConfig) -> ServedEngine:
         board=Board(),
         clock=MonotonicClock(),
         drain_deadline_s=config.drain_deadline_s,
+        kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
+        if config.enable_kv_events
+        else None,
     )
 
 
@@ -153,11 +160,13 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
+    kv_events = _kv_events(served)
     core = build_core(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
-        hooks=(RequestSpans(tracer(), served.clock, defer),),
+        hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events),
+        observers=kv_events,
     )
     scheduler: EngineScheduler = core.scheduler
     at_end: list[Callable[[], None]] = []
@@ -207,6 +216,15 @@ def build_core(
         observers=observers,
     )
     return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
+
+
+def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:
+    """Who fills the log of the prefix cache, where there is one."""
+    if served.kv_event_log is None:
+        return ()
+    from engine_svc.features.kv_events import KVEvents
+
+    return (KVEvents(served.kv_event_log.publish),)
 
 
 def _fit(config: EngineConfig, model: ModelFacts) -> tuple[int, KVSizing]:

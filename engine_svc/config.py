@@ -44,6 +44,9 @@ class EngineConfig:
     )
     num_kv_blocks: int | None = option(None, help="number of KV blocks, whatever they weigh")
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal beginnings")
+    enable_kv_events: bool = option(
+        False, help="let subscribers follow what enters and leaves the prefix cache"
+    )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"
@@ -98,6 +101,12 @@ class EngineConfig:
             "record_decisions",
             self.record_decisions,
             "a file that ends in .json.gz",
+        )
+        _require(
+            self.enable_prefix_caching or not self.enable_kv_events,
+            "enable_kv_events",
+            self.enable_kv_events,
+            "off where --enable-prefix-caching is",
         )
         _require(self.drain_deadline_s >= 0, "drain_deadline_s", self.drain_deadline_s, "0 or more")
         _require(

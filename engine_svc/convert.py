@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import Message
 
+from engine_svc.cache.observer import StoredBlocks
 from engine_svc.facts import EngineFacts
-from engine_svc.mailbox import FinishedRow, StepOutput
+from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEvent, KVEventBatch, RemovedBlocks, StepOutput
 from engine_svc.request import FinishReason, Request
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
 _MAX_TEXT_CHARACTERS = 256
 _MAX_STOP_TOKEN_IDS = 4096
 _MAX_PRIORITY = 100
 _MAX_TEMPERATURE = 2.0
+_MAX_PATTERN_SIZE = 256
+_MAX_PATTERN_COUNT = 64
 
 # What the contract has and this engine cannot do: refused by name, for a parameter ignored is a wrong answer.
 _UNSERVED_ENTRY = (
@@ -36,7 +39,7 @@ _UNSERVED_ENTRY = (
 )
 _UNSERVED_SAMPLING = (
     "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids",
-    "structured_output", "thinking_token_budget", "repetition_detection",
+    "structured_output", "thinking_token_budget",
 )  # fmt: skip
 _NEUTRAL_SAMPLING = {
     "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1,
@@ -136,6 +139,22 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
     return step
 
 
+def to_kv_batch(batch: KVEventBatch, engine_epoch: int) -> engine_pb2.SubscribeKvEventsResponse:
+    """What changed in the prefix cache, with the place behind it."""
+    return engine_pb2.SubscribeKvEventsResponse(
+        cursor=kv_pb2.KvCursor(engine_epoch=engine_epoch, seq=batch.seq),
+        batch=kv_pb2.KvEventBatch(events=[_kv_event(event) for event in batch.events]),
+    )
+
+
+def to_kv_snapshot(
+    blocks: Iterable[StoredBlocks], end: kv_pb2.KvCursor | None
+) -> engine_pb2.SubscribeKvEventsResponse:
+    """A part of what the prefix cache holds; the last one has the place behind the whole."""
+    chunk = kv_pb2.KvSnapshotChunk(blocks=[_kv_stored(block) for block in blocks], is_last=end is not None)
+    return engine_pb2.SubscribeKvEventsResponse(cursor=end, snapshot=chunk)
+
+
 def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
     status = to_status(error)
@@ -182,7 +201,28 @@ def _to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, max_tokens_left
         eos_token_id=facts.eos_token_ids[0] if facts.eos_token_ids else None,
         stop_token_ids=stop_token_ids,
         skip_reading_prefix_cache=entry.skip_reading_prefix_cache or given.skip_reading_prefix_cache,
+        repetition=_to_repetition(given.repetition_detection),
     )
+
+
+def _to_repetition(given: sampling_pb2.RepetitionDetection) -> RepetitionLimits | None:
+    longest, shortest = given.max_pattern_size, given.min_pattern_size
+    _check_repetition(
+        0 <= longest <= _MAX_PATTERN_SIZE, "max_pattern_size", longest, f"0 to {_MAX_PATTERN_SIZE}"
+    )
+    _check_repetition(
+        0 <= shortest <= longest, "min_pattern_size", shortest, f"0 to max_pattern_size, {longest}"
+    )
+    if longest == 0:
+        return None
+    _check_repetition(
+        2 <= given.min_count <= _MAX_PATTERN_COUNT, "min_count", given.min_count, f"2 to {_MAX_PATTERN_COUNT}"
+    )
+    return RepetitionLimits(longest, shortest or 1, given.min_count)
+
+
+def _check_repetition(holds: bool, name: str, value: int, limit: str) -> None:
+    _check(holds, f"repetition_detection.{name}", value, limit)
 
 
 def _check_stop_token_ids(given: sampling_pb2.SamplingParams, vocab_size: int) -> None:
@@ -225,6 +265,27 @@ def _set_stop(
         record.stop_token_id = finished.stop_token_id
     else:
         record.eos_token_id = last_token
+
+
+def _kv_event(event: KVEvent) -> kv_pb2.KvEvent:
+    match event:
+        case StoredBlocks():
+            return kv_pb2.KvEvent(stored=_kv_stored(event))
+        case RemovedBlocks():
+            removed = kv_pb2.KvBlockRemoved(block_hashes=event.block_hashes, group=event.group)
+            return kv_pb2.KvEvent(removed=removed)
+        case AllBlocksRemoved():
+            return kv_pb2.KvEvent(cleared=kv_pb2.KvAllBlocksCleared())
+
+
+def _kv_stored(stored: StoredBlocks) -> kv_pb2.KvBlockStored:
+    return kv_pb2.KvBlockStored(
+        block_hashes=stored.block_hashes,
+        parent_hash=stored.parent_hash,
+        token_ids=_column(array("I", stored.token_ids)),
+        block_size=stored.block_size,
+        group=stored.group,
+    )
 
 
 def _refuse_unserved(message: Message, names: tuple[str, ...]) -> None:

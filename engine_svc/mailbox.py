@@ -1,4 +1,4 @@
-"""The only door of the engine thread: Inbox of commands, Outbox of steps per frontend, Board of figures.
+"""The only door of the engine thread: Inbox, Outbox per frontend, Board of figures, log of the prefix cache.
 
 Every method returns at once but `Inbox.wait`, which only the engine thread calls. Knows no wire.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
+from engine_svc.cache.observer import StoredBlocks
 from engine_svc.request import FinishReason, Request
 from engine_svc.scheduler.stats import SchedulerStats
 
@@ -224,3 +226,140 @@ class Board:
     def read(self) -> Figures:
         """The figures as they were posted last."""
         return self._figures
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedBlocks:
+    """Content of one group of layers that cannot be found any more."""
+
+    block_hashes: list[bytes]
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksRemoved:
+    """Nothing can be found any more."""
+
+
+KVEvent = StoredBlocks | RemovedBlocks | AllBlocksRemoved
+
+
+def part_of(stored: StoredBlocks, first: int, end: int) -> StoredBlocks:
+    """The blocks of a run from `first` to `end`."""
+    hashes, size = stored.block_hashes, stored.block_size
+    if first == 0 and end == len(hashes):
+        return stored
+    parent_hash = hashes[first - 1] if first else stored.parent_hash
+    token_ids = stored.token_ids[first * size : end * size]
+    return StoredBlocks(hashes[first:end], parent_hash, token_ids, size, stored.group)
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventBatch:
+    """Changes of the prefix cache, in order. `seq` counts batches from 1, without gaps."""
+
+    seq: int
+    events: Sequence[KVEvent]
+    num_blocks: int  # that the events tell of
+
+
+@dataclass(slots=True, eq=False)
+class KVEventReader:
+    """Where one who follows the log stands: all that is kept for it, so one that waits costs nothing."""
+
+    seq: int  # of the last batch it has taken
+    wake: Callable[[], None]
+    is_woken: bool = False
+
+
+class KVEventLog:
+    """The latest batches for any number of readers, each at its own pace, and what all batches add up to.
+
+    A reader that stays behind for so long that its next batch is dropped has lost its place for good.
+    """
+
+    def __init__(self, *, max_batches: int, max_blocks: int) -> None:
+        self._max_batches = max_batches
+        self._max_blocks = max_blocks
+        self._lock = threading.Lock()
+        self._batches: deque[KVEventBatch] = deque()
+        self._num_blocks = 0  # in these batches
+        self._seq = 0
+        self._cached: dict[tuple[bytes, int], StoredBlocks] = {}  # single blocks, by hash and group
+        self._readers: set[KVEventReader] = set()
+
+    def publish(self, events: Sequence[KVEvent], num_blocks: int) -> None:
+        """Append a batch, which nobody changes any more, and wake whoever has taken all before it."""
+        with self._lock:
+            self._seq += 1
+            for event in events:
+                self._apply(event)
+            self._batches.append(KVEventBatch(self._seq, events, num_blocks))
+            self._num_blocks += num_blocks
+            # The newest stays, whatever its size, or nobody could follow.
+            while len(self._batches) > 1 and (
+                len(self._batches) > self._max_batches or self._num_blocks > self._max_blocks
+            ):
+                self._num_blocks -= self._batches.popleft().num_blocks
+            for reader in self._readers:
+                if not reader.is_woken:
+                    reader.is_woken = True
+                    reader.wake()
+
+    def open(self, seq: int, wake: Callable[[], None]) -> KVEventReader | None:
+        """Begin to read behind batch `seq`; None where that is no place to go on from."""
+        reader = KVEventReader(seq, wake)
+        with self._lock:
+            if not self._first_place <= seq <= self._seq:
+                return None
+            self._readers.add(reader)
+        return reader
+
+    def open_with_snapshot(self, wake: Callable[[], None]) -> tuple[KVEventReader, list[StoredBlocks]]:
+        """Begin to read behind the newest batch, with every block that can be found there, one at a time."""
+        with self._lock:
+            reader = KVEventReader(self._seq, wake)
+            self._readers.add(reader)
+            return reader, list(self._cached.values())
+
+    def take(self, reader: KVEventReader, max_batches: int) -> list[KVEventBatch] | None:
+        """The next batches for `reader`, at most so many; None where it has lost its place."""
+        with self._lock:
+            reader.is_woken = False
+            if reader.seq < self._first_place:
+                return None
+            start = reader.seq - self._first_place
+            batches = list(islice(self._batches, start, start + max_batches))
+            reader.seq += len(batches)
+        return batches
+
+    def has_lost(self, reader: KVEventReader) -> bool:
+        """Whether the next batch for `reader` is gone."""
+        with self._lock:
+            return reader.seq < self._first_place
+
+    def close(self, reader: KVEventReader) -> None:
+        """Wake `reader` no more."""
+        with self._lock:
+            self._readers.discard(reader)
+
+    @property
+    def num_readers(self) -> int:
+        """How many follow the log."""
+        return len(self._readers)
+
+    @property
+    def _first_place(self) -> int:
+        """The batch before the oldest that is kept."""
+        return self._batches[0].seq - 1 if self._batches else self._seq
+
+    def _apply(self, event: KVEvent) -> None:
+        match event:
+            case StoredBlocks():
+                for index, block_hash in enumerate(event.block_hashes):
+                    self._cached[block_hash, event.group] = part_of(event, index, index + 1)
+            case RemovedBlocks():
+                for block_hash in event.block_hashes:
+                    del self._cached[block_hash, event.group]
+            case AllBlocksRemoved():
+                self._cached.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.engine import Engine
 from engine_svc.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.facts import LoadProgress
+from engine_svc.heap import calm_collector
 from engine_svc.lifecycle import EngineState
 from engine_svc.load_display import LoadDisplay
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
@@ -147,9 +147,7 @@ def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
             built = build_engine(config, engine, progress=on_progress, defer=event_loop.call_soon_threadsafe)
         finally:
             display.close()
-        # What is alive now lives as long as the process; the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+        calm_collector()
         return built
 
     return EngineThread(engine, load)

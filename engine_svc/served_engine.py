@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine_svc.artifacts import Artifact
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.lifecycle import EngineState, Lifecycle
-from engine_svc.mailbox import Board, Inbox
+from engine_svc.mailbox import Board, Inbox, KVEventLog
 from engine_svc.request import Request
 from service_kit.clock import Clock
 
@@ -44,6 +44,7 @@ class ServedEngine:
     board: Board
     clock: Clock
     drain_deadline_s: float = 0.0
+    kv_event_log: KVEventLog | None = None  # None: nobody may follow the prefix cache
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None
     failure: Failure | None = None

@@ -11,10 +11,17 @@ import grpc.aio
 
 from engine_svc import announce
 from engine_svc.facts import SCHEMA_REVISION
+from engine_svc.kv_subscription import KVSubscription
 from engine_svc.lifecycle import EngineState
 from engine_svc.served_engine import ServedEngine
 from engine_svc.session import MAX_OUTBOX_BYTES, Session
-from service_kit.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument
+from service_kit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
@@ -24,6 +31,7 @@ FULL_NAME: str = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].ful
 _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 _MAX_ID_CHARACTERS = 128
+_MAX_KV_SUBSCRIPTIONS = 16
 
 
 class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
@@ -33,14 +41,20 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._engine = engine
         self._max_outbox_bytes = max_outbox_bytes
         self._sessions: set[Session] = set()
+        self._kv_subscriptions: set[KVSubscription] = set()
         self._numbers = itertools.count(1)
-        self._progressed = asyncio.Event()  # a request or a session has ended
+        self._progressed = asyncio.Event()  # a request, a session or a subscription has ended
         engine.lifecycle.subscribe(self._on_state)
 
     @property
     def num_sessions(self) -> int:
         """Frontends with a stream now."""
         return len(self._sessions)
+
+    @property
+    def num_kv_subscriptions(self) -> int:
+        """Who follows the prefix cache now."""
+        return len(self._kv_subscriptions)
 
     async def Connect(
         self,
@@ -97,6 +111,37 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             num_sessions=self.num_sessions,
         )
 
+    async def SubscribeKvEvents(
+        self,
+        request: engine_pb2.SubscribeKvEventsRequest,
+        context: grpc.aio.ServicerContext[
+            engine_pb2.SubscribeKvEventsRequest, engine_pb2.SubscribeKvEventsResponse
+        ],
+    ) -> AsyncGenerator[engine_pb2.SubscribeKvEventsResponse, None]:
+        """What the prefix cache holds, then how that changes, until one side ends it."""
+        log = self._engine.kv_event_log
+        if log is None:
+            raise FailedPrecondition(
+                "this engine tells nobody of its cache: start it with --enable-kv-events",
+                reason="KV_EVENTS_DISABLED",
+            )
+        if len(self._kv_subscriptions) >= _MAX_KV_SUBSCRIPTIONS:
+            raise ResourceExhausted(
+                f"engine has {_MAX_KV_SUBSCRIPTIONS} subscribers of its cache, the limit is "
+                f"{_MAX_KV_SUBSCRIPTIONS}"
+            )
+        call = asyncio.current_task()
+        assert call is not None, "a handler runs in a task"
+        subscription = KVSubscription(self._engine, log, request, abandon=call.cancel)
+        self._kv_subscriptions.add(subscription)
+        try:
+            async for response in subscription.responses():
+                yield response
+        finally:
+            subscription.close()
+            self._kv_subscriptions.discard(subscription)
+            self._progressed.set()
+
     async def beat_forever(self) -> None:
         """Send every session its heartbeats, whatever the loop does."""
         while True:
@@ -104,9 +149,11 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             self.beat()
 
     def beat(self) -> None:
-        """Send every session one heartbeat."""
+        """Send every session one heartbeat, and look after subscribers that have to be cut off."""
         for session in self._sessions:
             session.beat()
+        for subscription in self._kv_subscriptions:
+            subscription.beat()
 
     async def drain(self) -> None:
         """Refuse new requests, wait for the end of the running ones, then end all sessions."""
@@ -118,7 +165,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             await self._progressed.wait()
         if not lifecycle.has_ended:
             lifecycle.move_to(EngineState.STOPPED)
-        while self._sessions:
+        while self._sessions or self._kv_subscriptions:
             self._progressed.clear()
             await self._progressed.wait()
 
@@ -153,6 +200,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     def _on_state(self, state: EngineState) -> None:
         for session in self._sessions:
             session.on_state(state)
+        for subscription in self._kv_subscriptions:
+            subscription.on_state()
         self._progressed.set()
 
 

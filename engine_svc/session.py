@@ -159,14 +159,15 @@ class Session:
         while True:
             self._changed.clear()
             is_over = self._is_over
+            # Before the steps: whoever adds early must hear that the engine is ready before any output.
+            while self._unsent:
+                yield self._numbered(self._unsent.popleft())
             step = self._outbox.take()
             if step is not None:
                 ended = [step.handles[finished.row] for finished in step.finished]
                 stop_token_ids = {handle: self._in_flight[handle].stop_token_ids for handle in ended}
                 yield self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
                 self._forget(ended)
-            while self._unsent:
-                yield self._numbered(self._unsent.popleft())
             if self._is_beat_due:
                 self._is_beat_due = False
                 for message in self._signs_of_life():

@@ -45,6 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     stream_interval: int
+    repetition_detection: sampling_pb2.RepetitionDetection
     structured_output: sampling_pb2.StructuredOutput
 
 

@@ -139,11 +139,11 @@ class Scheduler:
         if chunk is None:
             request.is_resumable = False
             return [self._end_early(request, FinishReason.ABORT, now)] if waits else []
-        if not waits:
+        if waits:
+            begin_turn(request, chunk, self._config.max_model_len)
+            self._roster.unblock(request, INPUT)
+        else:
             request.chunks.append(chunk)
-            return []
-        begin_turn(request, chunk, self._config.max_model_len)
-        self._roster.unblock(request, INPUT)
         return []
 
     def unblock(self, request_id: str, name: str) -> None:
@@ -162,8 +162,7 @@ class Scheduler:
         """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
-            request = self._roster.requests.get(request_id)
-            if request is not None:
+            if (request := self._roster.requests.get(request_id)) is not None:
                 request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
                 outputs.append(self._end_early(request, reason, now))
@@ -194,8 +193,8 @@ class Scheduler:
             return plan
         roster = self._roster
         # A lone request has nobody to make room for.
-        alone = len(roster.running) + len(roster.waiting) == 1
-        self._prefill_limit = 0 if alone else self._config.long_prefill_token_threshold
+        is_alone = len(roster.requests) == 1
+        self._prefill_limit = 0 if is_alone else self._config.long_prefill_token_threshold
         # Who was in the middle of a chunk before this step makes rows of unequal length.
         self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
             request.last_row_sampled for request in roster.running

@@ -26,6 +26,8 @@ class RequestLimits:
     max_abs_logit_bias: float = 100.0
     max_id_chars: int = 128
     max_stream_interval: int = 4096
+    max_pattern_size: int = 256
+    max_pattern_count: int = 64
 
 
 class Violations:

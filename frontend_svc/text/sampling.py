@@ -20,7 +20,6 @@ _UNSERVED_OPTIONALS = (
     "logprobs",
     "prompt_logprobs",
     "structured_output",
-    "repetition_detection",
     "thinking_token_budget",
 )
 _UNSERVED_LISTS = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids")
@@ -36,6 +35,7 @@ def check_sampling(
     count("sampling.stop", len(sampling.stop), "strings", 0, limits.max_stop_strings)
     for index, stop in enumerate(sampling.stop[: limits.max_stop_strings]):
         count("sampling.stop", len(stop), "characters", 1, limits.max_stop_string_chars, index=index)
+    _check_repetition(sampling.repetition_detection, limits, violations)
     if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
         violations.add("sampling.detokenize", False, "must be true where stop strings are given")
     count("sampling.stop_token_ids", len(sampling.stop_token_ids), "ids", 0, limits.max_stop_token_ids)
@@ -94,6 +94,10 @@ def complete_sampling(
     complete.top_k = complete.top_k if 0 < complete.top_k < vocab_size else 0
     complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
     complete.stop_token_ids.extend(dict.fromkeys(sampling.stop_token_ids))
+    detection = sampling.repetition_detection
+    if detection.max_pattern_size:
+        complete.repetition_detection.CopyFrom(detection)
+        complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
     return complete
 
 
@@ -151,6 +155,22 @@ def _check_counts(
     violations.need(
         sampling.output_kind in kinds, "sampling.output_kind", sampling.output_kind, f"must be one of {kinds}"
     )
+
+
+def _check_repetition(
+    detection: sampling_pb2.RepetitionDetection, limits: RequestLimits, violations: Violations
+) -> None:
+    def check(name: str, least: int, most: int) -> None:
+        value = getattr(detection, name)
+        field = f"sampling.repetition_detection.{name}"
+        violations.need(least <= value <= most, field, value, f"must be in {least}..{most}")
+
+    check("max_pattern_size", 0, limits.max_pattern_size)
+    longest = detection.max_pattern_size
+    check("min_pattern_size", 0, max(0, min(longest, limits.max_pattern_size)))
+    # Without a longest pattern nothing is looked for, however often.
+    if longest:
+        check("min_count", 2, limits.max_pattern_count)
 
 
 def _chosen(sampling: sampling_pb2.SamplingParams, name: str, default: float | None, plain: float) -> float:

@@ -15,7 +15,7 @@ from engine_svc.engine import Engine, NoLockstep
 from engine_svc.engine_thread import EngineThread
 from engine_svc.facts import EngineFacts, EngineIdentity, ModelFingerprint
 from engine_svc.lifecycle import Lifecycle
-from engine_svc.mailbox import Board, Inbox
+from engine_svc.mailbox import Board, Inbox, KVEventLog
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.served_engine import LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
@@ -54,6 +54,7 @@ class ServiceRig:
         artifacts: tuple[Artifact, ...] = (),
         scheduler: Scheduler | None = None,
         max_outbox_bytes: int = 1_000_000,
+        kv_event_log: KVEventLog | None = None,
     ) -> None:
         self.executor = FakeExecutor()
         self.scheduler = scheduler or make_scheduler()
@@ -66,6 +67,7 @@ class ServiceRig:
             board=Board(),
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
+            kv_event_log=kv_event_log,
         )
         self.servicer = EngineCoreServicer(self.engine, max_outbox_bytes=max_outbox_bytes)
         self.server = Server(
@@ -92,6 +94,10 @@ class ServiceRig:
         self.thread.start()
         while self.engine.core is None and self.engine.failure is None:
             await _next_change(self.engine)
+
+    def stop_beating(self) -> None:
+        """From now on only the test beats, so that how fast the machine is does not matter."""
+        self._heartbeats.cancel()
 
     async def stop(self) -> None:
         """End everything."""

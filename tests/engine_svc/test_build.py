@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import launcher.tiny_model
 from engine_svc.build import build_engine, build_memberships, build_served_engine
+from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.config import EngineConfig
 from engine_svc.engine import Engine
 from engine_svc.facts import LoadProgress
@@ -57,6 +59,7 @@ class Built:
     def __init__(self, config: EngineConfig) -> None:
         served = build_served_engine(config)
         self.inbox, self.board = served.inbox, served.board
+        self.kv_event_log = served.kv_event_log
         self.progress: list[LoadProgress] = []
         self.deferred: list[object] = []
         self.engine: Engine
@@ -174,6 +177,25 @@ def test_facts_tell_what_was_built(llama):
     assert (facts.vocab_size, facts.eos_token_ids, facts.block_size) == (256, (5,), 16)
     assert {progress.phase for progress in built.progress} == {"weights", "warm-up"}
     assert Built(config).core.facts.fingerprint == facts.fingerprint
+
+
+def test_what_the_prefix_cache_holds_is_told_where_that_is_asked_for(llama):
+    config = EngineConfig(model=str(llama), num_kv_blocks=40, block_size=4, num_threads=1, max_model_len=64)
+    prompt = list(range(20, 40))
+    silent = Built(config)
+    silent.generate([prompt], 5)
+    assert silent.kv_event_log is None
+    told = Built(replace(config, enable_kv_events=True))
+    answer = told.generate([prompt], 5)[0]
+    log = told.kv_event_log
+    assert log is not None
+    _, blocks = log.open_with_snapshot(lambda: None)
+    # The last token has no KV yet, so all but it is in full blocks.
+    assert [token for block in blocks for token in block.token_ids] == (prompt + answer)[:24]
+    hasher = BlockHasher(4, bytes.fromhex(told.core.facts.fingerprint.digest))
+    request = Request("same", prompt + answer, 20, SamplingParams(max_tokens=5))
+    hasher.extend(request)
+    assert [block.block_hashes[0] for block in blocks] == request.block_hashes
 
 
 def test_a_longer_context_than_the_models_is_refused(llama):

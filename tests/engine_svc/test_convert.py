@@ -6,13 +6,15 @@ import grpc
 import pytest
 
 from engine_svc import convert
-from engine_svc.mailbox import FinishedRow, StepOutput
+from engine_svc.cache.observer import StoredBlocks
+from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEventBatch, RemovedBlocks, StepOutput
 from engine_svc.request import FinishReason
+from engine_svc.sampling_params import RepetitionLimits
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.service_rig import column, make_entry, make_facts
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2
 
 
 def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
@@ -114,6 +116,53 @@ def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, wor
     assert all(word in caught.value.message for word in words)
 
 
+@pytest.mark.parametrize(
+    ("detection", "limits"),
+    [
+        ({}, None),
+        ({"min_count": 5}, None),
+        ({"max_pattern_size": 4, "min_count": 2}, RepetitionLimits(4, 1, 2)),
+        ({"max_pattern_size": 256, "min_pattern_size": 256, "min_count": 64}, RepetitionLimits(256, 256, 64)),
+    ],
+    ids=["off", "off whatever the count", "shortest unset", "all at their limits"],
+)
+def test_repetition_limits_are_those_asked_for(detection, limits):
+    detection = sampling_pb2.RepetitionDetection(**detection)
+    assert to_request(make_entry(1, repetition_detection=detection)).sampling.repetition == limits
+    assert to_request(make_entry(1)).sampling.repetition is None
+
+
+@pytest.mark.parametrize(
+    ("detection", "name", "limit"),
+    [
+        ({"max_pattern_size": -1, "min_count": 2}, "max_pattern_size", "is -1, it takes 0 to 256"),
+        ({"max_pattern_size": 257, "min_count": 2}, "max_pattern_size", "is 257, it takes 0 to 256"),
+        (
+            {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2},
+            "min_pattern_size",
+            "is 5, it takes 0 to max_pattern_size, 4",
+        ),
+        (
+            {"max_pattern_size": 4, "min_pattern_size": -1, "min_count": 2},
+            "min_pattern_size",
+            "is -1, it takes 0 to max_pattern_size, 4",
+        ),
+        ({"min_pattern_size": 1}, "min_pattern_size", "is 1, it takes 0 to max_pattern_size, 0"),
+        ({"max_pattern_size": 4}, "min_count", "is 0, it takes 2 to 64"),
+        ({"max_pattern_size": 4, "min_count": 1}, "min_count", "is 1, it takes 2 to 64"),
+        ({"max_pattern_size": 4, "min_count": 65}, "min_count", "is 65, it takes 2 to 64"),
+        ({"max_pattern_size": 2**40, "min_count": 2}, "max_pattern_size", f"is {2**40}, "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_repetition_limits_are_refused_with_field_value_and_limit(detection, name, limit):
+    entry = make_entry(1, repetition_detection=sampling_pb2.RepetitionDetection(**detection))
+    with pytest.raises(InvalidArgument) as caught:
+        to_request(entry)
+    assert caught.value.violations[0][0] == f"repetition_detection.{name}"
+    assert f"repetition_detection.{name} {limit}" in caught.value.message
+
+
 def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_refused():
     cut, empty, wild = make_entry(1), make_entry(1), make_entry(1)
     cut.prompt_token_ids = b"\x01\x00\x00"
@@ -138,7 +187,6 @@ def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_re
         {"allowed_token_ids": [1]},
         {"bad_words": ["x"]},
         {"structured_output": sampling_pb2.StructuredOutput(regex="a")},
-        {"repetition_detection": sampling_pb2.RepetitionDetection(max_pattern_size=3)},
         {"thinking_token_budget": 5},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -197,6 +245,12 @@ def test_a_step_becomes_packed_columns():
     assert [(one.row, one.num_cached_tokens) for one in step.first] == [(0, 16)]
 
 
+@pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason is not FinishReason.STOP])
+def test_every_reason_has_its_own_name_on_the_wire(reason):
+    step = convert.to_step(StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()})
+    assert output_pb2.FinishReason.Name(step.finished[0].reason) == f"FINISH_REASON_{reason.name}"
+
+
 def test_a_row_of_more_than_255_tokens_takes_the_wide_column():
     step = convert.to_step(StepOutput(1, [1], [256], list(range(256))), {})
     assert (step.num_tokens, step.num_tokens_wide) == (b"", b"\x00\x01\x00\x00")
@@ -214,6 +268,30 @@ def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
     record = convert.to_step(output, {6: frozenset(asked_for)}).finished[0]
     assert record.WhichOneof("stop") == kind
     assert getattr(record, kind) == last
+
+
+def test_a_batch_of_the_prefix_cache_keeps_order_groups_and_place():
+    run = StoredBlocks([b"a" * 32, b"b" * 32], b"r" * 32, [1, 2, 3, 70_000], 2, 1)
+    batch = KVEventBatch(9, [run, RemovedBlocks([b"c" * 32], 2), AllBlocksRemoved()], 3)
+    message = convert.to_kv_batch(batch, 7)
+    assert message.cursor == kv_pb2.KvCursor(engine_epoch=7, seq=9)
+    stored, removed, cleared = message.batch.events
+    assert stored.stored == kv_pb2.KvBlockStored(
+        block_hashes=[b"a" * 32, b"b" * 32],
+        parent_hash=b"r" * 32,
+        token_ids=column([1, 2, 3, 70_000]),
+        block_size=2,
+        group=1,
+    )
+    assert removed.removed == kv_pb2.KvBlockRemoved(block_hashes=[b"c" * 32], group=2)
+    assert cleared.WhichOneof("event") == "cleared"
+
+
+def test_the_last_chunk_of_a_snapshot_alone_has_a_place():
+    block, end = StoredBlocks([b"a" * 32], b"r" * 32, [1, 2], 2, 0), kv_pb2.KvCursor(engine_epoch=7, seq=3)
+    chunk, last = convert.to_kv_snapshot([block], None), convert.to_kv_snapshot([], end)
+    assert (len(chunk.snapshot.blocks), chunk.snapshot.is_last, chunk.HasField("cursor")) == (1, False, False)
+    assert (len(last.snapshot.blocks), last.snapshot.is_last, last.cursor) == (0, True, end)
 
 
 def test_an_error_keeps_code_message_and_details():

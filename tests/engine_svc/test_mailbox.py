@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import threading
 
-from engine_svc.mailbox import Abort, Add, FinishedRow, Inbox, Outbox, StepOutput
+from engine_svc.cache.observer import StoredBlocks
+from engine_svc.mailbox import (
+    Abort,
+    Add,
+    AllBlocksRemoved,
+    FinishedRow,
+    Inbox,
+    KVEventLog,
+    Outbox,
+    RemovedBlocks,
+    StepOutput,
+    part_of,
+)
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 
@@ -120,3 +132,93 @@ def test_a_closed_outbox_keeps_nothing_and_wakes_nobody():
     outbox.publish(make_step(2, {1: [2]}))
     assert outbox.take() is None
     assert len(wakes) == 1
+
+
+def stored(*hashes: bytes, group: int = 0) -> StoredBlocks:
+    token_ids = [ord(block_hash) + place for block_hash in hashes for place in range(2)]
+    return StoredBlocks(list(hashes), b"root", token_ids, 2, group)
+
+
+def seqs(log: KVEventLog, reader, max_batches: int = 100) -> list[int]:
+    batches = log.take(reader, max_batches)
+    assert batches is not None
+    return [batch.seq for batch in batches]
+
+
+def test_every_reader_gets_every_batch_once_and_in_order():
+    log = KVEventLog(max_batches=10, max_blocks=100)
+    early, _ = log.open_with_snapshot(lambda: None)
+    for index in range(3):
+        log.publish([stored(bytes([index]))], 1)
+    late, snapshot = log.open_with_snapshot(lambda: None)
+    assert [block.block_hashes for block in snapshot] == [[b"\0"], [b"\1"], [b"\2"]]
+    log.publish([stored(b"x")], 1)
+    assert seqs(log, early, 2) == [1, 2]
+    assert seqs(log, early, 2) == [3, 4]
+    assert seqs(log, early, 2) == []
+    assert seqs(log, late) == [4]
+
+
+def test_a_snapshot_holds_single_blocks_with_their_own_tokens_and_parents():
+    log = KVEventLog(max_batches=10, max_blocks=100)
+    log.publish([stored(b"a", b"b", b"c"), stored(b"a", group=1), RemovedBlocks([b"a"], 0)], 5)
+    _, snapshot = log.open_with_snapshot(lambda: None)
+    assert snapshot == [
+        StoredBlocks([b"b"], b"a", [98, 99], 2, 0),
+        StoredBlocks([b"c"], b"b", [99, 100], 2, 0),
+        StoredBlocks([b"a"], b"root", [97, 98], 2, 1),
+    ]
+    log.publish([AllBlocksRemoved(), stored(b"d")], 1)
+    assert [block.block_hashes for block in log.open_with_snapshot(lambda: None)[1]] == [[b"d"]]
+
+
+def test_a_part_of_a_run_continues_the_run():
+    run = stored(b"a", b"b", b"c")
+    assert part_of(run, 0, 3) is run
+    assert part_of(run, 0, 1) == StoredBlocks([b"a"], b"root", [97, 98], 2, 0)
+    assert part_of(run, 1, 3) == StoredBlocks([b"b", b"c"], b"a", [98, 99, 99, 100], 2, 0)
+
+
+def test_a_reader_goes_on_from_a_kept_batch_alone():
+    log = KVEventLog(max_batches=2, max_blocks=100)
+    assert log.open(1, lambda: None) is None
+    reader = log.open(0, lambda: None)
+    assert reader is not None
+    for index in range(3):
+        log.publish([stored(bytes([index]))], 1)
+    assert [log.open(seq, lambda: None) is not None for seq in range(5)] == [False, True, True, True, False]
+    assert seqs(log, log.open(1, lambda: None)) == [2, 3]
+    assert log.has_lost(reader)
+    assert log.take(reader, 10) is None
+
+
+def test_what_is_kept_is_limited_by_blocks_too_but_for_the_newest():
+    log = KVEventLog(max_batches=100, max_blocks=4)
+    log.publish([stored(b"a", b"b", b"c")], 3)
+    log.publish([stored(b"d")], 1)
+    assert log.open(0, lambda: None) is not None
+    log.publish([stored(b"e")], 1)
+    assert log.open(0, lambda: None) is None
+    log.publish([RemovedBlocks([bytes([index]) for index in b"abcde"], 0)], 5)
+    assert seqs(log, log.open(3, lambda: None)) == [4]
+    assert log.open(2, lambda: None) is None
+    log.publish([stored(b"f")], 1)
+    log.publish([stored(b"g"), stored(b"h"), stored(b"i")], 3)
+    assert seqs(log, log.open(4, lambda: None)) == [5, 6]
+
+
+def test_a_reader_is_woken_once_until_it_looks_and_never_after_it_is_closed():
+    log = KVEventLog(max_batches=10, max_blocks=100)
+    woken: list[int] = []
+    reader, _ = log.open_with_snapshot(lambda: woken.append(1))
+    for index in range(3):
+        log.publish([stored(bytes([index]))], 1)
+    assert len(woken) == 1
+    log.take(reader, 1)
+    log.publish([stored(b"x")], 1)
+    assert len(woken) == 2
+    log.take(reader, 10)
+    assert log.num_readers == 1
+    log.close(reader)
+    log.publish([stored(b"y")], 1)
+    assert (len(woken), log.num_readers) == (2, 0)

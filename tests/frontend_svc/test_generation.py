@@ -23,6 +23,7 @@ from tests.frontend_svc.fakes import (
     WAIT_S,
     Client,
     FakeEngine,
+    FakeRequest,
     answer,
     details_of,
     make_request,
@@ -33,6 +34,7 @@ from triptych.api.v1 import inference_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import engine_pb2, step_pb2
 
+REPETITION = output_pb2.FINISH_REASON_REPETITION
 TEXT = " sat on the mat 日本 😀."
 
 
@@ -119,6 +121,28 @@ async def test_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
     assert text == " sat on the "
     assert finished.stop_match.string == "mat"
     assert request.abort_reason == engine_pb2.ABORT_REASON_STOP_STRING
+
+
+async def test_output_that_repeats_itself_ends_whole_and_with_a_reason_of_its_own():
+    ids = [*TOKENIZER.encode("the cat").ids, 7, 7]
+    detection = sampling_pb2.RepetitionDetection(max_pattern_size=1, min_count=2)
+
+    def repeat(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: ids}, finished={request: step_pb2.StepFinished(reason=REPETITION)})
+
+    engine = FakeEngine(repeat)
+    async with serving(engine) as (client, _):
+        _, text, token_ids, finished = await read_all(client.generate(repetition_detection=detection))
+        request = inference_pb2.GenerateUnaryRequest(
+            request=make_request("x", repetition_detection=detection)
+        )
+        response = await client.inference.GenerateUnary(request, timeout=WAIT_S)
+    asked = [request.entry.sampling.repetition_detection for request in engine.requests]
+    assert [(one.max_pattern_size, one.min_count) for one in asked] == [(1, 2), (1, 2)]
+    assert (token_ids, finished.reason) == (ids, REPETITION)
+    assert finished.stop_match == output_pb2.StopMatch()
+    (output,) = response.outputs
+    assert (output.text, list(output.token_ids), output.reason) == (text, ids, REPETITION)
 
 
 async def test_cancel_before_the_first_token_aborts():

@@ -29,6 +29,12 @@ def test_options_go_where_the_api_has_them() -> None:
     assert not request.sampling.HasField("top_p")
 
 
+def test_repetition_detection_is_an_option() -> None:
+    detection = sampling_pb2.RepetitionDetection(max_pattern_size=8, min_count=3)
+    request = build_generate_request("a", {"repetition_detection": detection})
+    assert request.sampling.repetition_detection == detection
+
+
 def test_no_option_leaves_sampling_unset() -> None:
     assert not build_generate_request("a", {}).HasField("sampling")
 

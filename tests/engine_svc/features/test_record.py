@@ -266,7 +266,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine():
     scheduler.close()
     # Nor are requests kept for it.
     gc.collect()
-    kept = [item.request_id for item in gc.get_objects() if isinstance(item, Request)]
+    kept = [item.request_id for item in gc.get_objects() if type(item) is Request]
     assert [request_id for request_id in kept if request_id.startswith("disk")] == []
 
 

@@ -31,6 +31,14 @@ def test_columns_of_rows_with_and_without_tokens():
     assert columns.cached == {0: 48}
 
 
+@pytest.mark.parametrize("reason", EndReason)
+def test_every_reason_of_the_contract_is_known(reason):
+    finished = step_pb2.StepFinished(
+        row=0, reason=output_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    )
+    assert read_step(step_pb2.Step(handles=u32(1), finished=[finished])).endings == {0: Ending(reason)}
+
+
 def test_wide_counts_and_no_counts():
     wide = step_pb2.Step(handles=u32(1), num_tokens_wide=u32(300), token_ids=u32(*range(300)))
     assert list(read_step(wide).num_tokens) == [300]

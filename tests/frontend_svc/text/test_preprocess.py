@@ -14,6 +14,7 @@ from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer
+from triptych.common.v1 import sampling_pb2
 
 LIMITS = RequestLimits()
 
@@ -95,6 +96,22 @@ async def test_text_that_would_take_seconds_is_refused_even_if_its_tokens_would_
     )
 
 
+def test_repetition_detection_goes_to_the_engine_complete_and_only_where_it_is_on(model):
+    def detection_of(**fields: int) -> sampling_pb2.RepetitionDetection | None:
+        request = make_request([5], repetition_detection=fields)
+        check_request(request, model, LIMITS)
+        sampling = build_entry(request, [5], model).entry.sampling
+        return sampling.repetition_detection if sampling.HasField("repetition_detection") else None
+
+    expected = sampling_pb2.RepetitionDetection(max_pattern_size=4, min_pattern_size=1, min_count=3)
+    assert detection_of(max_pattern_size=4, min_count=3) == expected
+    assert detection_of(max_pattern_size=4, min_pattern_size=1, min_count=3) == expected
+    widest = {"max_pattern_size": 256, "min_pattern_size": 256, "min_count": 64}
+    assert detection_of(**widest) == sampling_pb2.RepetitionDetection(**widest)
+    assert detection_of() is None
+    assert detection_of(min_count=3) is None
+
+
 def test_all_breaches_are_told_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
@@ -126,7 +143,6 @@ def test_min_tokens_beyond_max_tokens_is_a_breach(model):
         ({"allowed_token_ids": [1]}, "sampling.allowed_token_ids"),
         ({"bad_words": ["x"]}, "sampling.bad_words"),
         ({"structured_output": {"regex": "a"}}, "sampling.structured_output"),
-        ({"repetition_detection": {"max_pattern_size": 1}}, "sampling.repetition_detection"),
         ({"thinking_token_budget": 1}, "sampling.thinking_token_budget"),
         ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between"),
         ({"adapter": "x"}, "adapter"),
@@ -149,6 +165,30 @@ def test_what_is_not_served_is_refused_by_name(model, fields, name):
         ({"stop": ["x"], "detokenize": False}, "sampling.detokenize"),
         ({"output_kind": 9}, "sampling.output_kind is 9"),
         ({"stream_interval": 0}, "sampling.stream_interval is 0"),
+        (
+            {"repetition_detection": {"max_pattern_size": 257, "min_count": 2}},
+            r"sampling\.repetition_detection\.max_pattern_size is 257, must be in 0\.\.256",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": -1, "min_count": 2}},
+            r"sampling\.repetition_detection\.max_pattern_size is -1, must be in 0\.\.256",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2}},
+            r"sampling\.repetition_detection\.min_pattern_size is 5, must be in 0\.\.4",
+        ),
+        (
+            {"repetition_detection": {"min_pattern_size": 1}},
+            r"sampling\.repetition_detection\.min_pattern_size is 1, must be in 0\.\.0",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 4}},
+            r"sampling\.repetition_detection\.min_count is 0, must be in 2\.\.64",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 4, "min_count": 65}},
+            r"sampling\.repetition_detection\.min_count is 65, must be in 2\.\.64",
+        ),
         ({"request_id": "x" * 129}, "request_id has 129"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
         ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),

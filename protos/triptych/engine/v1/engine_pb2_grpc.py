@@ -111,7 +111,8 @@ class EngineCoreServiceServicer:
 
     def SubscribeKvEvents(self, request, context):
         """SubscribeKvEvents streams what enters and leaves the prefix cache. OUT_OF_RANGE: the cursor is
-        gone, begin anew. DATA_LOSS: the reader fell behind.
+        gone, begin anew. DATA_LOSS: the reader fell behind, begin anew. FAILED_PRECONDITION: the engine
+        was started without --enable-kv-events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

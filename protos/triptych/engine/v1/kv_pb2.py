@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/engine/v1/kv.proto\x12\x12triptych.engine.v1\x1a\x1ftriptych/common/v1/tensor.proto\"_\n\x0bPullRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"n\n\x0cPullResponse\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12&\n\x02kv\x18\x04 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\"$\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x0fReleaseResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"-\n\x08KvCursor\x12\x14\n\x0c\x65ngine_epoch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"U\n\x0fKvSnapshotChunk\x12\x31\n\x06\x62locks\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.KvBlockStored\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\";\n\x0cKvEventBatch\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.triptych.engine.v1.KvEvent\"\xb9\x01\n\x07KvEvent\x12\x33\n\x06stored\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.KvBlockStoredH\x00\x12\x35\n\x07removed\x18\x02 \x01(\x0b\x32\".triptych.engine.v1.KvBlockRemovedH\x00\x12\x39\n\x07\x63leared\x18\x03 \x01(\x0b\x32&.triptych.engine.v1.KvAllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\x82\x01\n\rKvBlockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x0e\n\x06medium\x18\x06 \x01(\t\"6\n\x0eKvBlockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06medium\x18\x02 \x01(\t\"\x14\n\x12KvAllBlocksCleared2\xac\x01\n\tKvService\x12K\n\x04Pull\x12\x1f.triptych.engine.v1.PullRequest\x1a .triptych.engine.v1.PullResponse0\x01\x12R\n\x07Release\x12\".triptych.engine.v1.ReleaseRequest\x1a#.triptych.engine.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/engine/v1/kv.proto\x12\x12triptych.engine.v1\x1a\x1ftriptych/common/v1/tensor.proto\"_\n\x0bPullRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"n\n\x0cPullResponse\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12&\n\x02kv\x18\x04 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\"$\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"%\n\x0fReleaseResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"-\n\x08KvCursor\x12\x14\n\x0c\x65ngine_epoch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"U\n\x0fKvSnapshotChunk\x12\x31\n\x06\x62locks\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.KvBlockStored\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\";\n\x0cKvEventBatch\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.triptych.engine.v1.KvEvent\"\xb9\x01\n\x07KvEvent\x12\x33\n\x06stored\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.KvBlockStoredH\x00\x12\x35\n\x07removed\x18\x02 \x01(\x0b\x32\".triptych.engine.v1.KvBlockRemovedH\x00\x12\x39\n\x07\x63leared\x18\x03 \x01(\x0b\x32&.triptych.engine.v1.KvAllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\rKvBlockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x0e\n\x06medium\x18\x06 \x01(\t\x12\r\n\x05group\x18\x07 \x01(\r\"E\n\x0eKvBlockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06medium\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\r\"\x14\n\x12KvAllBlocksCleared2\xac\x01\n\tKvService\x12K\n\x04Pull\x12\x1f.triptych.engine.v1.PullRequest\x1a .triptych.engine.v1.PullResponse0\x01\x12R\n\x07Release\x12\".triptych.engine.v1.ReleaseRequest\x1a#.triptych.engine.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,11 +49,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVEVENT']._serialized_start=566
   _globals['_KVEVENT']._serialized_end=751
   _globals['_KVBLOCKSTORED']._serialized_start=754
-  _globals['_KVBLOCKSTORED']._serialized_end=884
-  _globals['_KVBLOCKREMOVED']._serialized_start=886
-  _globals['_KVBLOCKREMOVED']._serialized_end=940
-  _globals['_KVALLBLOCKSCLEARED']._serialized_start=942
-  _globals['_KVALLBLOCKSCLEARED']._serialized_end=962
-  _globals['_KVSERVICE']._serialized_start=965
-  _globals['_KVSERVICE']._serialized_end=1137
+  _globals['_KVBLOCKSTORED']._serialized_end=899
+  _globals['_KVBLOCKREMOVED']._serialized_start=901
+  _globals['_KVBLOCKREMOVED']._serialized_end=970
+  _globals['_KVALLBLOCKSCLEARED']._serialized_start=972
+  _globals['_KVALLBLOCKSCLEARED']._serialized_end=992
+  _globals['_KVSERVICE']._serialized_start=995
+  _globals['_KVSERVICE']._serialized_end=1167
 # @@protoc_insertion_point(module_scope)

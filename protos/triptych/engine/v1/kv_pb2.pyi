@@ -76,28 +76,32 @@ class KvEvent(_message.Message):
     def __init__(self, stored: _Optional[_Union[KvBlockStored, _Mapping]] = ..., removed: _Optional[_Union[KvBlockRemoved, _Mapping]] = ..., cleared: _Optional[_Union[KvAllBlocksCleared, _Mapping]] = ...) -> None: ...
 
 class KvBlockStored(_message.Message):
-    __slots__ = ("block_hashes", "parent_hash", "token_ids", "block_size", "adapter", "medium")
+    __slots__ = ("block_hashes", "parent_hash", "token_ids", "block_size", "adapter", "medium", "group")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     parent_hash: bytes
     token_ids: bytes
     block_size: int
     adapter: str
     medium: str
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., medium: _Optional[str] = ...) -> None: ...
+    group: int
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., medium: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
 
 class KvBlockRemoved(_message.Message):
-    __slots__ = ("block_hashes", "medium")
+    __slots__ = ("block_hashes", "medium", "group")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     medium: str
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., medium: _Optional[str] = ...) -> None: ...
+    group: int
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., medium: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
 
 class KvAllBlocksCleared(_message.Message):
     __slots__ = ()
