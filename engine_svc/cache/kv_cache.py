@@ -105,11 +105,12 @@ class KVCache:
         """
         if request.block_tables and self.gives_back:
             self._release_unread(request, request.num_computed_tokens)
-        if not self._has_room(request, hit, num_tokens, reserve_all):
+        computed = hit.num_tokens or request.num_computed_tokens
+        if not self._has_room(request, hit, computed, computed + num_tokens, reserve_all):
             return None
         if not request.block_tables:
             self._count_lookup(request, hit)
-            self._take_over(request, hit)
+            self._take_over(request, hit, computed)
         new_blocks = self.grow(request, num_tokens)
         assert new_blocks is not None, "the room was counted before"
         return new_blocks
@@ -121,11 +122,10 @@ class KVCache:
         may still be on its way. All or nothing, as `admit`.
         """
         hit = self.match_prefix(request)
-        num_missing = num_tokens - hit.num_tokens
-        assert not request.block_tables and num_missing > 0, "only what is not there is reserved"
-        if not self._has_room(request, hit, num_missing, reserve_all=False):
+        assert not request.block_tables and hit.num_tokens < num_tokens, "only what is not there is reserved"
+        if not self._has_room(request, hit, num_tokens, num_tokens, reserve_all=False):
             return None
-        self._take_over(request, hit)
+        self._take_over(request, hit, num_tokens)
         new_blocks = self._allocate(request, num_tokens)
         # As after a hit, one token is left to compute.
         request.num_computed_tokens = min(num_tokens, request.num_tokens - 1)
@@ -215,9 +215,8 @@ class KVCache:
     def _reads_cache(self, request: Request) -> bool:
         return self._caches and not request.sampling.skip_reading_prefix_cache
 
-    def _has_room(self, request: Request, hit: PrefixHit, num_tokens: int, reserve_all: bool) -> bool:
-        computed = hit.num_tokens or request.num_computed_tokens
-        num_wanted = self._num_wanted_blocks(request, hit, computed, computed + num_tokens)
+    def _has_room(self, request: Request, hit: PrefixHit, computed: int, end: int, reserve_all: bool) -> bool:
+        num_wanted = self._num_wanted_blocks(request, hit, computed, end)
         if reserve_all:
             num_wanted = max(
                 num_wanted, self._num_wanted_blocks(request, hit, computed, request.num_tokens, whole=True)
@@ -257,13 +256,16 @@ class KVCache:
         self.prefix_hits += hit.num_tokens
         self.hit_rate.add(1, request.num_tokens, hit.num_tokens)
 
-    def _take_over(self, request: Request, hit: PrefixHit) -> None:
+    def _take_over(self, request: Request, hit: PrefixHit, computed: int) -> None:
+        """Begin the tables with what is read of the hit, `computed` tokens of the request having KV then."""
         request.num_computed_tokens = hit.num_tokens
         request.block_tables = [BlockTable() for _ in self._kinds]
-        for table, kind, block_ids in zip(request.block_tables, self._kinds, hit.block_ids, strict=False):
-            num_unread = min(kind.num_unread_tokens(hit.num_tokens) // kind.block_size, len(block_ids))
+        for group, (kind, table) in enumerate(zip(self._kinds, request.block_tables, strict=True)):
+            block_ids = hit.block_ids[group] if hit.block_ids else []
+            num_unread = kind.num_unread_tokens(computed) // kind.block_size
             kept = block_ids[num_unread:]
-            self.pool.hold(kept)
+            if kept:
+                self.pool.hold(kept)
             table.block_ids = [PLACEHOLDER_BLOCK_ID] * num_unread + kept
             table.num_registered = len(block_ids)
             table.num_released = num_unread

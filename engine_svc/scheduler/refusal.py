@@ -48,8 +48,9 @@ def chunk_refusal(
 def _size_refusal(
     num_tokens: int, num_encoder_tokens: int, config: SchedulerConfig, kv_cache: KVCache
 ) -> str | None:
-    # The last token is never computed, but the step that yields it may carry drafts.
-    num_computed = min(num_tokens, config.max_model_len) - 1 + config.num_speculative_tokens
+    # The last token is never computed, but the steps in flight when it comes may carry drafts.
+    num_drafts = config.num_speculative_tokens * config.max_steps_in_flight
+    num_computed = min(num_tokens, config.max_model_len) - 1 + num_drafts
     num_blocks = kv_cache.max_blocks_for(num_computed, num_encoder_tokens)
     if num_blocks > kv_cache.num_total_blocks:
         return f"request may need {num_blocks} KV blocks, the engine has {kv_cache.num_total_blocks}"

@@ -1,85 +1,221 @@
-"""What must hold of scheduler and cache after every step."""
+"""What must hold of scheduler and cache, by the names of the list of invariants."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool
+from engine_svc.cache.attention import AttentionKind
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
+from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.kv_cache import KVCache
 from engine_svc.request import Request, RequestStatus
-from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan
+from tests.simulation.broken import BrokenInvariant, expect
+from tests.simulation.cache_watch import CacheWatch
+from tests.simulation.paged_runner import Row, first_read
 
 
-def check_blocks(pool: BlockPool, requests: Iterable[Request]) -> None:
-    """No block is lost or held twice over; the free list is exactly what nobody holds."""
-    requests = list(requests)
-    holders = Counter(block_id for request in requests for block_id in request.block_table)
-    block_ids = range(PLACEHOLDER_BLOCK_ID + 1, pool.num_usable_blocks + 1)
-    assert PLACEHOLDER_BLOCK_ID not in holders
-    assert {block_id: pool.ref_count(block_id) for block_id in block_ids} == {
-        block_id: holders[block_id] for block_id in block_ids
-    }
-    assert sorted(pool.free_block_ids) == [block_id for block_id in block_ids if not holders[block_id]]
-    for request in requests:
-        assert len(set(request.block_table)) == len(request.block_table)
-        if request.status is not RequestStatus.RUNNING:
-            assert request.block_table == []
-
-
-def check_hashes(pool: BlockPool, requests: Iterable[Request]) -> None:
-    """The registered blocks of a request can be found by the hashes of its tokens, and no others of it."""
-    for request in requests:
-        hashes = [pool.block_hash(block_id) for block_id in request.block_table]
-        num_registered = request.num_registered_blocks
-        assert hashes[:num_registered] == request.block_hashes[:num_registered]
-        assert not any(hashes[num_registered:])
-
-
-def check_queues(scheduler: Scheduler, requests: Iterable[Request]) -> None:
-    """Every unfinished request is in exactly one queue, by its status."""
-    requests = list(requests)
-    running = {request.request_id for request in requests if request.status is RequestStatus.RUNNING}
-    assert Counter(scheduler.running_ids) == Counter(running)
-    assert Counter(scheduler.waiting_ids) == Counter({request.request_id for request in requests} - running)
-    stats = scheduler.stats()
-    waiting = [request for request in requests if request.request_id not in running]
-    assert stats.num_waiting_tokens == sum(request.num_uncached_tokens for request in waiting)
-    assert scheduler.num_unfinished == len(requests)
-
-
-def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
-    """A plan keeps to the limits, and its columns to each other."""
-    assert plan.total_num_tokens <= config.max_num_batched_tokens
-    assert len(plan.request_ids) <= config.max_num_seqs
-    assert all(num_tokens > 0 for num_tokens in plan.num_tokens)
+def check_plan(plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool: BlockPool) -> None:
+    """budget: a plan keeps to the limits, its columns fit each other, and no block is given twice."""
     num_rows = len(plan.request_ids)
-    columns = (
-        plan.num_tokens,
-        plan.num_computed_tokens,
-        plan.new_block_ids,
-        plan.draft_token_ids,
-        plan.samples,
+    if sum(plan.num_tokens) > config.max_num_batched_tokens or num_rows > config.max_num_seqs:
+        raise BrokenInvariant("budget", f"{num_rows} rows with {sum(plan.num_tokens)} tokens")
+    if num_rows and min(plan.num_tokens) < 1:
+        raise BrokenInvariant("budget", f"rows have {plan.num_tokens} tokens")
+    lengths = {
+        len(plan.num_tokens),
+        len(plan.num_computed_tokens),
+        len(plan.new_block_ids),
+        len(plan.draft_token_ids),
+        len(plan.samples),
+        len(set(plan.request_ids)),
+    }
+    if lengths != {num_rows}:
+        raise BrokenInvariant("budget", f"columns of {num_rows} rows have lengths {lengths}")
+    if plan.admitted:
+        admitted_ids = [admitted.request_id for admitted in plan.admitted]
+        if plan.preempted or pause is not PauseState.NONE:
+            raise BrokenInvariant("order", f"{admitted_ids} admitted, {plan.preempted} preempted, {pause}")
+        if plan.request_ids[num_rows - len(admitted_ids) :] != admitted_ids:
+            raise BrokenInvariant("order", "running rows do not come before admitted ones")
+    if num_rows and pause is PauseState.ALL:
+        raise BrokenInvariant("order", "a plan has rows though all is paused")
+    given: set[int] = set()
+    for new_block_ids in plan.new_block_ids:
+        for block_ids in new_block_ids:
+            for block_id in block_ids:
+                if block_id in given or block_id == PLACEHOLDER_BLOCK_ID or not pool.ref_count(block_id):
+                    raise BrokenInvariant("budget", f"block {block_id} is given away twice or held by nobody")
+                given.add(block_id)
+
+
+def check_content(
+    block_hashes: Sequence[bytes],
+    digests: Sequence[int],
+    block_size: int,
+    hash_of: dict[int, bytes],
+    digest_of: dict[bytes, int],
+) -> None:
+    """hash-soundness: equal hash, equal content from the first token on, and the other way round."""
+    for block_hash, digest in zip(block_hashes, digests[block_size - 1 :: block_size], strict=False):
+        if hash_of.setdefault(digest, block_hash) != block_hash:
+            raise BrokenInvariant("hash-soundness", "the same content has two hashes")
+        if digest_of.setdefault(block_hash, digest) != digest:
+            raise BrokenInvariant("hash-soundness", "two contents have the same hash")
+
+
+def check_whole_state(
+    scheduler: Scheduler,
+    kv_cache: KVCache,
+    config: CacheConfig,
+    requests: Sequence[Request],
+    *,
+    held: Iterable[Sequence[int]],
+    rows: Mapping[str, Row],
+    first_starts: Mapping[Request, int],
+    watch: CacheWatch,
+    num_drafts: int,
+    is_loaded: bool,
+) -> None:
+    """Everything that is too dear to be looked at in every step."""
+    check_conservation(kv_cache.pool, requests, held)
+    for request in requests:
+        first_start = first_starts.get(request, request.num_computed_tokens)
+        num_held = check_tables(request, kv_cache, config, first_start)
+        # What a refusal counts on: the last token has no KV, but drafts behind it may.
+        num_tokens = request.max_num_tokens - 1 + num_drafts
+        most = kv_cache.max_blocks_for(num_tokens, request.num_encoder_tokens)
+        if num_held > most and not is_loaded:
+            raise BrokenInvariant(
+                "progress", f"{request.request_id} holds {num_held} blocks, not {most} at most"
+            )
+        if request.status is RequestStatus.RUNNING:
+            check_row(request, rows)
+    if config.enable_prefix_caching:
+        check_events(kv_cache.pool, watch)
+    check_queues(scheduler, requests)
+
+
+def check_conservation(pool: BlockPool, requests: Sequence[Request], held: Iterable[Sequence[int]]) -> None:
+    """kv-conservation: each block is held as often as it is listed, or free; never both, never neither."""
+    holders: Counter[int] = Counter()
+    for request in requests:
+        for table in request.block_tables:
+            holders.update(table.block_ids)
+    for block_ids in held:
+        holders.update(block_ids)
+    del holders[PLACEHOLDER_BLOCK_ID]
+    block_ids = range(PLACEHOLDER_BLOCK_ID + 1, pool.num_usable_blocks + 1)
+    counts = list(map(pool.ref_count, block_ids))
+    expected = [holders[block_id] for block_id in block_ids]
+    if counts != expected:
+        raise BrokenInvariant("kv-conservation", f"blocks are counted {counts}, listed {expected}")
+    free = pool.free_block_ids
+    if sorted(free) != [block_id for block_id in block_ids if not holders[block_id]]:
+        raise BrokenInvariant("kv-conservation", f"free are {free}, listed {expected}")
+    if len(free) != pool.num_free_blocks:
+        raise BrokenInvariant("kv-conservation", f"{len(free)} blocks are free, {pool.num_free_blocks} told")
+
+
+def check_tables(request: Request, kv_cache: KVCache, config: CacheConfig, first_start: int) -> int:
+    """kv-conservation: tables hold what is still read. Returns how many blocks they hold."""
+    if not request.block_tables:
+        expect(
+            request.num_computed_tokens == 0,
+            "kv-conservation",
+            f"{request.request_id} computed without blocks",
+        )
+        return 0
+    expect(
+        request.status is not RequestStatus.WAITING
+        or not request.num_preemptions
+        or request.num_computed_tokens > 0,
+        "kv-conservation",
+        f"{request.request_id} was preempted and holds blocks",
     )
-    assert [len(column) for column in columns] == [num_rows] * len(columns)
-    assert not (plan.preempted and plan.admitted), "a step that preempts admits nobody"
-    num_admitted = len(plan.admitted)
-    admitted_ids = [admitted.request_id for admitted in plan.admitted]
-    assert plan.request_ids[num_rows - num_admitted :] == admitted_ids, "running rows come first"
+    num_held = 0
+    for group, (kind, table) in enumerate(zip(config.groups, request.block_tables, strict=True)):
+        block_ids = table.block_ids
+        num_released = table.num_released
+        kept = block_ids[num_released:]
+        num_held += len(kept)
+        if any(block_ids[:num_released]) or PLACEHOLDER_BLOCK_ID in kept or len(set(kept)) != len(kept):
+            raise BrokenInvariant(
+                "kv-conservation", f"{request.request_id}, group {group}: table {block_ids}"
+            )
+        if num_released * kind.block_size > first_read(kind, first_start):
+            raise BrokenInvariant(
+                "kv-conservation",
+                f"{request.request_id}, group {group}: {num_released} blocks are given back, "
+                f"but the token at {first_start} reads from {first_read(kind, first_start)} on",
+            )
+        check_keys(request, group, kind, kv_cache)
+    return num_held
 
 
-class TableWatch:
-    """Sees that block tables only grow while a request runs."""
+def check_keys(request: Request, group: int, kind: AttentionKind, kv_cache: KVCache) -> None:
+    """hash-soundness: of the blocks of a request, those that are registered are found by its hashes."""
+    table = request.block_tables[group]
+    num_hashes = kind.block_size // kv_cache.hasher.block_size
+    key_of = kv_cache.pool.key_of
+    for index in range(table.num_released, len(table.block_ids)):
+        key = key_of(table.block_ids[index])
+        if index >= table.num_registered:
+            if key is not None:
+                raise BrokenInvariant(
+                    "hash-soundness", f"{request.request_id}: block {index} has a key too early"
+                )
+            continue
+        place = (index + 1) * num_hashes - 1
+        if place >= len(request.block_hashes) or key != content_key(request.block_hashes[place], group):
+            raise BrokenInvariant(
+                "hash-soundness", f"{request.request_id}: block {index} has the key of another"
+            )
 
-    def __init__(self) -> None:
-        self._tables: dict[Request, tuple[int, list[int]]] = {}
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Compare with the tables of the last call."""
-        tables = {request: (request.num_preemptions, list(request.block_table)) for request in requests}
-        for request, (num_preemptions, table) in self._tables.items():
-            stay, now = tables.get(request, (-1, []))
-            if stay == num_preemptions:
-                assert now[: len(table)] == table, f"the table of {request.request_id} changed"
-        self._tables = tables
+def check_row(request: Request, rows: Mapping[str, Row]) -> None:
+    """What a runner has put together from plans is what the scheduler knows."""
+    row = rows.get(request.request_id)
+    if row is None:
+        raise BrokenInvariant("order", f"{request.request_id} runs, but no plan admitted it")
+    for table, known in zip(request.block_tables, row.tables, strict=True):
+        if (
+            len(table.block_ids) != len(known)
+            or table.block_ids[table.num_released :] != known[table.num_released :]
+        ):
+            raise BrokenInvariant(
+                "order", f"{request.request_id}: table {table.block_ids}, runner has {known}"
+            )
+
+
+def check_events(pool: BlockPool, watch: CacheWatch) -> None:
+    """Who follows the events of the cache knows exactly what can be found."""
+    keys = {content_key(block_hash, group) for block_hash, group in watch.stored}
+    if len(keys) != pool.num_cached_keys or None in map(pool.find, keys):
+        raise BrokenInvariant("hash-soundness", "the events do not tell what can be found")
+
+
+def check_queues(scheduler: Scheduler, requests: Sequence[Request]) -> None:
+    """Every unfinished request is in exactly one queue, by its status; the figures are what they say."""
+    running = {request.request_id for request in requests if request.status is RequestStatus.RUNNING}
+    waiting = [request for request in requests if request.request_id not in running]
+    running_ids, waiting_ids = scheduler.running_ids, scheduler.waiting_ids
+    if len(running_ids) != len(running) or set(running_ids) != running:
+        raise BrokenInvariant("order", f"running are {running_ids}, by status {running}")
+    if sorted(waiting_ids) != sorted(request.request_id for request in waiting):
+        raise BrokenInvariant("order", f"waiting are {waiting_ids}, running {running}")
+    stats = scheduler.stats()
+    blocked = [request for request in waiting if request.status is RequestStatus.BLOCKED]
+    if (stats.num_running, stats.num_blocked, stats.num_waiting) != (
+        len(running),
+        len(blocked),
+        len(waiting) - len(blocked),
+    ):
+        raise BrokenInvariant("order", f"figures {stats} of {len(running)} running, {len(waiting)} waiting")
+    if any(not request.blockers for request in blocked) or scheduler.num_unfinished != len(requests):
+        raise BrokenInvariant("order", f"blocked by nothing, or not counted: {blocked}")
+    if stats.num_waiting_tokens != sum(request.num_uncached_tokens for request in waiting):
+        raise BrokenInvariant("order", f"{stats.num_waiting_tokens} tokens are said to wait")

@@ -1,108 +1,275 @@
-"""A runner whose tokens depend on what stands in its KV slots, so that a wrong block shows in the output."""
+"""A runner that keeps digests in KV slots and reads what attention reads: a wrong block is seen at once."""
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.cache.attention import AttentionKind, ChunkedLocal, CrossAttention, SlidingWindow
+from engine_svc.request import BlockTable
+from engine_svc.step import AdmittedRequest, StepPlan, StepResult
+from tests.simulation.broken import BrokenInvariant
+from tests.simulation.digest_model import NUM_OUTPUT_TOKENS, Identity, link, next_token
 
-VOCAB_SIZE = 40
-
-
-def link(chain: int, token: int) -> int:
-    """What a slot holds: a digest of its token and all before it."""
-    return zlib.crc32(token.to_bytes(4, "little"), chain)
+UNKNOWN_DRAFT = -1
 
 
-def next_token(chain: int) -> int:
-    """The token that follows a sequence with this digest."""
-    return zlib.crc32(b"next", chain) % VOCAB_SIZE
+def first_read(kind: AttentionKind, position: int) -> int:
+    """The first place that the token at `position` reads. Told anew here: the cache is under test."""
+    match kind:
+        case SlidingWindow(window=window):
+            return max(0, position - window + 1)
+        case ChunkedLocal(chunk=chunk):
+            return position - position % chunk
+        case _:
+            return 0
 
 
-def digests(token_ids: Sequence[int]) -> list[int]:
-    """What the slots of a sequence must hold."""
-    chain, chains = 0, []
-    for token in token_ids:
-        chain = link(chain, token)
-        chains.append(chain)
-    return chains
+def encoder_blocks(identity: Identity, kind: CrossAttention) -> list[tuple[int, ...]]:
+    """What the blocks of cross-attention hold, the last as far as it is filled."""
+    digests, block_size = identity.encoder_digests(), kind.block_size
+    return [tuple(digests[start : start + block_size]) for start in range(0, len(digests), block_size)]
 
 
-@dataclass
-class _Row:
-    token_ids: list[int]
-    block_table: list[int] = field(default_factory=list)
+class Row:
+    """One request in the batch: what the plans said of it, and what its slots must hold."""
+
+    __slots__ = ("blocks", "digests", "identity", "proposal", "tables", "token_ids")
+
+    def __init__(self, admitted: AdmittedRequest, identity: Identity, kinds: Sequence[AttentionKind]) -> None:
+        self.identity = identity
+        self.token_ids = list(admitted.token_ids)
+        self.tables = [list(block_ids) for block_ids in admitted.block_ids]
+        self.digests: list[int] = []
+        # Per group, the contents of each block that is full of known tokens; of cross-attention all blocks.
+        self.blocks = [
+            encoder_blocks(identity, kind) if isinstance(kind, CrossAttention) else [] for kind in kinds
+        ]
+        self.proposal: list[int] = []
+        self.extend(kinds)
+
+    def extend(self, kinds: Sequence[AttentionKind]) -> None:
+        """Bring the digests up to the known tokens."""
+        digests = self.digests
+        self.identity.extend(digests, self.token_ids)
+        for kind, blocks in zip(kinds, self.blocks, strict=True):
+            if isinstance(kind, CrossAttention):
+                continue
+            block_size = kind.block_size
+            for start in range(len(blocks) * block_size, len(digests) - block_size + 1, block_size):
+                blocks.append(tuple(digests[start : start + block_size]))
 
 
 class PagedRunner:
-    """Knows nothing but the plans it was given. Raises AssertionError where they do not fit each other."""
+    """Knows nothing but the plans it was given, and the identity of requests, which a feature would attach.
 
-    def __init__(self, block_size: int, num_drafts: int, rng: random.Random) -> None:
-        self._block_size = block_size
-        self._num_drafts = num_drafts
+    A step is computed when it is launched, rows in order: later steps see what earlier ones wrote.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[AttentionKind],
+        rng: random.Random,
+        *,
+        num_drafts: int = 0,
+        overlaps: bool = False,
+        num_lookahead_tokens: int = 0,
+        max_model_len: int = 1 << 30,
+        broken_row_share: float = 0.0,
+    ) -> None:
+        self._kinds = kinds
         self._rng = rng
-        self._rows: dict[str, _Row] = {}
-        self._slots: dict[int, int] = {}
+        self._num_drafts = num_drafts
+        self._overlaps = overlaps
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._max_model_len = max_model_len
+        self._broken_row_share = broken_row_share
+        self.identities: dict[str, Identity] = {}  # of requests that were added
+        self.rows: dict[str, Row] = {}
+        # Per group what each block holds. All groups have the same memory: who writes wipes out the others'.
+        self._memories: list[dict[int, tuple[int, ...]]] = [{} for _ in kinds]
+        self.num_rejected_drafts = 0
+        self.num_accepted_drafts = 0
+        self.num_padding_drafts = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
+        rows = self.rows
         for request_id in plan.released:
-            del self._rows[request_id]
+            if rows.pop(request_id, None) is None:
+                raise BrokenInvariant("order", f"{request_id} is released but not in the batch")
         for admitted in plan.admitted:
-            assert admitted.request_id not in self._rows, f"{admitted.request_id} is in the batch already"
-            self._rows[admitted.request_id] = _Row(list(admitted.token_ids))
-        assert len(set(plan.request_ids)) == len(plan.request_ids)
-        sampled = [self._run_row(plan, row) for row in range(len(plan.request_ids))]
-        drafts = {
-            request_id: self._propose(self._rows[request_id].token_ids)
-            for request_id in plan.request_ids
-            if self._num_drafts
-        }
-        return StepResult(plan.step_number, sampled, drafts)
+            request_id = admitted.request_id
+            if request_id in rows:
+                raise BrokenInvariant("order", f"{request_id} is admitted but in the batch already")
+            rows[request_id] = Row(admitted, self.identities[request_id], self._kinds)
+        sampled = list(
+            map(
+                self._run_row,
+                plan.request_ids,
+                plan.num_computed_tokens,
+                plan.num_tokens,
+                plan.new_block_ids,
+                plan.draft_token_ids,
+                plan.samples,
+            )
+        )
+        drafts: Mapping[str, list[int]] = {}
+        if self._num_drafts:
+            drafts = {request_id: self._propose(rows[request_id]) for request_id in plan.request_ids}
+        result = StepResult(plan.step_number, sampled, {} if self._overlaps else dict(drafts))
+        if self._broken_row_share and self._rng.random() < self._broken_row_share:
+            result.non_finite.append(self._rng.randrange(len(sampled)))
+        return result
 
-    def _run_row(self, plan: StepPlan, index: int) -> list[int]:
-        row = self._rows[plan.request_ids[index]]
-        row.block_table.extend(plan.new_block_ids[index])
-        drafts = plan.draft_token_ids[index]
-        computed = plan.num_computed_tokens[index]
-        end_known = computed + plan.num_tokens[index] - len(drafts)
-        chains = digests(row.token_ids)
-        for position in range(computed):
-            assert self._slots[self._slot(row, position)] == chains[position], f"wrong KV at {position}"
-        for position in range(computed, end_known):
-            self._slots[self._slot(row, position)] = chains[position]
-        chain = self._slots[self._slot(row, end_known - 1)]
-        if not plan.samples[index]:
-            assert end_known < len(row.token_ids), "a row that reaches its last token samples"
-            assert not drafts, "a chunk has no drafts"
+    def receive(
+        self, token_ids: Sequence[int], num_tokens: int, tables: Sequence[BlockTable], identity: Identity
+    ) -> None:
+        """Write KV that comes from elsewhere, of a request's first tokens, into blocks reserved for it."""
+        digests: list[int] = []
+        identity.extend(digests, token_ids[:num_tokens])
+        for group, table in enumerate(tables):
+            kind = self._kinds[group]
+            block_size, contents = kind.block_size, digests
+            if isinstance(kind, CrossAttention):
+                contents = identity.encoder_digests()
+            # What was taken over from the prefix cache is there already.
+            for index in range(table.num_registered, -(-len(contents) // block_size)):
+                block_id = table.block_ids[index]
+                if block_id:
+                    content = contents[index * block_size : (index + 1) * block_size]
+                    self._memories[group][block_id] = tuple(content)
+                    self._wipe(group, block_id)
+
+    def _run_row(
+        self,
+        request_id: str,
+        computed: int,
+        num_tokens: int,
+        new_block_ids: list[list[int]],
+        drafts: list[int],
+        samples: bool,
+    ) -> list[int]:
+        row = self.rows[request_id]
+        if new_block_ids:
+            for table, block_ids in zip(row.tables, new_block_ids, strict=True):
+                table += block_ids
+        num_known = len(row.token_ids)
+        start, end = computed, computed + num_tokens - len(drafts)
+        self._check_room(row, computed + num_tokens, request_id)
+        if samples:
+            # Drafts of steps in flight count as accepted in a plan that was made before they were rejected.
+            start -= end - num_known
+            if start > computed or start < 0 or (start < computed and not self._overlaps):
+                raise BrokenInvariant("order", f"{request_id} samples at {end} of {num_known} tokens")
+            end = num_known
+            if drafts and self._overlaps:
+                drafts = (row.proposal + [UNKNOWN_DRAFT] * len(drafts))[: len(drafts)]
+        elif end >= num_known or drafts:
+            raise BrokenInvariant("order", f"{request_id} computes {end} of {num_known} tokens, no sample")
+        if drafts:
+            digests, digest = row.digests.copy(), row.digests[-1]
+            for draft in drafts:
+                digest = link(digest, draft)
+                digests.append(digest)
+        else:
+            digests = row.digests
+        self._touch(row, start, end + len(drafts), digests, request_id)
+        if not samples:
             return []
-        assert end_known == len(row.token_ids), "a row samples at its last token"
-        sampled = self._verify(row, end_known, chain, drafts)
-        row.token_ids.extend(sampled)
+        sampled = self._verify(row, drafts)
+        row.token_ids += sampled
+        row.extend(self._kinds)
         return sampled
 
-    def _verify(self, row: _Row, position: int, chain: int, drafts: Sequence[int]) -> list[int]:
-        """Write the KV of all drafts, accept those that are right, add the token that follows them."""
-        sampled, accepting = [next_token(chain)], True
-        for offset, draft in enumerate(drafts):
-            chain = link(chain, draft & 0xFFFFFFFF)
-            self._slots[self._slot(row, position + offset)] = chain
-            accepting = accepting and draft == sampled[-1]
-            if accepting:
-                sampled.append(next_token(chain))
+    def _check_room(self, row: Row, end: int, request_id: str) -> None:
+        num_places = min(end + self._num_lookahead_tokens, self._max_model_len)
+        for table, kind in zip(row.tables, self._kinds, strict=True):
+            num_slots = row.identity.num_encoder_tokens if isinstance(kind, CrossAttention) else num_places
+            if len(table) * kind.block_size < num_slots:
+                raise BrokenInvariant(
+                    "kv-conservation", f"{request_id} has {len(table)} blocks for {num_slots}"
+                )
+
+    def _touch(self, row: Row, start: int, end: int, digests: list[int], request_id: str) -> None:
+        """Read what the tokens from `start` on read of earlier ones, then write the slots up to `end`."""
+        for group, kind in enumerate(self._kinds):
+            block_size, table = kind.block_size, row.tables[group]
+            memory, blocks = self._memories[group], row.blocks[group]
+            if isinstance(kind, CrossAttention):
+                self._touch_encoder(row, group, is_first=start == 0, request_id=request_id)
+                continue
+            first = first_read(kind, start) // block_size
+            last, rest = divmod(start, block_size)
+            if first < last and list(map(memory.get, table[first:last])) != blocks[first:last]:
+                self._tell(row, group, first, last, request_id)
+            if (
+                rest
+                and first <= last
+                and memory.get(table[last], ())[:rest] != tuple(digests[start - rest : start])
+            ):
+                self._tell(row, group, last, last + 1, request_id)
+            index = last
+            for place in range(start - rest, end, block_size):
+                block_id = table[index]
+                if not block_id:
+                    raise BrokenInvariant("kv-conservation", f"{request_id} writes to the placeholder")
+                memory[block_id] = tuple(digests[place : min(place + block_size, end)])
+                if len(self._memories) > 1:
+                    self._wipe(group, block_id)
+                index += 1
+
+    def _touch_encoder(self, row: Row, group: int, *, is_first: bool, request_id: str) -> None:
+        """The first step of a request writes all that cross-attention reads; every later one reads it."""
+        memory, table, blocks = self._memories[group], row.tables[group], row.blocks[group]
+        for block_id, content in zip(table, blocks, strict=True):
+            if is_first:
+                memory[block_id] = content
+                self._wipe(group, block_id)
+            elif memory.get(block_id) != content:
+                raise BrokenInvariant("isolation", f"{request_id} reads what the encoder did not write")
+
+    def _wipe(self, group: int, block_id: int) -> None:
+        for other, memory in enumerate(self._memories):
+            if other != group:
+                memory.pop(block_id, None)
+
+    def _tell(self, row: Row, group: int, first: int, last: int, request_id: str) -> None:
+        memory, table = self._memories[group], row.tables[group]
+        block_size = self._kinds[group].block_size
+        for index in range(first, last):
+            expected = tuple(row.digests[index * block_size : (index + 1) * block_size])
+            if memory.get(table[index]) != expected:
+                raise BrokenInvariant(
+                    "isolation",
+                    f"{request_id} reads group {group}, block {index} of its table, which is {table[index]}: "
+                    "it does not hold the KV of its tokens",
+                )
+
+    def _verify(self, row: Row, drafts: Sequence[int]) -> list[int]:
+        """Accept the drafts that are right, add the token that follows them."""
+        digest = row.digests[-1]
+        sampled = [next_token(digest)]
+        for draft in drafts:
+            if draft != sampled[-1]:
+                break
+            digest = link(digest, draft)
+            sampled.append(next_token(digest))
+        num_accepted = len(sampled) - 1
+        self.num_padding_drafts += drafts.count(UNKNOWN_DRAFT)
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += len(drafts) - num_accepted
         return sampled
 
-    def _propose(self, token_ids: Sequence[int]) -> list[int]:
+    def _propose(self, row: Row) -> list[int]:
         """Drafts that are right until the dice say otherwise."""
-        chain, drafts = digests(token_ids)[-1], []
-        for _ in range(self._rng.randint(0, self._num_drafts)):
-            is_right = self._rng.random() < 0.7
-            drafts.append(next_token(chain) if is_right else self._rng.randrange(VOCAB_SIZE))
-            chain = link(chain, drafts[-1])
-        return drafts
-
-    def _slot(self, row: _Row, position: int) -> int:
-        return row.block_table[position // self._block_size] * self._block_size + position % self._block_size
+        random, proposal, digest = self._rng.random, [], row.digests[-1]
+        num_drafts = int(random() * (self._num_drafts + 1)) or self._num_drafts
+        for _ in repeat(None, num_drafts):
+            draw = random()
+            draft = next_token(digest) if draw < 0.7 else int(draw * 1000) % NUM_OUTPUT_TOKENS
+            proposal.append(draft)
+            digest = link(digest, draft)
+        row.proposal = proposal
+        return proposal

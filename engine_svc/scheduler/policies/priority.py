@@ -10,6 +10,9 @@ from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policy import OrderKey
 
+# Of one request, from which on the id decides between it and its equals.
+_MAX_TURNS = 16
+
 
 class ByPriority:
     """The most urgent first, then the earliest. Newcomers never preempt; they wait until blocks run out."""
@@ -32,5 +35,10 @@ class ByPriority:
         return list(running)
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
-        """The least urgent, then the latest, then the first admitted. It may already be in the plan."""
-        return max(running, key=lambda request: (request.priority, request.arrival_at))
+        """The least urgent, then the latest, then the first admitted. It may already be in the plan.
+
+        Two that came at the same instant could so take turns in losing everything, for ever. Once one has lost
+        often enough the greater id gives way, and the other gets to its end.
+        """
+        victim = max(running, key=lambda request: (request.priority, request.arrival_at))
+        return victim if victim.num_preemptions < _MAX_TURNS else max(running, key=self.order_key)

@@ -1,0 +1,295 @@
+"""Every check of the simulator can fail: each is shown what it is there for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_svc.cache.block_pool import BlockPool
+from engine_svc.cache.observer import StoredBlocks
+from engine_svc.request import BlockTable, ContentSpan, FinishReason, Request, RequestOutput
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.step import AdmittedRequest, StepPlan
+from tests.simulation.alone import Turn, answers_alone
+from tests.simulation.broken import BrokenInvariant
+from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
+from tests.simulation.cache_watch import CacheWatch
+from tests.simulation.campaign import Fault, Report
+from tests.simulation.digest_model import Identity
+from tests.simulation.history import History
+from tests.simulation.invariants import check_conservation, check_content, check_events, check_plan
+from tests.simulation.setup import draw_setup
+from tests.simulation.simulation import Simulation
+
+SAMPLING = SamplingParams(max_tokens=4)
+CONFIG = SchedulerConfig(max_model_len=32, max_num_batched_tokens=8, max_num_seqs=2)
+
+
+def request(request_id: str = "a", *, adapter: str = "") -> Request:
+    """A small request."""
+    return Request(request_id, [3, 4, 5], 3, SAMPLING, extra_keys=(adapter,) if adapter else ())
+
+
+def right_answer() -> list[int]:
+    """What a small request yields."""
+    history = History(request())
+    return next(answers_alone(history.identity, history.turns, 32)).token_ids
+
+
+def output(tokens: list[int], reason: FinishReason | None, *, num_cached: int | None = None) -> RequestOutput:
+    """An output of the small request."""
+    return RequestOutput("a", tokens, reason, num_cached_tokens=num_cached)
+
+
+def test_a_stream_as_it_would_be_alone_is_fine():
+    history = History(request())
+    tokens = right_answer()
+    history.take(output(tokens[:1], None, num_cached=0))
+    history.take(output(tokens[1:], FinishReason.LENGTH))
+    history.check(32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([1, 1, 1, 1], FinishReason.LENGTH),
+        (right_answer()[:-1], FinishReason.LENGTH),
+        (right_answer(), FinishReason.STOP),
+        (right_answer(), FinishReason.ABORT),
+        ([99], FinishReason.ABORT),
+    ],
+    ids=[
+        "other tokens",
+        "a token less",
+        "another reason",
+        "ended twice over",
+        "cut short behind other tokens",
+    ],
+)
+def test_any_other_stream_is_noticed(tokens: list[int], reason: FinishReason):
+    history = History(request())
+    history.take(output(tokens, reason, num_cached=0))
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        history.check(32)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [output([1], None), output([], FinishReason.ABORT), output([], FinishReason.LENGTH)],
+    ids=["token", "abort", "second end"],
+)
+def test_nothing_comes_behind_the_last_output(late: RequestOutput):
+    history = History(request())
+    history.take(output([], FinishReason.ABORT, num_cached=0))
+    with pytest.raises(BrokenInvariant, match="terminal-once"):
+        history.take(late)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [output([1], None)],
+        [output([1], None, num_cached=0), output([1], None, num_cached=0)],
+        [output([], None, num_cached=0)],
+    ],
+    ids=["cached tokens untold", "cached tokens told twice", "nothing said"],
+)
+def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
+    history = History(request())
+    *fine, wrong = outputs
+    for each in fine:
+        history.take(each)
+    with pytest.raises(BrokenInvariant, match="order"):
+        history.take(wrong)
+
+
+def test_repetition_ends_an_answer_as_its_limits_say():
+    identity = Identity(5, ())
+    ended_by = {
+        next(
+            answers_alone(
+                identity, [Turn([token], SamplingParams(max_tokens=60, repetition=RepetitionLimits(1)))], 99
+            )
+        ).reason
+        for token in range(8)
+    }
+    assert FinishReason.REPETITION in ended_by
+
+
+def test_a_block_that_nobody_lists_or_somebody_lists_wrongly_is_noticed():
+    pool = BlockPool(5)
+    [held] = pool.allocate(1)
+    holder = request()
+    holder.block_tables = [BlockTable([held])]
+    check_conservation(pool, [holder], [])
+    with pytest.raises(BrokenInvariant, match="kv-conservation"):
+        check_conservation(pool, [], [])
+    with pytest.raises(BrokenInvariant, match="kv-conservation"):
+        check_conservation(pool, [holder], [[held]])
+    holder.block_tables = [BlockTable([held, 3])]
+    with pytest.raises(BrokenInvariant, match="kv-conservation"):
+        check_conservation(pool, [holder], [])
+
+
+def test_content_and_hashes_go_together_one_to_one():
+    hash_of: dict[int, bytes] = {}
+    digest_of: dict[bytes, int] = {}
+    check_content([b"x", b"y"], [1, 2, 3, 4], 2, hash_of, digest_of)
+    check_content([b"x"], [1, 2, 9], 2, hash_of, digest_of)
+    with pytest.raises(BrokenInvariant, match="same hash"):
+        check_content([b"x"], [1, 5], 2, hash_of, digest_of)
+    with pytest.raises(BrokenInvariant, match="two hashes"):
+        check_content([b"z"], [1, 2], 2, hash_of, digest_of)
+
+
+def test_events_have_to_tell_what_can_be_found():
+    pool, watch = BlockPool(5), CacheWatch()
+    block_hash = bytes(32)
+    pool.register(pool.allocate(1), [block_hash])
+    with pytest.raises(BrokenInvariant, match="hash-soundness"):
+        check_events(pool, watch)
+    watch.on_store(StoredBlocks([block_hash], b"", [1, 2], 2, 0))
+    check_events(pool, watch)
+    watch.on_evict(1, block_hash, 0)
+    with pytest.raises(BrokenInvariant, match="hash-soundness"):
+        watch.on_evict(1, block_hash, 0)
+
+
+def plan(num_tokens: list[int], *, new_block_ids: list[list[list[int]]] | None = None) -> StepPlan:
+    """A plan with rows of so many tokens."""
+    rows = range(len(num_tokens))
+    return StepPlan(
+        1,
+        request_ids=[f"r{row}" for row in rows],
+        num_tokens=num_tokens,
+        num_computed_tokens=[0 for _ in rows],
+        new_block_ids=new_block_ids or [[] for _ in rows],
+        draft_token_ids=[[] for _ in rows],
+        samples=[True for _ in rows],
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "pause"),
+    [
+        (plan([9]), PauseState.NONE),
+        (plan([5, 4]), PauseState.NONE),
+        (plan([1, 1, 1]), PauseState.NONE),
+        (plan([0]), PauseState.NONE),
+        (plan([1]), PauseState.ALL),
+        (plan([1, 1], new_block_ids=[[[1]], [[1]]]), PauseState.NONE),
+        (plan([1], new_block_ids=[[[0]]]), PauseState.NONE),
+        (plan([1], new_block_ids=[[[2]]]), PauseState.NONE),
+    ],
+    ids=[
+        "over the budget",
+        "over the budget together",
+        "too many rows",
+        "empty row",
+        "while all is paused",
+        "a block twice",
+        "the placeholder",
+        "a free block",
+    ],
+)
+def test_a_plan_over_its_limits_is_noticed(wrong: StepPlan, pause: PauseState):
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(BrokenInvariant):
+        check_plan(wrong, CONFIG, pause, pool)
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["num_tokens", "num_computed_tokens", "new_block_ids", "draft_token_ids", "samples", "request_ids"],
+)
+def test_columns_of_unequal_length_are_noticed(column: str):
+    wrong = plan([1, 1])
+    columns: dict[str, list] = {
+        "num_tokens": wrong.num_tokens,
+        "num_computed_tokens": wrong.num_computed_tokens,
+        "new_block_ids": wrong.new_block_ids,
+        "draft_token_ids": wrong.draft_token_ids,
+        "samples": wrong.samples,
+        "request_ids": wrong.request_ids,
+    }
+    del columns[column][0]
+    with pytest.raises(BrokenInvariant, match="columns"):
+        check_plan(wrong, CONFIG, PauseState.NONE, BlockPool(4))
+
+
+def test_who_is_admitted_comes_last_and_not_in_a_step_that_preempts():
+    pool = BlockPool(4)
+    admitted = AdmittedRequest("r0", [1], 1, SAMPLING, [[]])
+    first = plan([1, 1])
+    first.admitted.append(admitted)
+    with pytest.raises(BrokenInvariant, match="order"):
+        check_plan(first, CONFIG, PauseState.NONE, pool)
+    for preempted, pause in ([], PauseState.NONE), (["r9"], PauseState.NONE), ([], PauseState.NEW):
+        alone = plan([1])
+        alone.admitted.append(admitted)
+        alone.preempted += preempted
+        if not preempted and pause is PauseState.NONE:
+            check_plan(alone, CONFIG, pause, pool)
+            continue
+        with pytest.raises(BrokenInvariant, match="order"):
+            check_plan(alone, CONFIG, pause, pool)
+
+
+def test_what_is_given_back_is_what_was_taken():
+    watch, row = BudgetWatch(), request("r0")
+    watch.take(row, 3)
+    with pytest.raises(BrokenInvariant, match="budget"):
+        watch.check(plan([2]))
+    watch.check(plan([3]))
+    with pytest.raises(BrokenInvariant, match="budget"):
+        watch.take(row, 3)
+    with pytest.raises(BrokenInvariant, match="budget"):
+        watch.give_back(row, 2)
+
+
+def test_no_more_adapters_than_the_cap():
+    cap = AdapterCap(1)
+    first, same, other = request("a", adapter="x"), request("b", adapter="x"), request("c", adapter="y")
+    cap.take(first, 1)
+    assert cap.admits(same) and cap.admits(request()) and not cap.admits(other)
+    assert cap.clip(other, 5) == 0
+    cap.give_back(first, 1)
+    assert cap.admits(other)
+    cap.take(other, 1)
+    with pytest.raises(BrokenInvariant, match="budget"):
+        cap.take(first, 1)
+
+
+def test_a_span_is_encoded_whole_and_within_the_budget_of_a_step():
+    budget = EncoderBudget(4)
+    spans = (ContentSpan(1, 3, "x"), ContentSpan(6, 3, "y"))
+    pictures = Request("a", list(range(10)), 10, SAMPLING, spans=spans)
+    assert budget.clip(pictures, 10) == 6
+    pictures.num_computed_tokens = 6
+    budget.take(pictures, 6)
+    assert budget.clip(pictures, 4) == 0
+    pictures.num_computed_tokens = 8
+    with pytest.raises(BrokenInvariant, match="budget"):
+        budget.take(pictures, 2)
+    budget.begin_step()
+    pictures.num_computed_tokens = 6
+    assert budget.clip(pictures, 4) == 4
+
+
+def test_the_same_seed_lives_the_same_life():
+    assert draw_setup(random.Random(5)) == draw_setup(random.Random(5))
+    assert draw_setup(random.Random(5)) != draw_setup(random.Random(6))
+    assert Simulation(5).run(20) == Simulation(5).run(20)
+
+
+def test_a_report_tells_broken_seeds_and_what_is_too_rare():
+    report = Report(100, num_seeds=100)
+    report.num_seeds_with.update({"hit": 5, "eviction": 4})
+    report.faults.append(Fault(7, "isolation", "wrong", 3, ""))
+    told = report.as_json()
+    assert told["broken"] == [{"seed": 7, "step": 3, "invariant": "isolation", "detail": "wrong"}]
+    assert "hit" not in report.too_rare and "eviction" in report.too_rare and "preemption" in report.too_rare
+    assert told["coverage"]["hit"] == 0.05
