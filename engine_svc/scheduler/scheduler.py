@@ -148,8 +148,7 @@ class Scheduler:
 
     def unblock(self, request_id: str, name: str) -> None:
         """Take `name` off what blocks a request; without any it may be admitted. Unknown ids are ignored."""
-        request = self._roster.waiting.blocked(request_id)
-        if request is not None:
+        if (request := self._roster.waiting.blocked(request_id)) is not None:
             self._roster.unblock(request, name)
 
     def abort(
@@ -193,8 +192,7 @@ class Scheduler:
             return plan
         roster = self._roster
         # A lone request has nobody to make room for.
-        is_alone = len(roster.requests) == 1
-        self._prefill_limit = 0 if is_alone else self._config.long_prefill_token_threshold
+        self._prefill_limit = 0 if len(roster.requests) == 1 else self._config.long_prefill_token_threshold
         # Who was in the middle of a chunk before this step makes rows of unequal length.
         self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
             request.last_row_sampled for request in roster.running
@@ -312,7 +310,9 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> bool:
         config, kv_cache, builder = self._config, self._kv_cache, self._builder
         hit = kv_cache.match_prefix(request)
-        num_known = hit.num_tokens or request.num_computed_tokens
+        num_computed = request.num_computed_tokens
+        # Budgets go by where a row begins, so they see what is about to be taken over.
+        request.num_computed_tokens = num_known = hit.num_tokens or num_computed
         wanted = request.num_tokens - num_known
         if wanted == 1 and self._pads_newcomers and (self._has_running_rows or num_known):
             wanted += pad_with_drafts(request, num_known, config)
@@ -323,7 +323,7 @@ class Scheduler:
         if num_tokens >= 1 and not (must_be_whole and num_tokens < wanted):
             new_block_ids = self._make_room(request, hit, num_tokens)
         if new_block_ids is None:
-            request.draft_token_ids = []
+            request.draft_token_ids, request.num_computed_tokens = [], num_computed
             return False
         self._roster.enter(request, now)
         builder.admit(request, new_block_ids)

@@ -80,7 +80,7 @@ def draw_setup(rng: random.Random) -> Setup:
         has_budget_watch=policy == "priority" or rng.random() < 0.4,
         max_adapters=rng.choice((0, 0, 0, 1, 2)),
         # Without chunks a prompt enters whole or not, whatever has to be encoded for it.
-        max_encoder_tokens=rng.choice((0, 4)) if chunked and not caches else 0,
+        max_encoder_tokens=rng.choice((0, 4)) if chunked else 0,
         arrival_rate=rng.choice((0.4, 0.8, 2.0)),
         accident_rate=rng.choice((0.05, 0.15, 0.3)),
         num_priorities=rng.choice((1, 3, 3)),

@@ -1,16 +1,17 @@
-"""The four verbs of the cache, with the block ids that must come out."""
+"""One group of full attention: the verbs of the cache, and which blocks come out (37 to 48, 55, 61)."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine_svc.cache.prefix import PrefixHit
+from engine_svc.request import ContentSpan
 from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tokens
 
 COMMON = tokens(48)  # three full blocks
 
 
-def test_the_first_prompt_fills_blocks_in_order_and_hashes_the_full_ones():
+def test_37_the_first_prompt_fills_blocks_in_order_and_hashes_the_full_ones():
     small = SmallCache(11)
     first = request("a", [*COMMON, *tokens(7, 100)])
     assert small.admit(first)
@@ -20,7 +21,7 @@ def test_the_first_prompt_fills_blocks_in_order_and_hashes_the_full_ones():
     assert small.ref_counts_of(first) == [1, 1, 1, 1]
 
 
-def test_a_second_prompt_shares_the_blocks_of_the_common_beginning():
+def test_38_a_second_prompt_shares_the_blocks_of_the_common_beginning():
     small = SmallCache(11)
     first, second = request("a", [*COMMON, *tokens(7, 100)]), request("b", [*COMMON, *tokens(5, 200)])
     assert small.admit(first)
@@ -42,12 +43,12 @@ def _cache_after_two_shared_prompts() -> SmallCache:
     return small
 
 
-def test_freed_blocks_are_reused_unhashed_first_and_hashed_tail_first():
+def test_39_freed_blocks_are_reused_unhashed_first_and_hashed_tail_first():
     small = _cache_after_two_shared_prompts()
     assert small.pool.free_block_ids == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
 
 
-def test_cached_blocks_are_taken_again_and_evicted_in_order():
+def test_40_cached_blocks_are_taken_again_and_evicted_in_order():
     small = _cache_after_two_shared_prompts()
     third = request("c", [*COMMON, *tokens(5, 300)])
     assert small.admit(third)
@@ -56,10 +57,11 @@ def test_cached_blocks_are_taken_again_and_evicted_in_order():
     stranger = request("d", tokens(160, 1000))
     assert small.admit(stranger)
     assert table_of(stranger) == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
-    assert small.cache.num_free_blocks == 0
+    assert small.pool.free_block_ids == []
+    assert small.pool.find(third.block_hashes[0]) is None
 
 
-def test_growth_takes_a_block_only_when_the_last_is_full():
+def test_41_growth_takes_a_block_only_when_the_last_is_full():
     small = SmallCache(11)
     growing = request("a", tokens(55))
     assert small.admit(growing)
@@ -69,7 +71,7 @@ def test_growth_takes_a_block_only_when_the_last_is_full():
     assert len(growing.block_hashes) == 4
 
 
-def test_the_blocks_of_the_longest_gone_request_are_evicted_first():
+def test_42_the_blocks_of_the_longest_gone_request_are_evicted_first():
     small = SmallCache(11)
     first, second = request("a", tokens(87)), request("b", tokens(48, 1000))
     assert small.admit(first)
@@ -83,7 +85,7 @@ def test_the_blocks_of_the_longest_gone_request_are_evicted_first():
     assert small.cache.num_free_blocks == 7
 
 
-def test_a_hit_protects_its_blocks_from_the_rest_of_the_same_prompt():
+def test_43_a_hit_protects_its_blocks_from_the_rest_of_the_same_prompt():
     small = SmallCache(3)
     first = request("a", tokens(32))
     assert small.admit(first)
@@ -94,41 +96,45 @@ def test_a_hit_protects_its_blocks_from_the_rest_of_the_same_prompt():
     assert table_of(second) == [1, 2]
 
 
-def test_a_partial_block_has_no_hash_even_where_a_full_one_was():
+def test_44_a_partial_block_has_no_hash_even_where_a_full_one_was():
     small = SmallCache(2)
     first = request("a", tokens(16))
     assert small.admit(first)
     small.cache.release(first)
     second = request("b", tokens(15))
     assert small.admit(second)
-    assert small.hashes_of(second) == [None]
+    assert (table_of(second), small.hashes_of(second)) == ([1], [None])
     assert small.pool.num_cached_keys == 0
 
 
-def test_without_prefix_caching_nothing_is_found_again():
-    small = SmallCache(5, enable_prefix_caching=False)
-    first = request("a", tokens(40))
+def test_45_without_prefix_caching_nothing_is_found_again():
+    small = SmallCache(5, block_size=4, enable_prefix_caching=False)
+    first = request("a", tokens(10))
     assert small.admit(first)
-    assert len(table_of(first)) == 3
+    assert table_of(first) == [1, 2, 3]
+    assert small.hashes_of(first) == [None] * 3
     small.cache.release(first)
+    # Nothing of it is worth keeping, so all of it comes first.
     assert small.pool.free_block_ids == [3, 2, 1, 4]
-    second = request("b", tokens(64))
+    second = request("b", tokens(16))
     assert small.admit(second)
     assert second.num_cached_tokens == 0
-    assert len(table_of(second)) == 4
+    assert table_of(second) == [3, 2, 1, 4]
     assert not small.admit(request("c", tokens(1)))
-    assert small.cache.prefix_queries == 0
+    assert small.compute(second, 1) is None
+    assert (small.cache.prefix_queries, small.cache.hit_rate.value) == (0, 0.0)
+    assert second.block_hashes == []
 
 
-def test_a_refused_admission_changes_nothing():
+def test_46_a_refused_admission_changes_nothing():
     small = SmallCache(11)
     first = request("a", tokens(96))
     assert small.admit(first)
     second = request("b", [*tokens(96), *tokens(80, 500)])
     assert not small.admit(second)
-    assert table_of(second) == []
+    assert (table_of(second), second.num_computed_tokens) == ([], 0)
     assert small.ref_counts_of(first) == [1] * 6
-    assert small.cache.num_free_blocks == 4
+    assert small.pool.free_block_ids == [7, 8, 9, 10]
     assert small.cache.prefix_queries == 96
 
 
@@ -149,26 +155,20 @@ def test_a_refused_growth_changes_nothing():
     assert table_of(growing) == [1, 2]
 
 
-def test_room_for_all_tokens_can_be_asked_for():
-    small = SmallCache(5)
-    long = request("a", tokens(65))
-    assert small.cache.admit(long, PrefixHit(), 16, reserve_all=True) is None
-    assert small.cache.admit(long, PrefixHit(), 16, reserve_all=False) == [[1]]
-    assert table_of(long) == [1]
-
-
-def test_who_skips_the_lookup_still_leaves_blocks_for_others():
+def test_47_who_skips_the_lookup_still_leaves_blocks_for_others():
     small = SmallCache(11)
     first, second = request("a", tokens(48)), request("b", tokens(48), skips_lookup=True)
     assert small.admit(first)
     assert small.admit(second)
     assert second.num_cached_tokens == 0
     assert table_of(second) == [4, 5, 6]
-    assert small.hashes_of(second) == small.hashes_of(first)
+    assert small.hashes_of(second) == small.hashes_of(first) == first.block_hashes
+    # It asked for nothing, so it is in no figure.
+    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (48, 0)
 
 
 @pytest.mark.parametrize(("salt", "num_cached"), [("tenant", 48), ("other", 0), ("", 0)])
-def test_only_equal_salts_share(salt: str, num_cached: int):
+def test_48_only_equal_salts_share(salt: str, num_cached: int):
     small = SmallCache(11)
     assert small.admit(request("a", [*COMMON, 1], salt="tenant"))
     second = request("b", [*COMMON, 2], salt=salt)
@@ -176,12 +176,39 @@ def test_only_equal_salts_share(salt: str, num_cached: int):
     assert second.num_cached_tokens == num_cached
 
 
-def test_at_least_one_token_is_computed():
+def test_48_extra_keys_and_spans_part_requests_like_the_salt():
+    small = SmallCache(30)
+    image = (ContentSpan(20, 8, "image"),)
+    assert small.admit(request("a", [*COMMON, 1], extra_keys=("adapter",), spans=image))
+    cached = [
+        small.cache.match_prefix(request(name, [*COMMON, 2], extra_keys=keys, spans=spans)).num_tokens
+        for name, keys, spans in [
+            ("b", ("adapter",), image),
+            ("c", ("adapter",), ()),
+            ("d", ("adapter",), (ContentSpan(20, 8, "other"),)),
+            ("e", (), image),
+        ]
+    ]
+    # What the span changes begins with its block.
+    assert cached == [48, 16, 16, 0]
+
+
+def test_the_fingerprint_of_the_model_is_in_the_hashes():
+    here, there = SmallCache(5, fingerprint=b"one"), SmallCache(5, fingerprint=b"two")
+    hashed = [request("a", tokens(16)), request("b", tokens(16))]
+    assert here.admit(hashed[0])
+    assert there.admit(hashed[1])
+    assert hashed[0].block_hashes != hashed[1].block_hashes
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached"), [(1, 0), (16, 0), (17, 16), (47, 32), (48, 32), (49, 48), (64, 48)]
+)
+def test_at_least_one_token_is_computed(num_tokens: int, num_cached: int):
     small = SmallCache(11)
     assert small.admit(request("a", COMMON))
-    second = request("b", COMMON)
-    assert small.admit(second)
-    assert second.num_cached_tokens == 32
+    second = request("b", tokens(num_tokens))
+    assert small.cache.match_prefix(second).num_tokens == num_cached
 
 
 def test_the_search_ends_at_the_first_miss():
@@ -190,21 +217,58 @@ def test_the_search_ends_at_the_first_miss():
     assert small.admit(first)
     stranger = request("b", [*tokens(16, 900), *first.token_ids[16:], 1])
     assert small.cache.match_prefix(stranger).num_tokens == 0
+    small.cache.release(first)
+    small.evict(2)
+    again = request("c", [*first.token_ids, 1])
+    # The third and fourth block are there, but behind the one that is missing.
+    assert small.cache.match_prefix(again).num_tokens == 16
+    assert small.pool.find(first.block_hashes[3]) == 4
 
 
-@pytest.mark.parametrize("num_tokens", [48, 37])
-def test_the_last_match_can_be_given_up(num_tokens: int):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached"),
+    [(15, 0), (17, 0), (32, 0), (33, 16), (37, 16), (48, 16), (49, 32), (80, 32)],
+)
+def test_55_the_last_match_can_be_given_up(num_tokens: int, num_cached: int):
     small = SmallCache(20, drop_last_matched_block=True)
-    assert small.admit(request("a", tokens(num_tokens)))
-    assert small.cache.match_prefix(request("b", tokens(num_tokens))).num_tokens == 16
+    assert small.admit(request("a", COMMON))
+    assert small.cache.match_prefix(request("b", tokens(num_tokens))).num_tokens == num_cached
 
 
-@pytest.mark.parametrize(("num_tokens", "num_lookahead"), [(3, 2), (3, 4), (8, 0)])
-def test_lookahead_slots_are_part_of_the_room(num_tokens: int, num_lookahead: int):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_lookahead", "num_blocks"),
+    [(3, 1, 1), (3, 2, 2), (3, 4, 2), (3, 5, 2), (3, 6, 3), (8, 0, 2)],
+)
+def test_61_lookahead_slots_are_part_of_the_room(num_tokens: int, num_lookahead: int, num_blocks: int):
     small = SmallCache(10, block_size=4, num_lookahead_tokens=num_lookahead)
     ahead = request("a", tokens(num_tokens))
     assert small.admit(ahead)
+    assert len(table_of(ahead)) == num_blocks
+
+
+def test_61_a_growing_request_keeps_its_lookahead_slots():
+    small = SmallCache(10, block_size=4, num_lookahead_tokens=2)
+    ahead = request("a", tokens(5))
+    assert small.admit(ahead)
     assert len(table_of(ahead)) == 2
+    assert small.append(ahead, [5]) == []
+    assert small.append(ahead, [6]) == [3]
+    assert small.append(ahead, tokens(3, 7)) == []
+    assert small.append(ahead, [10]) == [4]
+
+
+@pytest.mark.parametrize(("num_usable", "is_admitted"), [(2, True), (1, False)])
+def test_61_lookahead_slots_count_when_a_request_enters(num_usable: int, is_admitted: bool):
+    small = SmallCache(num_usable + 1, block_size=4, num_lookahead_tokens=2)
+    assert small.admit(request("a", tokens(3))) is is_admitted
+
+
+def test_61_no_slot_lies_behind_the_longest_sequence():
+    small = SmallCache(10, block_size=4, num_lookahead_tokens=4, max_model_len=9)
+    ahead = request("a", tokens(5))
+    assert small.admit(ahead)
+    assert len(table_of(ahead)) == 3
+    assert small.append(ahead, tokens(3, 5)) == []
 
 
 def test_reset_waits_until_nobody_holds_a_block():
@@ -212,16 +276,74 @@ def test_reset_waits_until_nobody_holds_a_block():
     first = request("a", COMMON)
     assert small.admit(first)
     assert not small.cache.reset()
+    assert small.cache.match_prefix(request("b", COMMON)).num_tokens == 32
     small.cache.release(first)
     assert small.cache.reset()
-    assert small.cache.match_prefix(request("b", COMMON)).num_tokens == 0
+    assert small.cache.match_prefix(request("c", COMMON)).num_tokens == 0
 
 
-def test_a_preempted_request_is_not_counted_among_the_lookups_again():
+def test_reset_forgets_the_hit_rate_and_a_refused_one_does_not():
     small = SmallCache(11)
-    again = request("a", COMMON)
+    first, second = request("a", COMMON), request("b", [*COMMON, *COMMON])
+    assert small.admit(first)
+    assert small.admit(second)
+    assert not small.cache.reset()
+    assert small.cache.hit_rate.value == 48 / 144
+    small.cache.release(first)
+    small.cache.release(second)
+    assert small.cache.reset()
+    assert small.cache.hit_rate.value == 0.0
+    # The counters since the start go on.
+    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (144, 48)
+
+
+def test_the_cache_counts_its_blocks():
+    small = SmallCache(11)
+    counts = small.cache.num_groups, small.cache.num_total_blocks, small.cache.num_free_blocks
+    assert (counts, small.cache.num_used_blocks) == ((1, 10, 10), 0)
+    assert small.admit(request("a", COMMON))
+    assert (small.cache.num_free_blocks, small.cache.num_used_blocks) == (7, 3)
+
+
+def test_a_preempted_request_is_counted_apart_when_it_comes_back():
+    small = SmallCache(11)
+    again = request("a", [*COMMON, 1])
     assert small.admit(again)
     small.cache.release(again)
     again.num_preemptions = 1
     assert small.admit(again)
+    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (49, 0)
+    assert (small.cache.preempted_queries, small.cache.preempted_hits) == (49, 48)
+    assert small.cache.hit_rate.value == 0.0
+
+
+def test_the_hit_rate_is_that_of_the_last_thousand_admissions():
+    small = SmallCache(4)
+    for num_admitted in range(1000):
+        # The second finds 16 of its 17 tokens, all others find nothing.
+        passing = request(f"r{num_admitted}", tokens(17 if num_admitted < 2 else 1))
+        assert small.admit(passing)
+        small.cache.release(passing)
+    assert small.cache.hit_rate.value == 16 / (2 * 17 + 998)
+    assert small.admit(request("last", [5]))
+    assert small.cache.hit_rate.value == 16 / (17 + 999)
+
+
+def test_lookups_are_counted_at_admissions_alone():
+    small = SmallCache(11)
+    assert small.admit(request("a", COMMON))
+    second = request("b", [*COMMON, 1])
+    for _ in range(3):
+        assert small.cache.match_prefix(second).num_tokens == 48
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (48, 0)
+    assert small.admit(second)
+    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (97, 48)
+    assert small.cache.hit_rate.value == 48 / 97
+
+
+def test_who_holds_blocks_has_nothing_to_look_up():
+    small = SmallCache(11)
+    assert small.admit(request("a", COMMON))
+    second = request("b", [*COMMON, 1])
+    assert small.admit(second)
+    assert small.cache.match_prefix(second) == PrefixHit()

@@ -1,1 +1,1 @@
-"""Tests of the scheduler."""
+"""Tests of the scheduler. Behaviours and rows have the numbers that the specification gives them."""

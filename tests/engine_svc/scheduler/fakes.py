@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine_svc.build import build_core
 from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.request import Request, RequestOutput
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.request import Chunk, Request, RequestOutput
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
@@ -17,6 +17,7 @@ from engine_svc.step import StepPlan, StepResult
 
 EOS = 2
 NEW_TOKEN = 7
+STOP = 42  # ends a turn of a session
 
 
 def request(
@@ -30,14 +31,18 @@ def request(
     priority: int = 0,
     arrival_at: float = 0.0,
     blockers: Sequence[str] = (),
+    repetition: RepetitionLimits | None = None,
+    salt: str | None = None,
+    is_resumable: bool = False,
 ) -> Request:
-    """A request whose prompt shares no block with that of another id."""
+    """A request whose prompt shares no block with that of another id, unless both have the same salt."""
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         eos_token_id=EOS,
         stop_token_ids=frozenset(stop_token_ids),
+        repetition=repetition,
     )
     prompt = [100 + index for index in range(num_tokens)]
     return Request(
@@ -47,9 +52,20 @@ def request(
         sampling,
         priority=priority,
         arrival_at=arrival_at,
-        cache_salt=request_id,
+        cache_salt=request_id if salt is None else salt,
+        is_resumable=is_resumable,
         blockers=set(blockers),
     )
+
+
+def session(request_id: str, num_tokens: int, *, max_tokens: int = 16) -> Request:
+    """A resumable request, whose first turn ends with STOP."""
+    return request(request_id, num_tokens, max_tokens=max_tokens, stop_token_ids=[STOP], is_resumable=True)
+
+
+def chunk(*token_ids: int, max_tokens: int = 16) -> Chunk:
+    """Further input for a session; its turn ends with STOP alone."""
+    return Chunk(list(token_ids), SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({STOP})))
 
 
 class Stage:
@@ -72,6 +88,7 @@ class Stage:
         reserve_full_prompt: bool = True,
         num_speculative_tokens: int = 0,
         async_scheduling: bool = False,
+        prefill_share: float = 0.5,
         groups: Sequence[AttentionKind] = (),
         observers: Sequence[CacheObserver] = (),
     ) -> None:
@@ -85,6 +102,7 @@ class Stage:
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
             max_steps_in_flight=2 if async_scheduling else 1,
+            prefill_share=prefill_share,
         )
         core = build_core(
             config,
@@ -136,6 +154,15 @@ class Stage:
         self.update(plan, sampled)
         return plan
 
+    def overlap(self, in_flight: list[StepPlan], *, depth: int = 2) -> list[RequestOutput]:
+        """Plan a step, and give back the oldest once `depth` are in flight or there is nothing to plan."""
+        plan = self.schedule()
+        if plan.request_ids:
+            in_flight.append(plan)
+        if len(in_flight) == depth or (in_flight and not plan.request_ids):
+            return self.update(in_flight.pop(0))
+        return []
+
     def step_until_idle(self, max_steps: int = 1000) -> list[StepPlan]:
         """Step while there is work; more than `max_steps` are a failure."""
         plans: list[StepPlan] = []
@@ -148,3 +175,8 @@ class Stage:
 def granted(plan: StepPlan) -> dict[str, int]:
     """Tokens of each row."""
     return dict(zip(plan.request_ids, plan.num_tokens, strict=True))
+
+
+def ids_of(requests: Iterable[Request]) -> list[str]:
+    """Who they are, in their order."""
+    return [named.request_id for named in requests]

@@ -28,3 +28,39 @@ from engine_svc.scheduler.config import SchedulerConfig
 def test_nonsense_is_refused(options: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**{"max_model_len": 64, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 1},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},
+        {"long_prefill_token_threshold": 0},
+        {"num_speculative_tokens": 0},
+        {"max_steps_in_flight": 1},
+        {"max_steps_in_flight": 2, "async_scheduling": True},
+        {"prefill_share": 0.001},
+        {"prefill_share": 0.999},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 63},
+    ],
+)
+def test_the_limits_themselves_are_taken(options: dict[str, object]):
+    config = SchedulerConfig(**{"max_model_len": 64, **options})
+    assert {name: getattr(config, name) for name in options} == options
+
+
+def test_what_nobody_asked_for():
+    assert SchedulerConfig(max_model_len=64) == SchedulerConfig(
+        max_model_len=64,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        enable_chunked_prefill=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+        num_speculative_tokens=0,
+        async_scheduling=False,
+        max_steps_in_flight=1,
+        prefill_share=0.5,
+    )

@@ -1,0 +1,90 @@
+"""Policies by name: ours, and those that installed packages offer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policies import POLICIES
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.policies.least_recompute import LeastRecompute
+from engine_svc.scheduler.policies.prefill_first import PrefillFirst
+from engine_svc.scheduler.policies.priority import ByPriority
+from service_kit.config import ConfigError
+from tests.engine_svc.scheduler.fakes import Stage, request
+
+PLUGIN = '''
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+
+
+class LastComeFirstServed(FirstComeFirstServed):
+    """A package's own order."""
+
+    def order_key(self, request):
+        return self.requeue_key(request)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[None]:
+    """A package with two policies is installed."""
+    (tmp_path / "lifo_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "lifo_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lifo-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[triptych.policies]\n"
+        "last-first = lifo_plugin:LastComeFirstServed\n"
+        "fcfs = lifo_plugin:LastComeFirstServed\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    yield
+    sys.path.remove(str(tmp_path))
+    sys.modules.pop("lifo_plugin", None)
+
+
+def test_there_are_four_policies():
+    assert {
+        "fcfs": FirstComeFirstServed,
+        "priority": ByPriority,
+        "prefill-first": PrefillFirst,
+        "least-recompute": LeastRecompute,
+    } == POLICIES
+
+
+# Row 191.
+@pytest.mark.usefixtures("plugin")
+def test_an_installed_package_may_offer_a_policy():
+    stage = Stage(policy="last-first", max_num_seqs=2)
+    stage.add(*(request(name, 8) for name in "abc"))
+    assert stage.step().request_ids == ["c", "b"]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_nobody_can_take_the_name_of_one_of_ours():
+    stage = Stage(policy="fcfs", max_num_seqs=2)
+    stage.add(*(request(name, 8) for name in "abc"))
+    assert stage.step().request_ids == ["a", "b"]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
+    with pytest.raises(ConfigError) as refusal:
+        build_core(config, cache, policy="round-robin")
+    assert str(refusal.value) == (
+        "--scheduling-policy is 'round-robin', it has to be one of "
+        "fcfs, last-first, least-recompute, prefill-first, priority"
+    )
+
+
+def test_what_is_not_installed_is_unknown():
+    with pytest.raises(ConfigError, match=r"one of fcfs, least-recompute, prefill-first, priority$"):
+        Stage(policy="last-first")

@@ -1,0 +1,176 @@
+"""Whatever fits alone gets to its end, under every policy; no step is planned for nothing for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.request import Request, RequestStatus
+from engine_svc.scheduler.policies import POLICIES
+from engine_svc.step import StepPlan
+from tests.engine_svc.scheduler.doubles import AdapterCap, AtMost
+from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, request, session
+
+every_policy = pytest.mark.parametrize("policy", list(POLICIES))
+
+
+def _finish(stage: Stage, *requests: Request, max_steps: int) -> None:
+    """All of them end, each with all its tokens."""
+    for added in requests:
+        assert stage.scheduler.refusal(added) is None
+        stage.add(added)
+    stage.step_until_idle(max_steps)
+    assert all(done.num_output_tokens == done.sampling.max_tokens for done in requests)
+    assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+
+
+@every_policy
+@pytest.mark.parametrize("reserve_full_prompt", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_tokens", [80, 100, 120])
+def test_two_long_prompts_that_do_not_fit_together_both_end(
+    policy: str, reserve_full_prompt: bool, enable_prefix_caching: bool, num_tokens: int
+):
+    # Eight blocks; each prompt needs five to eight of them, in chunks of one.
+    stage = Stage(
+        policy=policy,
+        num_blocks=9,
+        reserve_full_prompt=reserve_full_prompt,
+        enable_prefix_caching=enable_prefix_caching,
+        long_prefill_token_threshold=16,
+    )
+    prompts = [request(name, num_tokens, max_tokens=4, arrival_at=at) for at, name in enumerate("ab")]
+    _finish(stage, *prompts, max_steps=20)
+
+
+# They came at the same instant, so under `priority` there is nothing but their ids to tell them apart.
+@every_policy
+@pytest.mark.parametrize(("reserve_full_prompt", "max_steps"), [(True, 60), (False, 200)])
+def test_long_prompts_of_equal_rank_both_end(policy: str, reserve_full_prompt: bool, max_steps: int):
+    stage = Stage(
+        policy=policy,
+        num_blocks=9,
+        long_prefill_token_threshold=16,
+        enable_prefix_caching=False,
+        reserve_full_prompt=reserve_full_prompt,
+    )
+    _finish(stage, *(request(name, 100, max_tokens=20) for name in "ab"), max_steps=max_steps)
+
+
+@every_policy
+def test_decodes_that_do_not_fit_together_all_end(policy: str):
+    stage = Stage(policy=policy, num_blocks=9, block_size=4, enable_prefix_caching=False)
+    _finish(stage, *(request(name, 3, max_tokens=29) for name in "abcd"), max_steps=200)
+    assert stage.scheduler.stats().num_preemptions > 0
+
+
+@every_policy
+def test_the_first_that_came_is_never_preempted_and_so_gets_to_its_end(policy: str):
+    stage = Stage(policy=policy, num_blocks=7, block_size=4, enable_prefix_caching=False)
+    first = request("first", 4, max_tokens=20)
+    stage.add(first, *(request(f"r{at}", 5, max_tokens=12, arrival_at=float(at)) for at in range(1, 5)))
+    while not first.is_finished:
+        assert stage.step().request_ids[:1] == ["first"] or policy == "prefill-first"
+    assert (first.num_preemptions, first.num_output_tokens) == (0, 20)
+    stage.step_until_idle(200)
+
+
+@every_policy
+def test_idle_sessions_that_hold_every_block_stop_nobody(policy: str):
+    stage = Stage(policy=policy, num_blocks=9, block_size=4)
+    sessions = [session(f"s{index}", 7) for index in range(4)]
+    stage.add(*sessions)
+    stage.step({idle.request_id: [STOP] for idle in sessions})
+    assert all(idle.status is RequestStatus.BLOCKED for idle in sessions)
+    assert stage.cache.num_free_blocks == 0
+    long = request("long", 28, max_tokens=4)
+    stage.add(long)
+    stage.step_until_idle(5)
+    assert (long.num_output_tokens, long.num_preemptions) == (4, 0)
+    for idle in sessions:
+        stage.scheduler.extend(idle.request_id, chunk(50, 51, max_tokens=2), now=9.0)
+    stage.step_until_idle(10)
+    assert [idle.token_ids[-3:] for idle in sessions] == [[50, 51, NEW_TOKEN]] * 4
+
+
+@every_policy
+def test_sessions_that_go_on_together_but_do_not_fit_together_all_get_their_turn(policy: str):
+    stage = Stage(policy=policy, num_blocks=9, block_size=4)
+    sessions = [session(f"s{index}", 7) for index in range(4)]
+    stage.add(*sessions)
+    stage.step({idle.request_id: [STOP] for idle in sessions})
+    for idle in sessions:
+        stage.scheduler.extend(idle.request_id, chunk(*range(50, 66), max_tokens=3), now=9.0)
+    stage.step_until_idle(40)
+    assert [idle.num_tokens for idle in sessions] == [7 + 16 + 2] * 4
+
+
+@every_policy
+def test_budgets_that_grant_little_delay_and_stop_nobody(policy: str):
+    stage = Stage(
+        policy=policy,
+        num_blocks=9,
+        block_size=4,
+        max_num_batched_tokens=6,
+        budgets=[AdapterCap(1), AtMost({"a": 1, "b": 2})],
+    )
+    requests = [request(name, 9, max_tokens=5) for name in "abc"]
+    for adapted, adapter in zip(requests, ("one", "two", "one"), strict=True):
+        adapted.extra_keys = (adapter,)
+    _finish(stage, *requests, max_steps=100)
+
+
+def _draw(rng: random.Random, policy: str) -> tuple[Stage, int]:
+    """A small stage of any kind, and how many steps it has in flight."""
+    is_async = rng.random() < 0.3
+    num_drafts = rng.choice([0, 0, 1, 3])
+    stage = Stage(
+        policy=policy,
+        num_blocks=rng.choice([12, 20]),
+        groups=rng.choice(
+            [(FullAttention(4),), (SlidingWindow(4, 5),), (FullAttention(4), SlidingWindow(4, 6))]
+        ),
+        enable_prefix_caching=rng.random() < 0.5,
+        reserve_full_prompt=rng.random() < 0.5,
+        max_model_len=48,
+        max_num_batched_tokens=rng.choice([1 + num_drafts, 5, 16, 64]),
+        long_prefill_token_threshold=rng.choice([0, 1, 4]),
+        max_num_seqs=rng.choice([1, 2, 8]),
+        num_speculative_tokens=num_drafts,
+        async_scheduling=is_async,
+    )
+    return stage, 2 if is_async else 1
+
+
+@every_policy
+@pytest.mark.parametrize("seed", range(12))
+def test_any_workload_of_requests_that_fit_alone_ends(policy: str, seed: int):
+    rng = random.Random(f"{policy} {seed}")
+    stage, depth = _draw(rng, policy)
+    requests = []
+    for number in range(12):
+        drawn = request(
+            f"r{number}",
+            rng.randint(1, 40),
+            max_tokens=rng.randint(1, 12),
+            priority=rng.choice([0, 1]),
+            arrival_at=float(number),
+        )
+        if stage.scheduler.refusal(drawn) is None:
+            requests.append(drawn)
+            stage.add(drawn)
+    in_flight: list[StepPlan] = []
+    num_steps = 0
+    while stage.scheduler.has_work or in_flight:
+        stage.overlap(in_flight, depth=depth)
+        num_steps += 1
+        assert num_steps < 3000, "no end in sight"
+        for one in requests:
+            # Row 149.
+            known = one.num_tokens + len(one.draft_token_ids) + one.num_placeholders
+            assert one.num_computed_tokens <= known or one.is_finished
+    assert requests
+    assert all(done.is_finished and done.num_output_tokens > 0 for done in requests)
+    assert stage.cache.num_used_blocks == 0

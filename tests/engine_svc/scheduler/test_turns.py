@@ -1,0 +1,285 @@
+"""Resumable requests: a turn ends, the request waits with its KV, the next chunk continues it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_svc.request import FinishReason, Request, RequestStatus
+from engine_svc.scheduler.roster import INPUT
+from engine_svc.scheduler.turns import begin_turn, settle_turn
+from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, chunk, granted, request, session
+
+
+def _after_first_turn(**options: object) -> tuple[Stage, Request]:
+    """A session that has said 10 and STOP."""
+    stage = Stage(**options)
+    resumable = session("a", 3)
+    resumable.token_ids = [1, 2, 3]
+    stage.add(resumable)
+    stage.step({"a": [10]})
+    stage.step({"a": [STOP]})
+    return stage, resumable
+
+
+# Behaviour 35, row 187.
+def test_a_chunk_takes_the_place_of_the_token_that_was_sampled_last():
+    stage = Stage()
+    resumable = session("a", 3)
+    resumable.token_ids = [1, 2, 3]
+    stage.add(resumable)
+    stage.step({"a": [10]})
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert (output.finish_reason, output.stop_token_id, output.continues) == (FinishReason.STOP, STOP, True)
+    assert (resumable.status, resumable.blockers) == (RequestStatus.BLOCKED, {INPUT})
+    assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (False, 1)
+    assert resumable.num_computed_tokens == 4
+    assert stage.scheduler.extend("a", chunk(4, 5), now=3.0) == []
+    assert resumable.token_ids == [1, 2, 3, 10, 4, 5]
+    assert (resumable.num_computed_tokens, resumable.num_output_tokens) == (4, 0)
+    assert stage.scheduler.has_work
+    plan = stage.schedule()
+    assert (granted(plan), plan.num_computed_tokens, plan.samples) == ({"a": 2}, [4], [True])
+    [output] = stage.update(plan, {"a": [11]})
+    assert (output.new_token_ids, output.finish_reason, output.continues) == ([11], None, False)
+    assert resumable.output_token_ids == [11]
+
+
+def test_between_turns_a_request_keeps_its_blocks_and_gives_up_its_row():
+    stage, resumable = _after_first_turn(block_size=4)
+    assert stage.cache.num_used_blocks == 1
+    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    plan = stage.schedule()
+    assert plan.released == ["a"]
+    [admitted] = plan.admitted
+    assert (admitted.token_ids, admitted.num_prompt_tokens) == ([1, 2, 3, 10, 4, 5], 6)
+    assert (admitted.block_ids, plan.new_block_ids) == ([[1]], [[[2]]])
+    assert admitted.sampling is resumable.sampling
+    assert stage.scheduler.stats().prefix_queries == 3
+
+
+def test_a_chunk_that_fits_the_blocks_that_are_there_takes_none():
+    stage, _ = _after_first_turn(block_size=8)
+    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    plan = stage.schedule()
+    assert plan.admitted[0].block_ids == [[1]]
+    assert [ids for gained in plan.new_block_ids for ids in gained if ids] == []
+
+
+def test_each_turn_has_limits_of_its_own():
+    stage, resumable = _after_first_turn()
+    stage.scheduler.extend("a", chunk(4, 5, max_tokens=2), now=3.0)
+    assert resumable.max_num_tokens == 8
+    assert resumable.end_token_ids == {STOP}
+    outputs = [stage.update(stage.schedule(), {"a": [token]})[0] for token in (EOS, 12)]
+    # The end token of the first turn ends nothing in the second.
+    assert [output.finish_reason for output in outputs] == [None, FinishReason.LENGTH]
+    assert [output.continues for output in outputs] == [False, True]
+    assert resumable.token_ids == [1, 2, 3, 10, 4, 5, EOS]
+
+
+def test_a_later_turn_is_no_first_admission_and_its_output_no_first_output():
+    stage, resumable = _after_first_turn()
+    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    [output] = stage.update(stage.schedule())
+    assert output.num_cached_tokens is None
+    assert resumable.timeline.events == [("scheduled", 1.0), ("first_token", 1.0), ("resumed", 3.0)]
+    assert (resumable.timeline.scheduled_at, resumable.timeline.first_token_at) == (1.0, 1.0)
+    assert (resumable.num_preemptions, resumable.num_cached_tokens) == (0, 0)
+
+
+def test_a_chunk_that_comes_before_its_turn_waits_for_it():
+    stage = Stage()
+    resumable = session("a", 3)
+    stage.add(resumable)
+    stage.step({"a": [10]})
+    assert stage.scheduler.extend("a", chunk(4, 5), now=2.0) == []
+    assert stage.scheduler.extend("a", chunk(6), now=2.0) == []
+    assert (resumable.num_tokens, len(resumable.chunks)) == (4, 2)
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert (output.finish_reason, output.continues) == (FinishReason.STOP, True)
+    assert (resumable.status, resumable.token_ids[-3:]) == (RequestStatus.WAITING, [10, 4, 5])
+    assert granted(stage.step({"a": [STOP]})) == {"a": 2}
+    assert resumable.token_ids[-3:] == [4, 5, 6]
+    assert granted(stage.step()) == {"a": 1}
+    assert len(resumable.chunks) == 0
+
+
+def test_a_chunk_for_a_session_that_never_ran_waits_as_well():
+    stage = Stage()
+    resumable = session("a", 3)
+    stage.add(resumable)
+    stage.scheduler.extend("a", chunk(4, 5), now=0.0)
+    assert resumable.num_tokens == 3
+    assert granted(stage.step({"a": [STOP]})) == {"a": 3}
+    assert granted(stage.step()) == {"a": 2}
+
+
+# Behaviour 36.
+def test_the_end_marker_ends_a_session_that_waits_for_input():
+    stage, resumable = _after_first_turn()
+    [output] = stage.scheduler.extend("a", None, now=3.0)
+    assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
+    assert (output.new_token_ids, output.continues, output.num_cached_tokens) == ([], False, None)
+    assert (resumable.status, resumable.timeline.finished_at) == (RequestStatus.FINISHED, 3.0)
+    assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+    assert stage.scheduler.waiting_ids == []
+
+
+# Behaviour 36, while the turn still runs.
+def test_the_end_marker_lets_the_turn_that_runs_come_to_its_end():
+    stage = Stage()
+    resumable = session("a", 3)
+    stage.add(resumable)
+    stage.step({"a": [10]})
+    assert stage.scheduler.extend("a", None, now=2.0) == []
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert (output.finish_reason, output.continues) == (FinishReason.STOP, False)
+    assert resumable.output_token_ids == [10, STOP]
+    assert stage.scheduler.num_unfinished == 0
+
+
+# Behaviour 36, behind chunks that wait.
+def test_the_end_marker_stands_behind_the_chunks_that_came_before_it():
+    stage = Stage()
+    stage.add(session("a", 3))
+    stage.step({"a": [10]})
+    stage.scheduler.extend("a", chunk(4, 5), now=2.0)
+    assert stage.scheduler.extend("a", None, now=2.0) == []
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert output.continues
+    [output] = stage.update(stage.schedule(), {"a": [STOP]})
+    assert (output.finish_reason, output.continues) == (FinishReason.STOP, False)
+    assert stage.scheduler.num_unfinished == 0
+
+
+# Behaviour 36, before a chunk: that one is refused at the door.
+def test_behind_the_end_marker_comes_nothing():
+    stage = Stage()
+    stage.add(session("a", 3))
+    stage.step({"a": [10]})
+    stage.scheduler.extend("a", None, now=2.0)
+    assert stage.scheduler.chunk_refusal("a", chunk(4)) == "the request is not open for further input"
+
+
+def test_input_for_who_is_not_there_is_ignored():
+    stage = Stage()
+    assert stage.scheduler.extend("a", chunk(4), now=0.0) == []
+    assert stage.scheduler.extend("a", None, now=0.0) == []
+
+
+def test_a_session_can_be_aborted_between_its_turns_and_within_one():
+    for token in (10, STOP):
+        stage = Stage()
+        resumable = session("a", 3)
+        stage.add(resumable)
+        stage.step({"a": [token]})
+        stage.scheduler.extend("b", chunk(4), now=1.0)
+        [output] = stage.scheduler.abort(["a"], now=2.0)
+        assert (output.finish_reason, resumable.is_finished) == (FinishReason.ABORT, True)
+        assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+
+
+def test_an_abort_drops_the_chunks_that_wait():
+    stage = Stage()
+    stage.add(session("a", 3))
+    plan = stage.schedule()
+    stage.scheduler.extend("a", chunk(4), now=1.0)
+    stage.scheduler.abort(["a"], now=1.0)
+    assert stage.update(plan, {"a": [STOP]}) == []
+    assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
+
+
+def test_who_goes_on_stands_before_who_has_not_begun():
+    stage, _ = _after_first_turn(max_num_seqs=1)
+    stage.add(request("b", 8))
+    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    assert stage.scheduler.waiting_ids == ["a", "b"]
+    assert granted(stage.step()) == {"a": 2}
+
+
+def test_who_is_between_two_turns_stands_even_before_those_who_came_earlier():
+    stage = Stage()
+    stage.add(request("earlier", 8, blockers=["one"]), session("a", 3))
+    stage.step({"a": [STOP]})
+    assert stage.scheduler.waiting_ids == ["a", "earlier"]
+
+
+def test_under_priority_who_goes_on_stands_where_it_stood():
+    stage, _ = _after_first_turn(policy="priority", max_num_seqs=1)
+    stage.add(request("b", 8, priority=-1), request("c", 8, priority=1))
+    assert stage.scheduler.waiting_ids == ["b", "a", "c"]
+    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    assert stage.scheduler.waiting_ids == ["b", "a", "c"]
+
+
+def test_a_turn_that_ends_among_drafts_keeps_no_more_than_was_said():
+    stage = Stage(num_speculative_tokens=3, block_size=4)
+    resumable = session("a", 4)
+    stage.add(resumable)
+    stage.update(stage.schedule(), {"a": [10]}, {"a": [11, STOP, 13]})
+    [output] = stage.update(stage.schedule(), {"a": [11, STOP, 13, 14]}, {"a": [15]})
+    assert (output.new_token_ids, output.continues) == ([11, STOP], True)
+    assert resumable.token_ids[4:] == [10, 11]
+    assert (resumable.num_computed_tokens, resumable.draft_token_ids) == (6, [])
+    stage.scheduler.extend("a", chunk(4, 5, 6), now=3.0)
+    plan = stage.schedule()
+    assert (granted(plan), plan.num_computed_tokens, plan.draft_token_ids) == ({"a": 3}, [6], [[]])
+
+
+def test_what_was_said_last_is_never_found_in_the_cache():
+    stage = Stage(block_size=4)
+    resumable = session("a", 3)
+    stage.add(resumable)
+    stage.step({"a": [STOP]})
+    # With it the block is full, but it was dropped before it had KV.
+    stage.scheduler.extend("a", chunk(4, 5, 6, 7, 8), now=2.0)
+    stage.step()
+    found = []
+    for fourth in (STOP, 4):
+        follower = request("b", 3, salt="a")
+        follower.token_ids += [fourth, 5]
+        found.append(stage.cache.match_prefix(follower).num_tokens)
+    assert found == [0, 4]
+
+
+def test_a_turn_that_ends_with_a_full_block_hashes_what_takes_its_place():
+    resumable = session("a", 8)
+    resumable.block_hashes = [b"one", b"two"]
+    resumable.num_computed_tokens = 7
+    settle_turn(resumable, hash_block_size=4)
+    assert (resumable.num_tokens, resumable.block_hashes, resumable.num_computed_tokens) == (7, [b"one"], 7)
+    begin_turn(resumable, chunk(4, 5, max_tokens=3), max_model_len=100)
+    assert (resumable.token_ids[-2:], resumable.num_prompt_tokens, resumable.num_tokens) == ([4, 5], 9, 9)
+    assert (resumable.max_num_tokens, resumable.sampling.max_tokens) == (12, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_placeholders", "kept"),
+    [(9, 0, 8), (9, 1, 8), (10, 3, 7), (8, 0, 8), (7, 0, 7), (0, 0, 0)],
+)
+def test_a_turn_that_ends_keeps_what_is_computed_and_known(
+    num_computed: int, num_placeholders: int, kept: int
+):
+    resumable = session("a", 9)
+    resumable.num_computed_tokens, resumable.num_placeholders = num_computed, num_placeholders
+    resumable.draft_token_ids = [5]
+    resumable.block_hashes = [b"one", b"two"]
+    settle_turn(resumable, hash_block_size=4)
+    assert (resumable.num_computed_tokens, resumable.num_placeholders) == (kept, 0)
+    assert (resumable.draft_token_ids, resumable.block_hashes) == ([], [b"one", b"two"])
+
+
+def test_all_turns_together_end_with_exactly_one_output_that_does_not_continue():
+    stage = Stage()
+    resumable = session("a", 3, max_tokens=2)
+    stage.add(resumable)
+    for last in range(3):
+        stage.scheduler.extend("a", chunk(4 + last, max_tokens=2), now=0.0)
+    stage.scheduler.extend("a", None, now=0.0)
+    outputs = []
+    while stage.scheduler.has_work:
+        outputs += stage.update(stage.schedule())
+    ends = [output for output in outputs if output.finish_reason is not None]
+    assert [output.continues for output in ends] == [True, True, True, False]
+    assert resumable.token_ids[3:] == [NEW_TOKEN, 4, NEW_TOKEN, 5, NEW_TOKEN, 6, NEW_TOKEN, NEW_TOKEN]
+    assert stage.cache.num_used_blocks == 0
