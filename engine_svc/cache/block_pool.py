@@ -27,16 +27,9 @@ class BlockPool:
     found by its key, until it is handed out again.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        enable_prefix_caching: bool = True,
-        observers: Sequence[CacheObserver] = (),
-    ) -> None:
+    def __init__(self, num_blocks: int, observers: Sequence[CacheObserver] = ()) -> None:
         if num_blocks < 2:
             raise ValueError(f"the pool has {num_blocks} blocks, needs the placeholder and at least one more")
-        self.enable_prefix_caching = enable_prefix_caching
         self.observers = tuple(observers)
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = FreeList(self._blocks[PLACEHOLDER_BLOCK_ID + 1 :])

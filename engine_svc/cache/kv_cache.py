@@ -45,11 +45,13 @@ class KVCache:
         self._caches = config.enable_prefix_caching
         if self._caches and not all(kind.follows_tokens for kind in self._kinds):
             raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
-        self.pool = BlockPool(config.num_blocks, enable_prefix_caching=self._caches, observers=observers)
+        self.pool = BlockPool(config.num_blocks, observers)
         self.hasher = BlockHasher(math.gcd(*(kind.block_size for kind in self._kinds)), config.fingerprint)
         self._finder = PrefixFinder(
             self.pool, self.hasher, self._kinds, drop_last=config.drop_last_matched_block
         )
+        if self._caches:
+            self._finder.require_matching_chunks()
         self.gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
@@ -123,12 +125,14 @@ class KVCache:
         """
         hit = self.match_prefix(request)
         assert not request.block_tables and hit.num_tokens < num_tokens, "only what is not there is reserved"
-        if not self._has_room(request, hit, num_tokens, num_tokens, reserve_all=False):
-            return None
-        self._take_over(request, hit, num_tokens)
-        new_blocks = self._allocate(request, num_tokens)
         # As after a hit, one token is left to compute.
-        request.num_computed_tokens = min(num_tokens, request.num_tokens - 1)
+        computed = min(num_tokens, request.num_tokens - 1)
+        if not self._has_room(request, hit, computed, num_tokens, reserve_all=False):
+            return None
+        self._count_lookup(request, hit)
+        self._take_over(request, hit, computed)
+        new_blocks = self._allocate(request, num_tokens)
+        request.num_computed_tokens = computed
         return new_blocks
 
     def grow(self, request: Request, num_tokens: int, num_in_flight_tokens: int = 0) -> NewBlocks | None:
@@ -202,7 +206,9 @@ class KVCache:
                 else:
                     high = middle
             num_freed += len(table.block_ids) - low
-            num_kept_tokens = min(num_kept_tokens, low * kind.block_size)
+            # What a window has passed is nobody's: without shared blocks behind it all is lost.
+            is_shared = low > table.num_released
+            num_kept_tokens = min(num_kept_tokens, low * kind.block_size if is_shared else 0)
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def reset(self) -> bool:
@@ -275,7 +281,7 @@ class KVCache:
         num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
         tables, num_missing, num_in_all = request.block_tables, [], 0
         for group, kind in enumerate(self._kinds):
-            num_group_slots = num_slots if kind.follows_tokens else request.num_encoder_tokens
+            num_group_slots = kind.num_slots(num_slots, request.num_encoder_tokens)
             num_blocks = max(0, -(-num_group_slots // kind.block_size) - len(tables[group].block_ids))
             num_missing.append(num_blocks)
             num_in_all += num_blocks
@@ -284,7 +290,8 @@ class KVCache:
         new_blocks = []
         room_until = NEVER
         for group, kind in enumerate(self._kinds):
-            table, block_ids = tables[group], self.pool.allocate(num_missing[group])
+            num_blocks, table = num_missing[group], tables[group]
+            block_ids = self.pool.allocate(num_blocks) if num_blocks else []
             table.block_ids += block_ids
             new_blocks.append(block_ids)
             num_group_slots = len(table.block_ids) * kind.block_size - self._num_lookahead_tokens

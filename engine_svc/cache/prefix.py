@@ -45,8 +45,12 @@ class PrefixFinder:
         self._drop_last = drop_last
         self.alignment = math.lcm(*(kind.block_size for kind in groups))
         self._lookups = _lookups(groups)
-        for kind in groups:
-            if isinstance(kind, ChunkedLocal) and (drop_last or kind.chunk % self.alignment):
+
+    def require_matching_chunks(self) -> None:
+        """Raise ValueError where a hit could end inside a local chunk without holding its beginning."""
+        for lookup in self._lookups:
+            kind = lookup.kind
+            if isinstance(kind, ChunkedLocal) and (self._drop_last or kind.chunk % self.alignment):
                 raise ValueError(
                     f"chunk is {kind.chunk}: with prefix caching it must be a multiple of {self.alignment} "
                     "tokens, and no matched block can be dropped"
@@ -76,7 +80,6 @@ class PrefixFinder:
                 block_size = lookup.kind.block_size
                 if lookup in found and isinstance(lookup.kind, FullAttention):
                     # Any beginning of what it found is a hit as well.
-                    candidate = min(candidate, len(found[lookup]) * block_size)
                     continue
                 drops = self._drop_last and lookup not in dropped
                 limit = candidate

@@ -21,4 +21,4 @@ class SchedulerHook(Protocol):
         """The tokens of a step have been appended."""
 
     def on_finish(self, request: Request) -> None:
-        """A request ended; reason and times are set, its blocks are free."""
+        """A request ended; reason and times are set. Its blocks become free after this, unless held now."""

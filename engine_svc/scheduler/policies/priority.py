@@ -37,8 +37,8 @@ class ByPriority:
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
         """The least urgent, then the latest, then the first admitted. It may already be in the plan.
 
-        Two that came at the same instant could so take turns in losing everything, for ever. Once one has lost
-        often enough the greater id gives way, and the other gets to its end.
+        Two that came at the same instant could so take turns in losing everything, for ever. Once one has
+        lost often enough the greater id gives way, and the other gets to its end.
         """
         victim = max(running, key=lambda request: (request.priority, request.arrival_at))
         return victim if victim.num_preemptions < _MAX_TURNS else max(running, key=self.order_key)

@@ -116,3 +116,14 @@ def test_69_two_requests_share_an_item_until_both_have_ended():
     assert cache.num_reclaimable_tokens == 4
     stage.scheduler.abort(["b"], stage.now)
     assert (cache.num_free_tokens, cache.num_reclaimable_tokens) == (4, 10)
+
+
+def test_69_a_row_behind_a_hit_is_clipped_from_where_it_begins():
+    cache = EncoderCache(10, 10)
+    stage = _stage(cache)
+    stage.add(request("a", tokens(33), max_tokens=1))
+    stage.step()
+    # 32 tokens are cached, and the item at 40 is larger than what the encoder can do in a step.
+    stage.add(request("b", tokens(60), max_tokens=1, spans=(ContentSpan(40, 12, "large"),)))
+    assert granted(stage.schedule()) == {"b": 8}
+    assert (cache.num_free_tokens, cache.keys) == (10, set())

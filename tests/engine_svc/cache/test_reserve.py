@@ -140,3 +140,19 @@ def test_70_a_refused_admission_of_a_reserved_request_leaves_it_its_blocks():
     assert (table_of(loaded), small.ref_counts_of(loaded)) == ([1, 2, 3], [1, 1, 1])
     assert small.pool.num_cached_keys == 0
     assert small.cache.admit(loaded, PrefixHit(), 8, reserve_all=False) == []
+
+
+def test_70_the_token_that_is_computed_again_still_reads_its_whole_window():
+    small = SmallCache(30, groups=(SlidingWindow(2, 4),), enable_prefix_caching=False)
+    loaded = request("a", tokens(13))
+    assert small.cache.reserve(loaded, 13) == [[1, 2, 3]]
+    # Token 12 is left to compute and reads from token 9 on, in the fifth block.
+    assert (loaded.num_computed_tokens, table_of(loaded)) == (12, [0, 0, 0, 0, 1, 2, 3])
+
+
+def test_27_a_loaded_request_is_counted_once():
+    small = SmallCache(11)
+    loaded = request("a", tokens(40))
+    small.cache.reserve(loaded, 40)
+    small.cache.admit(loaded, small.cache.match_prefix(loaded), 1, reserve_all=True)
+    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (40, 0)

@@ -286,3 +286,10 @@ def test_tables_only_grow_and_entries_become_placeholders_from_the_front(kind: A
         assert 0 not in table[num_released:]
         assert num_released == kind.num_unread_tokens(token) // 2
         before = table.copy()
+
+
+def test_without_prefix_caching_a_chunk_may_have_any_length():
+    small = SmallCache(
+        30, groups=(ChunkedLocal(16, 40),), enable_prefix_caching=False, max_in_flight_tokens=16
+    )
+    assert small.cache.max_blocks_for(256) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine_svc.scheduler.config import PauseState
+from tests.engine_svc.scheduler.doubles import Loader
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
 
@@ -87,6 +88,18 @@ def test_the_prefix_cache_is_not_reset_under_running_requests():
     # Nothing of what they had computed is found again.
     assert plan.num_tokens == [21] * 10
     assert all(one.timeline.events[-2:] == [("preempted", 2.0), ("resumed", 2.0)] for one in requests)
+
+
+def test_a_reset_that_is_refused_all_the_same_leaves_what_was_computed_to_be_found():
+    loader = Loader({"remote": 4})
+    stage = Stage(block_size=4, hooks=[loader])
+    loader.reserve = stage.cache.reserve
+    stage.add(request("remote", 5), request("a", 8))
+    stage.step()
+    # Blocks into which KV may be on its way are not taken.
+    assert not stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    plan = stage.schedule()
+    assert (granted(plan), plan.num_computed_tokens) == ({"a": 1}, [8])
 
 
 def test_with_nobody_running_the_prefix_cache_is_reset_at_once():
