@@ -21,8 +21,8 @@ def pad_with_drafts(request: Request, num_cached: int, config: SchedulerConfig) 
     They are never accepted. They make its row as long as the others: steps of one length are fast.
     """
     num_drafts = config.num_speculative_tokens
-    # The token that the row yields has to fit as well.
-    if num_cached + 1 + num_drafts + 1 > config.max_model_len:
+    # The token that the row yields has to fit as well; and what fits no step would wait for ever.
+    if num_cached + 1 + num_drafts + 1 > config.max_model_len or num_drafts >= config.max_num_batched_tokens:
         return 0
     request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
     return num_drafts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.request import Chunk, Request
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.turns import INPUT
 
 MAX_CHUNKS = 64  # of a request, that came before their turn
 
@@ -34,8 +35,8 @@ def chunk_refusal(
         return "chunk has 0 tokens, must have at least 1"
     if chunk.sampling.max_tokens < 1:
         return f"max_tokens is {chunk.sampling.max_tokens}, must be at least 1"
-    # The turns before this one may each use all they may; what is queued comes before it.
-    longest = max(request.num_tokens, request.max_num_tokens)
+    # A turn that is not over may use all it may, and so may those that are queued before this one.
+    longest = request.num_tokens if INPUT in request.blockers else request.max_num_tokens
     for queued in request.chunks:
         longest += len(queued.token_ids) + queued.sampling.max_tokens
     longest += len(chunk.token_ids)

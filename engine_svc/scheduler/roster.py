@@ -8,9 +8,8 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.request import FinishReason, Request, RequestStatus
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.policy import Policy
+from engine_svc.scheduler.turns import INPUT
 from engine_svc.scheduler.waiting_queue import WaitingQueue
-
-INPUT = "input"  # the blocker of a resumable request that waits for its next chunk
 
 
 class Roster:
@@ -89,9 +88,10 @@ class Roster:
         """
         for request in self._holders.values():
             if request is not besides and request.blockers <= {INPUT}:
+                self._depart(request)
                 self._kv_cache.release(request)
                 _forget_progress(request)
-                del self._holders[request.request_id]
+                self._enqueue(request)
                 return True
         return False
 

@@ -25,10 +25,10 @@ from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.refusal import chunk_refusal, refusal
-from engine_svc.scheduler.roster import INPUT, Roster
+from engine_svc.scheduler.roster import Roster
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.scheduler.stopping import note_limits, why_stopped
-from engine_svc.scheduler.turns import begin_turn, settle_turn
+from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from engine_svc.step import StepPlan, StepResult
 
 

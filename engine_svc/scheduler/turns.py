@@ -8,6 +8,8 @@ from __future__ import annotations
 from engine_svc.request import Chunk, Request
 from engine_svc.scheduler.stopping import note_limits
 
+INPUT = "input"  # the blocker of a request between two turns: it waits for its next chunk
+
 
 def settle_turn(request: Request, hash_block_size: int) -> None:
     """Drop what was sampled last: it has no KV that counts, and the next chunk takes its place."""

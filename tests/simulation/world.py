@@ -10,7 +10,7 @@ from engine_svc.build import build_core
 from engine_svc.request import Chunk, Request, RequestOutput, RequestStatus
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
-from engine_svc.scheduler.roster import INPUT
+from engine_svc.scheduler.turns import INPUT
 from engine_svc.step import AdmittedRequest, StepPlan, StepResult
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect

@@ -118,3 +118,14 @@ def test_clearing_zeroes_the_blocks_in_every_layer_and_no_other():
     for cache in kv.key_caches + kv.value_caches:
         assert not cache[:, [1, 4]].any()
         assert cache[:, [0, 2, 3]].isnan().all()
+
+
+def test_63_eight_gib_hold_one_request_of_16384_tokens_and_not_a_byte_less():
+    # 32 layers of 32 heads of 128, fp16: 8 MiB a block of 16 tokens.
+    large = facts_of(*(KVShape(32, 128, 128),) * 32, dtype="float16")
+    wishes = {"max_model_len": 16_384, "max_num_seqs": 8}
+    assert size(large, kv_cache_memory=8 << 30, **wishes).num_blocks == 1024
+    with pytest.raises(KVCapacityError):
+        size(large, kv_cache_memory=(8 << 30) - 1, **wishes)
+    # One and a half requests of full length.
+    assert size(large, kv_cache_memory=12 << 30, **wishes).num_blocks == 1536

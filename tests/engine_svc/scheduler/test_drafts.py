@@ -302,3 +302,11 @@ def test_the_last_token_is_in_flight_when_no_later_one_is_allowed(
     ahead = request("a", 8, max_tokens=max_tokens)
     ahead.num_computed_tokens, ahead.num_placeholders = num_computed, num_placeholders
     assert is_last_token_in_flight(ahead) is is_last
+
+
+def test_what_fits_no_step_is_not_padded():
+    stage = Stage(block_size=4, num_speculative_tokens=3, max_num_batched_tokens=3)
+    stage.add(request("a", 1, max_tokens=9))
+    stage.step()
+    stage.add(request("b", 1, max_tokens=9))
+    assert granted(stage.step()) == {"a": 1, "b": 1}

@@ -147,7 +147,7 @@ def test_stats_tell_running_waiting_and_blocked_apart():
     assert stats.max_rows == 2
 
 
-# Behaviour 18, row 171. Ours is one order, not two queues: the place is that of arrival, whoever is ready first.
+# Behaviour 18, row 171. Ours is one order, not two queues: the place is that of arrival.
 def test_who_was_blocked_enters_in_the_order_of_arrival():
     stage = Stage()
     stage.add(

@@ -7,7 +7,7 @@ import pytest
 from engine_svc.cache.attention import CrossAttention, FullAttention, SlidingWindow
 from engine_svc.request import Chunk
 from engine_svc.sampling_params import SamplingParams
-from tests.engine_svc.scheduler.fakes import Stage, request
+from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, request, session
 
 
 def _small(**options: object) -> Stage:
@@ -203,3 +203,14 @@ def test_room_for_a_chunk_is_counted_as_far_as_the_model_goes():
     stage = _small(num_blocks=17)
     _open(stage)
     assert stage.scheduler.chunk_refusal("a", _chunk(5, max_tokens=1000)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"),
+    [(53, None), (54, "request could begin with 64 tokens, the model takes 63")],
+)
+def test_a_turn_that_is_over_makes_a_request_no_longer(num_tokens: int, reason: str | None):
+    stage = Stage(max_model_len=64, block_size=4)
+    stage.add(session("a", 10, max_tokens=50))
+    stage.step({"a": [STOP]})
+    assert stage.scheduler.chunk_refusal("a", chunk(*range(num_tokens), max_tokens=1)) == reason

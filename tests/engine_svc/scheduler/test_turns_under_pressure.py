@@ -215,3 +215,15 @@ def test_the_queue_knows_how_much_a_session_has_still_to_compute():
     assert stage.scheduler.stats().num_waiting_tokens == 0
     stage.scheduler.extend("idle", chunk(4, 5), now=3.0)
     assert stage.scheduler.stats().num_waiting_tokens == 2
+
+
+def test_a_session_that_lost_its_blocks_is_no_first_admission():
+    stage = Stage(num_blocks=6, block_size=4)
+    stage.add(session("a", 10))
+    stage.step({"a": [STOP]})
+    stage.add(request("b", 16, max_tokens=2))
+    stage.step_until_idle()
+    stage.scheduler.extend("a", chunk(4, 5, 6), now=9.0)
+    stage.step()
+    stats = stage.scheduler.stats()
+    assert (stats.prefix_queries, stats.preempted_queries) == (26, 13)
