@@ -61,7 +61,8 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
 
 def build_served_engine(config: EngineConfig) -> ServedEngine:
-    """What there is of an engine before its model is loaded."""
+    """What there is of an engine before its model is loaded. ConfigError for what cannot be right."""
+    _find_policy(config.scheduling_policy)
     identity = EngineIdentity(
         # Stable where the port is: then the next process on it replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
@@ -135,8 +136,6 @@ def build_engine(
     from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 
     check_tokenizer(served.artifacts)
-    # Before a model is loaded for nothing.
-    _find_policy(config.scheduling_policy)
     loaded = load_model(
         config.model,
         dtype=config.dtype,

@@ -64,7 +64,8 @@ class EngineConfig:
     data_parallel_size: int = option(1, help="number of equal engines")
 
     record_decisions: str | None = option(
-        None, help="file (.json.gz) that is given every scheduling decision, for replay"
+        None,
+        help="file (.json.gz) that is given every scheduling decision, for replay; with fcfs and priority",
     )
 
     index: int = option(0, help="instance number, for logs")

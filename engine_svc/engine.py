@@ -118,7 +118,8 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._newest_plan: StepPlan | None = None
         self._routes: dict[str, tuple[Outbox, int]] = {}  # request id to where its outputs go, and as what
-        self._deadlines: list[tuple[float, str]] = []  # a heap
+        # A heap. With the route, as an id may be used again after its end.
+        self._deadlines: list[tuple[float, str, tuple[Outbox, int]]] = []
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -193,18 +194,25 @@ class Engine:
         request = command.request
         self._routes[request.request_id] = (command.outbox, command.handle)
         if command.deadline_at is not None:
-            heapq.heappush(self._deadlines, (command.deadline_at, request.request_id))
+            self._note_deadline(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         self._scheduler.add(request)
 
     def _abort(self, request_id: str, cause: str) -> None:
         self._aborted += self._scheduler.abort([request_id], self._clock.now(), cause)
 
+    def _note_deadline(self, deadline_at: float, request_id: str) -> None:
+        if len(self._deadlines) > 2 * len(self._routes):
+            # Most are of requests that have ended.
+            self._deadlines = [entry for entry in self._deadlines if self._routes.get(entry[1]) is entry[2]]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_at, request_id, self._routes[request_id]))
+
     def _expire_deadlines(self) -> None:
-        if not self._routes:
-            self._deadlines.clear()
         while self._deadlines and self._deadlines[0][0] <= self._clock.now():
-            self._abort(heapq.heappop(self._deadlines)[1], "deadline")
+            _, request_id, route = heapq.heappop(self._deadlines)
+            if self._routes.get(request_id) is route:
+                self._abort(request_id, "deadline")
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""
@@ -225,7 +233,7 @@ class Engine:
             token_ids += output.new_token_ids
             if output.num_cached_tokens is not None:
                 step.first.append((len(handles) - 1, output.num_cached_tokens))
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not output.continues:
                 step.finished.append(
                     FinishedRow(len(handles) - 1, output.finish_reason, output.stop_token_id)
                 )

@@ -126,10 +126,10 @@ class BlockPool:
                 self._twins.setdefault(key, OrderedDict())[block_id] = block
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Let the content of blocks not be found any more; those that cannot be found anyway are ignored."""
+        """Let the content of free blocks not be found any more; those that someone holds are left."""
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.key is not None:
+            if block.key is not None and block.ref_count == 0:
                 self._forget(block, block.key)
 
     def reset(self) -> bool:

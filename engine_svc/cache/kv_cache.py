@@ -102,8 +102,9 @@ class KVCache:
     ) -> NewBlocks | None:
         """Give `request` the blocks of `hit` and room for `num_tokens` tokens behind; returns the new ones.
 
-        All or nothing: returns None, and changes nothing, when the pool is short. With `reserve_all` the
-        pool must have room for every known token, though only the blocks for `num_tokens` are taken.
+        All or nothing: returns None when the pool is short. What no layer reads any more is given back first.
+        With `reserve_all` the pool must have room for every known token, though only the blocks for
+        `num_tokens` are taken.
         """
         if request.block_tables and self.gives_back:
             self._release_unread(request, request.num_computed_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
-from engine_svc.request import Chunk, FinishReason, Request, RequestOutput
+from engine_svc.request import Chunk, Request, RequestOutput
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
@@ -30,7 +30,8 @@ class RecordedScheduler:
     """A scheduler with the verbs of the one inside, which does everything; what it decides is written down.
 
     The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
-    one with content keys, with output or with parameters unknown to it, a reset of the cache. It also ends
+    one with content keys, with output or with parameters unknown to it, a row with broken logits, a reset of
+    the cache. It also ends
     after `max_steps` or `max_characters`. What was written up to there replays. Where the file cannot be
     written, the engine goes on as well.
     """
@@ -110,11 +111,11 @@ class RecordedScheduler:
 
     def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
         """End requests from outside."""
-        running = set(self._scheduler.running_ids) if self._case.is_open else set()
+        num_running = self._scheduler.stats().num_running
         outputs = self._scheduler.abort(request_ids, now, cause)
         if self._case.is_open and outputs:
             ended = [output.request_id for output in outputs]
-            num_running = sum(request_id in running for request_id in ended)
+            num_running -= self._scheduler.stats().num_running
             self._coverage["abort_running"] += num_running
             self._coverage["abort_waiting"] += len(ended) - num_running
             self._finish(ended)
@@ -156,15 +157,19 @@ class RecordedScheduler:
         """Take in what a plan yielded."""
         if not self._case.is_open or plan.step_number not in self._in_flight:
             return self._scheduler.update(plan, result, now)
+        if result.non_finite:
+            self._end("a row with broken logits")
+            return self._scheduler.update(plan, result, now)
         index, rows = self._in_flight.pop(plan.step_number)
-        self._tell_what_came_between(result, rows)
+        if self._events:
+            # They came after this decision and before its tokens.
+            self._insert_step(self._state())
         self._count_tokens(plan, result, rows)
         sampled = [tokens.copy() for tokens in result.sampled]
         outputs = self._scheduler.update(plan, result, now)
         if not self._case.is_open:
             return outputs
-        told = [output for output in outputs if output.finish_reason is not FinishReason.ERROR]
-        freed = [output.request_id for output in told if output.finish_reason is not None]
+        freed = [output.request_id for output in outputs if output.finish_reason is not None]
         self._finish(freed)
         update: Fields = {
             "for_step": index,
@@ -172,7 +177,11 @@ class RecordedScheduler:
                 "sampled": dict(zip(plan.request_ids, sampled, strict=True)),
                 "drafts": result.drafts,
             },
-            "expected": {"outputs": [as_output(output) for output in told], "freed": freed, **self._state()},
+            "expected": {
+                "outputs": [as_output(output) for output in outputs],
+                "freed": freed,
+                **self._state(),
+            },
         }
         self._case.add_update(update)
         return outputs
@@ -181,36 +190,11 @@ class RecordedScheduler:
         """Complete the file, because the engine ends. Events that no decision followed are left out."""
         self._end("the engine ended")
 
-    def _tell_what_came_between(self, result: StepResult, rows: Sequence[Request]) -> None:
-        """Write what happened after the newest decision and before the tokens that come now."""
-        # These end before the tokens of the others are looked at, as if they had been aborted.
-        broken = [rows[row] for row in sorted(set(result.non_finite)) if not rows[row].is_finished]
-        if broken:
-            state = self._state_without(broken)
-            ended = [request.request_id for request in broken]
-            self._finish(ended)
-            self._events.append({"op": "abort", "ids": ended})
-            self._coverage["not_finite"] += len(ended)
-            self._insert_step(state)
-        elif self._events:
-            self._insert_step(self._state())
-
     def _state(self) -> Fields:
         return {
             "free_blocks": self._kv_cache.num_free_blocks,
             "waiting": self._scheduler.waiting_ids,
             "running": self._scheduler.running_ids,
-        }
-
-    def _state_without(self, ended: Sequence[Request]) -> Fields:
-        """The state once these requests have ended, at which the scheduler does not stop to be looked at."""
-        others = [request for request in self._requests.values() if request not in ended]
-        num_freed = len(_held_blocks(ended) - _held_blocks(others))
-        names = {request.request_id for request in ended}
-        return {
-            "free_blocks": self._kv_cache.num_free_blocks + num_freed,
-            "waiting": [name for name in self._scheduler.waiting_ids if name not in names],
-            "running": [name for name in self._scheduler.running_ids if name not in names],
         }
 
     def _note(self, event: Fields) -> None:
@@ -300,8 +284,3 @@ class RecordedScheduler:
     def _forget(self) -> None:
         self._requests, self._in_flight = {}, {}
         self._events, self._finished = [], []
-
-
-def _held_blocks(requests: Iterable[Request]) -> set[int]:
-    tables = (table for request in requests for table in request.block_tables)
-    return {number for table in tables for number in table.block_ids} - {PLACEHOLDER_BLOCK_ID}

@@ -12,19 +12,30 @@ from engine_svc.sampling_params import SamplingParams
 class _Step:
     """The rows of one step. By request, not by id: an id may be used again."""
 
-    __slots__ = ("_num_tokens_of", "num_tokens", "rows", "step_number")
+    __slots__ = ("_row_of", "num_tokens", "rows", "step_number")
 
     def __init__(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
         self.step_number = step_number
         self.rows = rows
         self.num_tokens = num_tokens
-        self._num_tokens_of: dict[Request, int] | None = None
+        self._row_of: dict[Request, int] | None = None
 
     def num_tokens_of(self, request: Request) -> int:
-        """What the step computes of a request. Few ask, so the table for it is made when one does."""
-        if self._num_tokens_of is None:
-            self._num_tokens_of = dict(zip(self.rows, self.num_tokens, strict=True))
-        return self._num_tokens_of.get(request, 0)
+        """What the step computes of a request."""
+        row = self._rows_by_request().get(request)
+        return 0 if row is None else self.num_tokens[row]
+
+    def replace(self, request: Request, other: Request) -> None:
+        """Give the row of a request, if it has one, to another."""
+        row = self._rows_by_request().pop(request, None)
+        if row is not None:
+            self.rows[row] = other
+
+    def _rows_by_request(self) -> dict[Request, int]:
+        """Few ask, so the table is made when one does."""
+        if self._row_of is None:
+            self._row_of = {request: row for row, request in enumerate(self.rows)}
+        return self._row_of
 
 
 class StepsInFlight:
@@ -58,4 +69,4 @@ class StepsInFlight:
     def forget(self, request: Request) -> None:
         """Drop what is in flight for a request: its rows yield tokens that nobody gets."""
         for step in self._steps:
-            step.rows[:] = [self._nobody if row is request else row for row in step.rows]
+            step.replace(request, self._nobody)

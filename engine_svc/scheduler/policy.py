@@ -32,6 +32,8 @@ class Policy(Protocol):
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
         """The running requests, given in order of admission, in the order in which a step serves them.
 
+        `num_waiting` counts those that wait and could enter, as far as there are places.
+
         A list of its own: requests leave `running` meanwhile.
         """
         ...

@@ -105,7 +105,9 @@ class Roster:
         # Hooks first: who still needs the blocks takes hold of them.
         for hook in self._hooks:
             hook.on_finish(request)
-        self._kv_cache.release(request)
+        # What a broken request computed may be broken as well: nobody shall hit it.
+        is_broken = reason is FinishReason.ERROR
+        self._kv_cache.release(request, request.num_computed_tokens if is_broken else 0)
 
     def _depart(self, request: Request) -> None:
         """Take a request out of where its status says it is."""

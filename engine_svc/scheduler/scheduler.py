@@ -26,7 +26,7 @@ from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.refusal import chunk_refusal, refusal
 from engine_svc.scheduler.roster import Roster
-from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.scheduler.stats import SchedulerStats, make_stats
 from engine_svc.scheduler.stopping import note_limits, why_stopped
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from engine_svc.step import StepPlan, StepResult
@@ -90,24 +90,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """State now, and counters since the start."""
-        kv_cache, roster = self._kv_cache, self._roster
-        return SchedulerStats(
+        return make_stats(
+            self._roster,
+            self._kv_cache,
+            self._drafts.stats(),
             step_number=self._step_number,
-            num_running=len(roster.running),
-            num_waiting=roster.waiting.num_ready,
-            num_blocked=roster.waiting.num_blocked,
-            num_waiting_tokens=roster.waiting.num_uncached_tokens,
-            num_used_blocks=kv_cache.num_used_blocks,
-            num_total_blocks=kv_cache.num_total_blocks,
-            prefix_queries=kv_cache.prefix_queries,
-            prefix_hits=kv_cache.prefix_hits,
-            prefix_hit_rate=kv_cache.hit_rate.value,
-            preempted_queries=kv_cache.preempted_queries,
-            preempted_hits=kv_cache.preempted_hits,
-            num_preemptions=roster.num_preemptions,
             num_chunked_prefills=self._num_chunked_prefills,
             max_rows=self._max_rows,
-            drafts=self._drafts.stats(),
         )
 
     def refusal(self, request: Request) -> str | None:
@@ -148,6 +137,7 @@ class Scheduler:
 
     def unblock(self, request_id: str, name: str) -> None:
         """Take `name` off what blocks a request; without any it may be admitted. Unknown ids are ignored."""
+        assert name != INPUT, "only a further chunk ends the time between two turns"
         if (request := self._roster.waiting.blocked(request_id)) is not None:
             self._roster.unblock(request, name)
 
@@ -259,7 +249,7 @@ class Scheduler:
         builder = self._builder
         has_budgets = builder.has_budgets
         running = RequestStatus.RUNNING
-        for request in self._policy.walk(self._roster.running, self._roster.waiting.num_ready):
+        for request in self._policy.walk(self._roster.running, self._num_who_may_enter()):
             if not builder.remaining:
                 return
             # A victim of this step.
@@ -280,6 +270,11 @@ class Scheduler:
                     return
                 new_block_ids = grown
             builder.place(request, num_tokens, new_block_ids)
+
+    def _num_who_may_enter(self) -> int:
+        if self._pause is not PauseState.NONE:
+            return 0
+        return min(self._roster.waiting.num_ready, self._config.max_num_seqs - len(self._roster.running))
 
     def _grant(self, request: Request, num_tokens: int) -> int:
         """How many of its pending tokens a running request can have."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.scheduler.roster import Roster
+
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
@@ -35,3 +38,33 @@ class SchedulerStats:
     num_chunked_prefills: int  # admissions whose first step did not reach their last known token
     max_rows: int  # of any step
     drafts: DraftStats
+
+
+def make_stats(
+    roster: Roster,
+    kv_cache: KVCache,
+    drafts: DraftStats,
+    *,
+    step_number: int,
+    num_chunked_prefills: int,
+    max_rows: int,
+) -> SchedulerStats:
+    """The state of roster and cache, with what the scheduler counted itself."""
+    return SchedulerStats(
+        step_number=step_number,
+        num_running=len(roster.running),
+        num_waiting=roster.waiting.num_ready,
+        num_blocked=roster.waiting.num_blocked,
+        num_waiting_tokens=roster.waiting.num_uncached_tokens,
+        num_used_blocks=kv_cache.num_used_blocks,
+        num_total_blocks=kv_cache.num_total_blocks,
+        prefix_queries=kv_cache.prefix_queries,
+        prefix_hits=kv_cache.prefix_hits,
+        prefix_hit_rate=kv_cache.hit_rate.value,
+        preempted_queries=kv_cache.preempted_queries,
+        preempted_hits=kv_cache.preempted_hits,
+        num_preemptions=roster.num_preemptions,
+        num_chunked_prefills=num_chunked_prefills,
+        max_rows=max_rows,
+        drafts=drafts,
+    )

@@ -206,6 +206,22 @@ def test_a_request_past_its_deadline_is_aborted():
     assert len(rig.frontend.tokens[1]) == 1
 
 
+def test_an_id_used_again_does_not_inherit_the_deadline_of_its_first_life():
+    rig = Rig()
+    rig.add(1, deadline_at=5.0, max_tokens=2)
+    rig.start()
+    rig.frontend.read_until_ended(1)
+    rig.executor.gate.clear()
+    num_launched = rig.executor.num_launched
+    rig.add(1, max_tokens=3)
+    rig.executor.wait_for_launches(num_launched + 1)
+    rig.clock.advance(6.0)
+    rig.executor.gate.set()
+    rig.frontend.read_until_ended(2)
+    rig.stop()
+    assert rig.frontend.ends == [(1, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
+
+
 def test_figures_tell_of_a_step_in_flight():
     rig = Rig()
     rig.clock.advance(3.0)

@@ -49,7 +49,8 @@ def draw_setup(rng: random.Random) -> Setup:
     # A drafter with KV of its own, which the sliding windows of another group do not bother.
     has_drafter = num_drafts > 0 and rng.random() < 0.5
     drops_last = has_drafter and name != "local" and rng.random() < 0.6
-    chunked = rng.random() < 0.8
+    # A policy that gives prompts a part of a step has them enter in chunks.
+    chunked = policy == "prefill-first" or rng.random() < 0.8
     max_num_batched_tokens = rng.choice((7, 16, 40)) if chunked else max_model_len + rng.choice((0, 8, 40))
     depth = 2 if overlaps else 1
     longest = max_model_len + num_drafts

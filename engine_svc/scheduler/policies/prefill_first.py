@@ -15,13 +15,16 @@ from engine_svc.scheduler.policy import OrderKey
 class PrefillFirst:
     """As first come, first served, but a step serves running prompts before decodes.
 
-    While there are both, or somebody waits, prompts have `prefill_share` of the tokens of a step and decodes
-    the rest, at least one token each: new requests begin soon, and running ones are never stopped by them.
+    While there are both, or somebody could enter, prompts have `prefill_share` of the tokens of a step and
+    decodes the rest: new requests begin soon. Decodes that are too many for the rest take turns.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
+        if not config.enable_chunked_prefill:
+            raise ValueError("policy prefill-first needs chunked prefill: a prompt has a part of a step only")
         self._order = FirstComeFirstServed(config)
-        self._share = _PrefillShare(config.max_num_batched_tokens, config.prefill_share)
+        self._share = _PrefillShare(config)
+        self._num_turns = 0  # of decodes that did not all fit
         self.budgets: Sequence[Budget] = (self._share,)
 
     def order_key(self, request: Request) -> OrderKey:
@@ -36,7 +39,12 @@ class PrefillFirst:
         """First those that are still in their prompt, then the others, each in order of admission."""
         prefills = [request for request in running if not request.last_row_sampled]
         decodes = [request for request in running if request.last_row_sampled]
-        self._share.divide(decodes, is_shared=bool(decodes) and bool(prefills or num_waiting))
+        is_shared = bool(decodes) and bool(prefills or num_waiting)
+        self._share.divide(decodes, is_shared=is_shared)
+        if is_shared and len(decodes) > self._share.num_decode_tokens:
+            first = self._num_turns * self._share.num_decode_tokens % len(decodes)
+            self._num_turns += 1
+            decodes = decodes[first:] + decodes[:first]
         return prefills + decodes
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
@@ -47,9 +55,12 @@ class PrefillFirst:
 class _PrefillShare:
     """The tokens of a step in two parts, for prompts and for decodes."""
 
-    def __init__(self, max_num_tokens: int, share: float) -> None:
-        self._max_num_tokens = max_num_tokens
-        self._prefill_tokens = min(max(int(max_num_tokens * share), 1), max_num_tokens - 1)
+    def __init__(self, config: SchedulerConfig) -> None:
+        most = config.max_num_batched_tokens
+        # A newcomer that is padded with drafts has to fit, and one token is left for decodes.
+        least = 1 + config.num_speculative_tokens
+        self._prefill_tokens = min(max(int(most * config.prefill_share), least), most - 1)
+        self.num_decode_tokens = most - self._prefill_tokens
         self._decodes: set[Request] = set()
         self._is_shared = False
         self._left = {True: 0, False: 0}  # by whether it is for decodes
@@ -58,7 +69,7 @@ class _PrefillShare:
         """Say who decodes in this step, and whether both kinds want tokens."""
         self._decodes = set(decodes)
         self._is_shared = is_shared
-        self._left = {True: self._max_num_tokens - self._prefill_tokens, False: self._prefill_tokens}
+        self._left = {True: self.num_decode_tokens, False: self._prefill_tokens}
 
     def begin_step(self) -> None:
         """Nothing: the parts are cut when it is known who runs."""

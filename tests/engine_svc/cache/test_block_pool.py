@@ -141,11 +141,12 @@ def test_content_can_be_forgotten_where_it_is():
     pool = BlockPool(6)
     pool.allocate(4)
     pool.register([1, 2, 3], [b"one", b"same", b"same"])
-    pool.release([1])
-    pool.forget([1, 2, 4, 0])
+    pool.release([1, 2])
+    # The third is held, the fourth and the placeholder cannot be found anyway.
+    pool.forget([1, 2, 3, 4, 0])
     assert (pool.find(b"one"), pool.find(b"same"), pool.num_cached_keys) == (None, 3, 1)
-    assert [pool.ref_count(block_id) for block_id in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    assert pool.free_block_ids == [5, 1]
+    assert [pool.ref_count(block_id) for block_id in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    assert pool.free_block_ids == [5, 1, 2]
 
 
 def test_the_same_content_is_found_apart_in_each_group():

@@ -141,8 +141,7 @@ class Traffic:
             sampled.append([*accepted[:num_accepted], rng.randrange(EOS, 40)] if samples else [])
             if self._config.num_speculative_tokens and not self._config.async_scheduling:
                 drafts[request_id] = [rng.randrange(3, 40) for _ in range(rng.randrange(3))]
-        non_finite = [row for row in range(len(plan.request_ids)) if rng.random() < 0.02]
-        return StepResult(plan.step_number, sampled, drafts, non_finite)
+        return StepResult(plan.step_number, sampled, drafts)
 
     def _note_ends(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

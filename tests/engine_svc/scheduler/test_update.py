@@ -300,3 +300,13 @@ def test_statistics_match_what_is_there():
     stats = stage.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocked) == (1, 0, 1)
     assert (stats.num_waiting_tokens, stats.num_chunked_prefills, stats.max_rows) == (4, 1, 2)
+
+
+def test_what_a_broken_request_computed_is_not_found_again():
+    stage = Stage(block_size=4)
+    stage.add(request("a", 17))
+    stage.update(stage.schedule(), non_finite=[0])
+    again = request("b", 17)
+    again.cache_salt = "a"
+    assert stage.cache.match_prefix(again).num_tokens == 0
+    assert stage.cache.num_used_blocks == 0

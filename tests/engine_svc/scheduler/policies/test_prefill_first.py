@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.request import Request
-from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
 from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, granted, ids_of, request, session
 
@@ -68,7 +68,9 @@ def test_decodes_have_their_part_and_no_more_while_a_prompt_wants_the_other():
     stage.add(request("prompt", 30))
     # Three of ten tokens are for decodes.
     assert granted(stage.step()) == {"r0": 1, "r1": 1, "r2": 1, "prompt": 7}
-    assert granted(stage.step()) == {"prompt": 7, "r0": 1, "r1": 1, "r2": 1}
+    # Who had no turn comes first.
+    assert granted(stage.step()) == {"prompt": 7, "r3": 1, "r4": 1, "r0": 1}
+    assert granted(stage.step()) == {"prompt": 7, "r1": 1, "r2": 1, "r3": 1}
 
 
 def test_without_decodes_prompts_have_the_whole_step():
@@ -85,11 +87,22 @@ def test_without_prompts_and_nobody_waiting_decodes_have_the_whole_step():
     stage.add(*(request(f"r{index}", 1) for index in range(9)))
     stage.step()
     assert granted(stage.step()) == {f"r{index}": 1 for index in range(9)}
-    # One who waits has a part kept for it, even where it cannot enter.
+    # One who waits and cannot enter has no part kept for it.
     stage = _stage(max_num_seqs=9)
     stage.add(*(request(f"r{index}", 1) for index in range(10)))
     stage.step()
-    assert granted(stage.step()) == {f"r{index}": 1 for index in range(5)}
+    assert granted(stage.step()) == {f"r{index}": 1 for index in range(9)}
+    stage = _stage()
+    stage.add(*(request(f"r{index}", 1) for index in range(9)))
+    stage.step()
+    stage.scheduler.set_pause(PauseState.NEW)
+    stage.add(request("late", 1))
+    assert granted(stage.step()) == {f"r{index}": 1 for index in range(9)}
+
+
+def test_whole_prompts_have_no_part_of_a_step():
+    with pytest.raises(ValueError, match="policy prefill-first needs chunked prefill"):
+        _stage(enable_chunked_prefill=False, max_model_len=10)
 
 
 def test_who_is_blocked_does_not_count_as_waiting():
