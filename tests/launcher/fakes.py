@@ -40,28 +40,29 @@ class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
         if request.sampling.temperature > 2:
             raise InvalidArgument("temperature is 3, the range is 0..2", field="sampling.temperature")
         prompt_ids = list(request.token_ids.ids) or [1, 2]
-        yield generate_pb2.GenerateResponse(
-            position=1,
-            started=generate_pb2.Started(
-                request_id=request.request_id or "made-here",
-                num_prompt_tokens=len(prompt_ids),
-                prompt_token_ids=prompt_ids if request.return_prompt_token_ids else [],
-            ),
-        )
-        for position, (text, token_id) in enumerate((("hello", 5), (self._text, 6)), start=2):
-            delta = generate_pb2.Delta(text=text, token_ids=[token_id])
-            yield generate_pb2.GenerateResponse(position=position, delta=delta)
-            if self._hangs:
-                await self._until_cancelled()
-        usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
-        finished = generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP, usage=usage)
-        yield generate_pb2.GenerateResponse(position=4, finished=finished)
-
-    async def _until_cancelled(self) -> None:
+        is_complete = False
         try:
-            await asyncio.Event().wait()
+            yield generate_pb2.GenerateResponse(
+                position=1,
+                started=generate_pb2.Started(
+                    request_id=request.request_id or "made-here",
+                    num_prompt_tokens=len(prompt_ids),
+                    prompt_token_ids=prompt_ids if request.return_prompt_token_ids else [],
+                ),
+            )
+            for position, (text, token_id) in enumerate((("hello", 5), (self._text, 6)), start=2):
+                delta = generate_pb2.Delta(text=text, token_ids=[token_id])
+                yield generate_pb2.GenerateResponse(position=position, delta=delta)
+                if self._hangs:
+                    await asyncio.Event().wait()
+            usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
+            finished = generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP, usage=usage)
+            yield generate_pb2.GenerateResponse(position=4, finished=finished)
+            is_complete = True
         finally:
-            self.cancelled.set()
+            # Wherever the call was when its client went: a message may still be on its way out.
+            if not is_complete:
+                self.cancelled.set()
 
 
 @dataclass(frozen=True, slots=True)
