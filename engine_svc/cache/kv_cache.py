@@ -339,8 +339,10 @@ class KVCache:
         if not self.pool.observers:
             return
         place = first * num_hashes
-        root = self.hasher.root(request.cache_salt, request.extra_keys)
-        parent = request.block_hashes[place - 1] if place else root
+        if place:
+            parent = request.block_hashes[place - 1]
+        else:
+            parent = self.hasher.root(request.cache_salt, request.extra_keys)
         token_ids = request.token_ids[first * block_size : end * block_size]
         for observer in self.pool.observers:
             observer.on_store(StoredBlocks(hashes, parent, token_ids, block_size, group))

@@ -111,9 +111,11 @@ class RecordedScheduler:
 
     def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
         """End requests from outside."""
+        if not self._case.is_open:
+            return self._scheduler.abort(request_ids, now, cause)
         num_running = self._scheduler.stats().num_running
         outputs = self._scheduler.abort(request_ids, now, cause)
-        if self._case.is_open and outputs:
+        if outputs:
             ended = [output.request_id for output in outputs]
             num_running -= self._scheduler.stats().num_running
             self._coverage["abort_running"] += num_running
