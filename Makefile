@@ -5,6 +5,11 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
+# The first Python that has torch and triton.
+GPU_PYTHON ?= $(or $(shell for python in python3 python $(PYTHON) $(VENV)/bin/python; do \
+	"$$python" -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("triton")))' 2>&- \
+	&& echo "$$python" && break; done), $(PYTHON))
+GPU_PATH := .:protos:kernels
 PROMPT ?=
 ARGS ?=
 
@@ -23,7 +28,7 @@ BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-gpu mutants simulate bench up
+.PHONY: help setup demo serve protos format check test test-network test-gpu bench-gpu mutants simulate bench up
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,8 +92,13 @@ test: setup  ## the CPU suite
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 	$(BIN)/python -m pytest -m network
 
-test-gpu: setup  ## tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+# These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
+test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests \
+		tests/gpu tests/kernels/triton $(ARGS)
+
+bench-gpu:  ## an 8B-shaped model and all kernels on a CUDA device, against its limits: make bench-gpu
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 mutants: setup  ## break scheduler and cache on purpose; the tests must notice: make mutants ARGS="--count 60"
 	$(BIN)/python -m tests.mutation.run $(ARGS)

@@ -7,16 +7,15 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_svc import announce
 from engine_svc.artifacts import Artifact, check_tokenizer, read_artifacts
-from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
@@ -25,7 +24,7 @@ from engine_svc.engine import Engine, EngineScheduler, NoLockstep
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 from engine_svc.lifecycle import Lifecycle
-from engine_svc.mailbox import Board, Inbox, KVEventLog
+from engine_svc.mailbox import Board, Fail, Inbox, KVEventLog
 from engine_svc.membership import Membership
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
@@ -43,15 +42,11 @@ from service_kit.telemetry import tracer
 from triptych.engine.v1 import engine_pb2_grpc
 
 if TYPE_CHECKING:
+    from engine_svc.build_runner import RunnerSide
     from engine_svc.features.kv_events import KVEvents
-    from engine_svc.model.facts import ModelFacts
-    from engine_svc.runner.kv_tensors import KVSizing
 
 logger = logging.getLogger(__name__)
 
-# One step at a time, until a step can be planned before the tokens of the one before it are known.
-_MAX_IN_FLIGHT = 1
-_KERNEL_MODE = "transformers-cpu"
 _MAX_COMMANDS = 16_384
 # What a subscriber may be behind: about as much memory as a frontend's outbox.
 _MAX_KV_BATCHES = 4096
@@ -129,33 +124,27 @@ def build_engine(
 ) -> tuple[Engine, LoadedCore]:
     """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
     # Here and not above: these import torch, and a process should answer before that is done.
+    from engine_svc.build_runner import build_runner
     from engine_svc.features.observe import RequestSpans
-    from engine_svc.model.loader import load_model
-    from engine_svc.runner.executor import InlineExecutor
-    from engine_svc.runner.kv_tensors import KVTensors
-    from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 
     check_tokenizer(served.artifacts)
-    loaded = load_model(
-        config.model,
-        dtype=config.dtype,
-        num_threads=config.num_threads,
-        progress=lambda phase, done, total: progress(LoadProgress(phase, done, total)),
-    )
-    max_model_len, sizing = _fit(config, loaded.facts)
-    facts = _describe(config, served.artifacts, loaded.facts, max_model_len, sizing.num_blocks)
-    # The cache keeps one block as a placeholder, which no request can have.
-    sizing = replace(sizing, num_blocks=sizing.num_blocks + 1)
-    runner = ModelRunner(
-        loaded.model,
-        loaded.facts,
-        KVTensors(loaded.facts, sizing),
-        RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
-    )
-    scheduler_config = _scheduler_config(config, max_model_len)
+
+    def tell(phase: str, done: int, total: int) -> None:
+        progress(LoadProgress(phase, done, total))
+
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        from engine_svc.build_ranks import build_ranks
+
+        # An idle loop waits for its inbox alone.
+        side = build_ranks(config, tell, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
+    else:
+        side = build_runner(config, tell)
+    facts = _describe(config, served.artifacts, side)
+    scheduler_config = _scheduler_config(config, side.max_model_len)
     cache_config = CacheConfig(
-        num_blocks=sizing.num_blocks,
-        groups=(FullAttention(config.block_size),),
+        # The cache keeps one block as a placeholder, which no request can have.
+        num_blocks=side.num_kv_blocks + 1,
+        groups=tuple(_attention_kind(config.block_size, window) for window in side.windows),
         enable_prefix_caching=config.enable_prefix_caching,
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
@@ -179,12 +168,12 @@ def build_engine(
         at_end.append(recorded.close)
     engine = Engine(
         scheduler=scheduler,
-        executor=InlineExecutor(runner),
+        executor=side.executor,
         inbox=served.inbox,
         board=served.board,
         clock=served.clock,
         lockstep=NoLockstep(),
-        max_in_flight=_MAX_IN_FLIGHT,
+        max_in_flight=side.steps_in_flight,
         at_end=at_end,
     )
     return engine, LoadedCore(facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend)
@@ -226,41 +215,12 @@ def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:
     return (KVEvents(served.kv_event_log.publish),)
 
 
-def _fit(config: EngineConfig, model: ModelFacts) -> tuple[int, KVSizing]:
-    """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
-    from engine_svc.runner.kv_tensors import KVCapacityError, size_kv_cache
-
-    def size(max_model_len: int, max_num_seqs: int) -> KVSizing:
-        return size_kv_cache(
-            model,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_memory=config.kv_cache_memory,
-            num_kv_blocks=config.num_kv_blocks,
-        )
-
-    max_model_len = config.max_model_len or model.max_position
-    if max_model_len > model.max_position:
-        raise ConfigError(f"--max-model-len is {max_model_len}, the model takes {model.max_position}")
-    try:
-        return max_model_len, size(max_model_len, config.max_num_seqs)
-    except KVCapacityError:
-        if config.max_model_len is not None:
-            raise
-    max_model_len = config.block_size * size(1, sys.maxsize).num_blocks
-    logger.warning("max_model_len is fitted to the KV memory", extra={"max_model_len": max_model_len})
-    return max_model_len, size(max_model_len, config.max_num_seqs)
+def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
+    return FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
 
 
-def _describe(
-    config: EngineConfig,
-    artifacts: tuple[Artifact, ...],
-    model: ModelFacts,
-    max_model_len: int,
-    num_kv_blocks: int,
-) -> EngineFacts:
-    folder = Path(config.model)
+def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:
+    folder, model = Path(config.model), side.model
     return EngineFacts(
         model_name=config.served_model_name or folder.resolve().name,
         fingerprint=make_fingerprint(
@@ -269,12 +229,12 @@ def _describe(
             weights_digest=model.weights_digest,
             dtype=model.dtype,
             vocab_size=model.vocab_size,
-            kernel_mode=_KERNEL_MODE,
-            max_model_len=max_model_len,
+            kernel_mode=side.kernel_mode,
+            max_model_len=side.max_model_len,
         ),
-        max_model_len=max_model_len,
+        max_model_len=side.max_model_len,
         block_size=config.block_size,
-        num_kv_blocks=num_kv_blocks,
+        num_kv_blocks=side.num_kv_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=model.vocab_size,
@@ -291,6 +251,8 @@ def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConf
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         prefill_share=config.prefill_share,
+        async_scheduling=config.steps_in_flight > 1,
+        max_steps_in_flight=config.steps_in_flight,
     )
 
 

@@ -13,7 +13,11 @@ class EngineConfig:
     """Everything a user may choose about one engine. Unset sizes are fitted to the model and the machine."""
 
     model: str = option(
-        positional=True, help="folder of the checkpoint: config.json, safetensors, tokenizer.json"
+        positional=True,
+        help="folder of the checkpoint (config.json, safetensors, tokenizer.json), or org/name of the hub",
+    )
+    revision: str | None = option(
+        None, help="branch, tag or commit of a model of the hub (default: its main branch)"
     )
     served_model_name: str | None = option(None, help="name clients ask for (default: the folder's name)")
 
@@ -30,6 +34,29 @@ class EngineConfig:
     dtype: str = option(
         "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
     )
+    device: str = option(
+        "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU where there is one"
+    )
+    model_impl: str = option(
+        "auto",
+        choices=("auto", "native", "transformers"),
+        help="which code runs the model; auto: native where there is one for the architecture",
+    )
+    quantization: str = option(
+        "none",
+        choices=("none", "int8", "fp8"),
+        help="how projections are stored from load on: int8 weights, or fp8 on a GPU; native models alone",
+    )
+    deterministic: str = option(
+        "auto",
+        choices=("auto", "on", "off"),
+        help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU they do",
+    )
+    tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
+    pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")
+    expert_parallel: bool = option(
+        False, help="give each tensor-parallel process whole experts instead of a share of every expert"
+    )
     num_threads: int | None = option(
         None, help="CPU threads of the model (default: one less than the CPUs, at least 1)"
     )
@@ -43,6 +70,15 @@ class EngineConfig:
         None, size=True, help="bytes of the KV cache (default: a share of free memory)"
     )
     num_kv_blocks: int | None = option(None, help="number of KV blocks, whatever they weigh")
+    gpu_memory_utilization: float = option(
+        0.9, help="share of a GPU's memory that the engine takes, KV cache included"
+    )
+    cuda_graphs: bool = option(
+        True, help="record decode steps of a native model once and replay them, on a GPU"
+    )
+    steps_in_flight: int = option(
+        2, help="steps that are planned before the tokens of the first of them are known; 1: no overlap"
+    )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal beginnings")
     enable_kv_events: bool = option(
         False, help="let subscribers follow what enters and leaves the prefix cache"
@@ -81,7 +117,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse what can never work; what depends on the model is checked when it is known."""
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size"):
+        for name in (
+            "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
+            "tensor_parallel_size", "pipeline_parallel_size",
+        ):  # fmt: skip
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name, least in (
             ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
@@ -95,6 +134,18 @@ class EngineConfig:
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
             "0 or more",
+        )
+        _require(
+            not self.expert_parallel or self.tensor_parallel_size > 1,
+            "expert_parallel",
+            self.expert_parallel,
+            "off where --tensor-parallel-size is 1",
+        )
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "above 0, at most 1",
         )
         _require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
         _require(

@@ -9,23 +9,20 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 
-from google.protobuf.message import Message
-
 from engine_svc.cache.observer import StoredBlocks
+from engine_svc.columns import pack
+from engine_svc.convert_logprobs import add_logprobs
+from engine_svc.convert_sampling import to_sampling
 from engine_svc.facts import EngineFacts
 from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEvent, KVEventBatch, RemovedBlocks, StepOutput
 from engine_svc.request import FinishReason, Request
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.wire_checks import check, refuse_unserved
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
-from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
+from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
 _MAX_TEXT_CHARACTERS = 256
-_MAX_STOP_TOKEN_IDS = 4096
 _MAX_PRIORITY = 100
-_MAX_TEMPERATURE = 2.0
-_MAX_PATTERN_SIZE = 256
-_MAX_PATTERN_COUNT = 64
 
 # What the contract has and this engine cannot do: refused by name, for a parameter ignored is a wrong answer.
 _UNSERVED_ENTRY = (
@@ -37,13 +34,6 @@ _UNSERVED_ENTRY = (
     "kv_transfer",
     "is_token",
 )
-_UNSERVED_SAMPLING = (
-    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids",
-    "structured_output", "thinking_token_budget",
-)  # fmt: skip
-_NEUTRAL_SAMPLING = {
-    "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1,
-}  # fmt: skip
 
 _REASONS = {
     FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
@@ -68,7 +58,7 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
         raise InvalidArgument(
             f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
         )
-    _refuse_unserved(entry, _UNSERVED_ENTRY)
+    refuse_unserved(entry, _UNSERVED_ENTRY)
     if entry.WhichOneof("params") != "sampling":
         raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
     if entry.tenant:
@@ -87,13 +77,13 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
     output = _token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
-    _check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
+    check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
     request = Request(
         # Readable in logs, and unique whatever a frontend sends.
         request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
         token_ids=prompt + output,
         num_prompt_tokens=len(prompt),
-        sampling=_to_sampling(entry, facts, max_tokens_left=facts.max_model_len - len(prompt)),
+        sampling=to_sampling(entry, facts, num_prompt_tokens=len(prompt)),
         priority=entry.priority,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
@@ -118,13 +108,13 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
     """The columns of a step. `stop_token_ids` are, by handle, those that requests themselves asked for."""
     step = step_pb2.Step(
         step_number=output.step_number,
-        handles=_column(array("I", output.handles)),
-        token_ids=_column(array("I", output.token_ids)),
+        handles=pack(array("I", output.handles)),
+        token_ids=pack(array("I", output.token_ids)),
     )
     if max(output.num_tokens, default=0) <= 255:
         step.num_tokens = bytes(output.num_tokens)
     else:
-        step.num_tokens_wide = _column(array("I", output.num_tokens))
+        step.num_tokens_wide = pack(array("I", output.num_tokens))
     for row, num_cached_tokens in output.first:
         step.first.add(row=row, num_cached_tokens=num_cached_tokens)
     last_tokens = dict(_last_tokens(output)) if output.finished else {}
@@ -136,6 +126,8 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
             )
         elif finished.reason is FinishReason.ERROR:
             record.message = "the model yielded logits that are not finite"
+    if output.told is not None:
+        add_logprobs(step, output, output.told)
     return step
 
 
@@ -165,73 +157,6 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     return message
 
 
-def _to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, max_tokens_left: int) -> SamplingParams:
-    given = entry.sampling
-    _refuse_unserved(given, _UNSERVED_SAMPLING)
-    for name, neutral in _NEUTRAL_SAMPLING.items():
-        if given.HasField(name) and getattr(given, name) != neutral:
-            raise _unserved(name)
-    temperature = given.temperature if given.HasField("temperature") else 1.0
-    _check(0.0 <= temperature <= _MAX_TEMPERATURE, "temperature", temperature, "0 to 2")
-    top_p = given.top_p if given.HasField("top_p") else 1.0
-    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
-    _check(given.top_k >= -1, "top_k", given.top_k, "-1 or more")
-    max_tokens = given.max_tokens if given.HasField("max_tokens") else max_tokens_left
-    _check(
-        1 <= max_tokens <= max_tokens_left,
-        "max_tokens",
-        max_tokens,
-        f"1 to {max_tokens_left} for this prompt",
-    )
-    _check(
-        0 <= given.min_tokens <= max_tokens, "min_tokens", given.min_tokens, f"0 to max_tokens, {max_tokens}"
-    )
-    _check_stop_token_ids(given, facts.vocab_size)
-    stop_token_ids = frozenset(given.stop_token_ids)
-    if not given.ignore_eos:
-        stop_token_ids |= frozenset(facts.eos_token_ids[1:])
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=0 if given.top_k in (-1, 0) else min(given.top_k, facts.vocab_size),
-        top_p=top_p,
-        seed=entry.request_seed,
-        min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos,
-        eos_token_id=facts.eos_token_ids[0] if facts.eos_token_ids else None,
-        stop_token_ids=stop_token_ids,
-        skip_reading_prefix_cache=entry.skip_reading_prefix_cache or given.skip_reading_prefix_cache,
-        repetition=_to_repetition(given.repetition_detection),
-    )
-
-
-def _to_repetition(given: sampling_pb2.RepetitionDetection) -> RepetitionLimits | None:
-    longest, shortest = given.max_pattern_size, given.min_pattern_size
-    _check_repetition(
-        0 <= longest <= _MAX_PATTERN_SIZE, "max_pattern_size", longest, f"0 to {_MAX_PATTERN_SIZE}"
-    )
-    _check_repetition(
-        0 <= shortest <= longest, "min_pattern_size", shortest, f"0 to max_pattern_size, {longest}"
-    )
-    if longest == 0:
-        return None
-    _check_repetition(
-        2 <= given.min_count <= _MAX_PATTERN_COUNT, "min_count", given.min_count, f"2 to {_MAX_PATTERN_COUNT}"
-    )
-    return RepetitionLimits(longest, shortest or 1, given.min_count)
-
-
-def _check_repetition(holds: bool, name: str, value: int, limit: str) -> None:
-    _check(holds, f"repetition_detection.{name}", value, limit)
-
-
-def _check_stop_token_ids(given: sampling_pb2.SamplingParams, vocab_size: int) -> None:
-    num_ids = len(given.stop_token_ids)
-    _check(num_ids <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {_MAX_STOP_TOKEN_IDS} ids")
-    largest = max(given.stop_token_ids, default=0)
-    _check(largest < vocab_size, "stop_token_ids", largest, f"below the vocabulary's size, {vocab_size}")
-
-
 def _token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     if len(column) % 4:
         raise InvalidArgument(f"{name} has {len(column)} bytes, it takes whole u32 values", field=name)
@@ -239,14 +164,8 @@ def _token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     if sys.byteorder == "big":
         token_ids.byteswap()
     largest = max(token_ids, default=0)
-    _check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
+    check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
     return token_ids.tolist()
-
-
-def _column(values: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
 
 
 def _last_tokens(output: StepOutput) -> Iterator[tuple[int, int]]:
@@ -282,24 +201,7 @@ def _kv_stored(stored: StoredBlocks) -> kv_pb2.KvBlockStored:
     return kv_pb2.KvBlockStored(
         block_hashes=stored.block_hashes,
         parent_hash=stored.parent_hash,
-        token_ids=_column(array("I", stored.token_ids)),
+        token_ids=pack(array("I", stored.token_ids)),
         block_size=stored.block_size,
         group=stored.group,
     )
-
-
-def _refuse_unserved(message: Message, names: tuple[str, ...]) -> None:
-    for descriptor, _ in message.ListFields():
-        if descriptor.name in names:
-            raise _unserved(descriptor.name)
-
-
-def _unserved(name: str) -> Unimplemented:
-    return Unimplemented(
-        f"{name} is not served by this engine", reason="UNIMPLEMENTED_FIELD", metadata={"field": name}
-    )
-
-
-def _check(holds: bool, name: str, value: float, limit: str) -> None:
-    if not holds:
-        raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
-from engine_svc.mailbox import Abort, Add, Board, Figures, FinishedRow, Inbox, Outbox, StepOutput, Stop
+from engine_svc.mailbox import (
+    Abort,
+    Add,
+    Board,
+    Fail,
+    Figures,
+    FinishedRow,
+    Inbox,
+    Outbox,
+    StepOutput,
+    Stop,
+)
 from engine_svc.request import Request, RequestOutput
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
+from engine_svc.told import Teller, Told
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +133,7 @@ class Engine:
         self._routes: dict[str, tuple[Outbox, int]] = {}  # request id to where its outputs go, and as what
         # A heap. With the route, as an id may be used again after its end.
         self._deadlines: list[tuple[float, str, tuple[Outbox, int]]] = []
+        self._teller = Teller()
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -171,7 +185,8 @@ class Engine:
         result = pending.result()
         # An abort that came during the step is applied before the step's tokens: nothing comes after it.
         self._read_inbox()
-        self._publish(self._scheduler.update(plan, result, self._clock.now()))
+        outputs = self._scheduler.update(plan, result, self._clock.now())
+        self._publish(outputs, self._teller.tell(plan, result, self._routes))
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._in_flight) or self._lockstep.needs_idle_step()
@@ -189,6 +204,8 @@ class Engine:
                     self._abort(request_id, cause)
                 case Stop():
                     self._is_stopping = True
+                case Fail(error):
+                    raise error
 
     def _add(self, command: Add) -> None:
         request = command.request
@@ -214,7 +231,9 @@ class Engine:
             if self._routes.get(request_id) is route:
                 self._abort(request_id, "deadline")
 
-    def _publish(self, outputs: list[RequestOutput]) -> None:
+    def _publish(
+        self, outputs: list[RequestOutput], told: Mapping[Outbox, Told] = MappingProxyType({})
+    ) -> None:
         """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""
         if self._aborted:
             outputs = self._aborted + outputs
@@ -238,6 +257,9 @@ class Engine:
                     FinishedRow(len(handles) - 1, output.finish_reason, output.stop_token_id)
                 )
                 del routes[output.request_id]
+                self._teller.forget(output.request_id)
+        for outbox, part in told.items():
+            steps.setdefault(outbox, StepOutput(self._step_number)).tell(part)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)

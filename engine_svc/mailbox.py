@@ -14,6 +14,7 @@ from itertools import islice
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.request import FinishReason, Request
 from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.told import Told
 
 # Below this, unread steps are kept as they are: a reader that is merely busy finds a handful.
 _MAX_UNFOLDED_STEPS = 16
@@ -42,7 +43,14 @@ class Stop:
     """End the loop, whatever still runs."""
 
 
-Command = Add | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the loop with an error that was seen outside of it."""
+
+    error: Exception
+
+
+Command = Add | Abort | Stop | Fail
 
 
 class Inbox:
@@ -102,6 +110,20 @@ class StepOutput:
     first: list[tuple[int, int]] = field(
         default_factory=list
     )  # (row, cached tokens) of requests that begin here
+    told: Told | None = None  # by handle, of requests that asked; None: nobody did
+
+    def tell(self, told: Told) -> None:
+        """Add what is told of the tokens that the rows have. Who gets no token gets a row for its prompt."""
+        counts = dict(zip(self.handles, self.num_tokens, strict=True))
+        sampled = {
+            handle: part.part(0, counts[handle])
+            for handle, part in told.sampled.items()
+            if counts.get(handle)
+        }
+        new = [handle for handle in told.prompts if handle not in counts]
+        self.handles += new
+        self.num_tokens += [0] * len(new)
+        self.told = Told(sampled, told.prompts)
 
 
 class Outbox:
@@ -159,6 +181,7 @@ class UnreadSteps:
         self._tokens: dict[int, list[int]] = {}
         self._finished: dict[int, FinishedRow] = {}
         self._first: dict[int, int] = {}
+        self._told: Told | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -168,6 +191,8 @@ class UnreadSteps:
     def add(self, output: StepOutput) -> None:
         """Append `output`, folding older steps together so that their number never grows."""
         self.size_bytes += 12 * len(output.handles) + 4 * len(output.token_ids)
+        if output.told is not None:
+            self.size_bytes += output.told.size_bytes
         if len(self._recent) == _MAX_UNFOLDED_STEPS:
             self._fold()
         self._recent.append(output)
@@ -178,6 +203,7 @@ class UnreadSteps:
             return self._recent[0]
         merged = StepOutput(self._recent[-1].step_number)
         self._fold()
+        merged.told = self._told
         for row, (handle, token_ids) in enumerate(self._tokens.items()):
             merged.handles.append(handle)
             merged.num_tokens.append(len(token_ids))
@@ -196,8 +222,13 @@ class UnreadSteps:
                 start += num_tokens
             self._finished.update((output.handles[row.row], row) for row in output.finished)
             self._first.update((output.handles[row], num_cached) for row, num_cached in output.first)
+            if output.told is not None:
+                self._told = self._told or Told()
+                self._told.add(output.told)
         self._recent.clear()
         self.size_bytes = sum(12 + 4 * len(token_ids) for token_ids in self._tokens.values())
+        if self._told is not None:
+            self.size_bytes += self._told.size_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -20,9 +21,12 @@ from engine_svc.facts import LoadProgress
 from engine_svc.heap import calm_collector
 from engine_svc.lifecycle import EngineState
 from engine_svc.load_display import LoadDisplay
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.hub import find_model
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
 from service_kit.channel import parse_target
+from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
 from service_kit.errors import InvalidArgument
 from service_kit.server import AddressError, Server, run_server, write_announcement
@@ -50,6 +54,11 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     logger.info("starting", extra={"options": loaded.changed()})
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
+        config = _with_folder(config)
+    except CheckpointError as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LOAD
+    try:
         exit_code, is_thread_over = uvloop.run(_serve(config))
     except AddressError as error:
         print(f"triptych engine: {error.strerror}", file=sys.stderr)
@@ -66,9 +75,7 @@ def run(loaded: Loaded[EngineConfig]) -> int:
 def _mistake_in(config: EngineConfig) -> str | None:
     """What can be seen to be wrong before anything is started, in words for people."""
     folder = Path(config.model)
-    if not folder.is_dir():
-        return f"{folder} is not a folder: the model must be a local Hugging Face folder"
-    if not (folder / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
     if config.coordinator is not None:
         try:
@@ -76,6 +83,22 @@ def _mistake_in(config: EngineConfig) -> str | None:
         except InvalidArgument as error:
             return f"--coordinator: {error}"
     return None
+
+
+def _with_folder(config: EngineConfig) -> EngineConfig:
+    """The configuration with a folder of this machine as its model, served under the name that was given."""
+    display = LoadDisplay(sys.stderr, MonotonicClock())
+    try:
+        folder = find_model(
+            config.model,
+            revision=config.revision,
+            progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
+        )
+    finally:
+        display.close()
+    if str(folder) == config.model:
+        return config
+    return replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
 
 
 async def _serve(config: EngineConfig) -> tuple[int, bool]:

@@ -27,8 +27,9 @@ class RepetitionLimits:
 class SamplingParams:
     """The part of a request's wishes that scheduler and sampler need, already validated and complete.
 
-    `temperature` 0 is greedy; then top_k and top_p have no effect. `seed` is the request's own 64-bit seed:
-    noise at a position is a pure function of (seed, position), so a request can continue anywhere.
+    `temperature` 0 is greedy; then top_k, top_p and min_p have no effect. `seed` is the request's own 64-bit
+    seed: noise at a position is a pure function of (seed, position), so a request can continue anywhere.
+    Penalties, bias and bans change logits first, so they bind greedy requests too.
     """
 
     max_tokens: int
@@ -42,6 +43,30 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     skip_reading_prefix_cache: bool = False
     repetition: RepetitionLimits | None = None  # None = may repeat itself
+    min_p: float = 0.0  # least share of the most likely token's probability; 0 = all
+    presence_penalty: float = 0.0  # taken once from each token of the output
+    frequency_penalty: float = 0.0  # taken for each time that a token stands in the output
+    repetition_penalty: float = (
+        1.0  # divides logits above 0 of tokens of prompt or output, multiplies the rest
+    )
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), each id once
+    allowed_token_ids: frozenset[int] | None = None  # None = all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of which the last id may not follow the rest
+    logprobs: int | None = (
+        None  # how many of the most likely tokens to tell of; -1 = all, None = tell nothing
+    )
+    prompt_logprobs: int | None = None  # the same for the places of the prompt
+    logprob_token_ids: tuple[int, ...] = ()  # ids to tell of wherever logprobs are told of
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether anything is told of sampled tokens besides their ids."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen before have other logits than the model gave them."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -55,6 +55,43 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """What is told of consecutive places of one row, one entry a place, as the request asked for it."""
+
+    logprobs: list[float]  # of the token that stands there
+    ranks: list[int]  # from 1: how many of the vocabulary are as likely as it or more
+    k: int = 0  # entries that each place has in the two columns below
+    top_token_ids: list[int] = field(default_factory=list)  # the most likely, best first, then ids asked for
+    top_logprobs: list[float] = field(default_factory=list)
+
+    def part(self, first: int, end: int) -> TokenLogprobs:
+        """The places from `first` to `end`, as lists of their own."""
+        top = slice(first * self.k, end * self.k)
+        return TokenLogprobs(
+            self.logprobs[first:end],
+            self.ranks[first:end],
+            self.k,
+            self.top_token_ids[top],
+            self.top_logprobs[top],
+        )
+
+    def extend(self, more: TokenLogprobs) -> None:
+        """Append places that are told of alike."""
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+        self.top_token_ids += more.top_token_ids
+        self.top_logprobs += more.top_logprobs
+
+
+@dataclass(slots=True)
+class PromptPlaces:
+    """What is told of places of one row's prompt that a step computed."""
+
+    first_position: int  # the place of the first entry, at least 1: nothing comes before place 0
+    told: TokenLogprobs
+
+
+@dataclass(slots=True)
 class StepResult:
     """What one step yielded. `sampled` is parallel to the plan's rows; [] where the row did not sample."""
 
@@ -62,3 +99,6 @@ class StepResult:
     sampled: list[list[int]]  # accepted drafts, then one more token
     drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
     non_finite: list[int] = field(default_factory=list)  # rows whose logits had NaN: they end with an error
+    # By row of the plan, for requests that asked: of its sampled tokens, and of its prompt.
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptPlaces] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_svc.model.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
 from launcher.services import SERVICES, config_of, embedded_model
@@ -43,7 +44,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
     # What is wrong is said now: the services would say so too, seconds later.
-    if config.model and not Path(config.model).is_dir():
+    if config.model and not Path(config.model).is_dir() and not is_hub_id(config.model):
         raise ConfigError(f"model {config.model} is not a folder")
     if config.ready_file:
         _check_writable(Path(config.ready_file))

@@ -1,20 +1,15 @@
-"""The files of a checkpoint folder: found, read, fingerprinted. Safetensors only, no pickles."""
+"""The files of a checkpoint folder: found and fingerprinted. Safetensors only, no pickles."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
-
-Progress = Callable[[str, int, int], None]  # phase, done, total
+from engine_svc.model.safetensors_file import SafetensorsFile
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
@@ -44,43 +39,19 @@ def weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: no weights to load")
 
 
-def read_weights(files: list[Path], progress: Progress) -> dict[str, Tensor]:
-    """Every tensor of the files, in memory. Progress counts bytes of the phase "weights"."""
-    total = sum(path.stat().st_size for path in files)
-    weights: dict[str, Tensor] = {}
-    done = 0
-    progress("weights", 0, total)
-    for path in files:
-        before = done
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  The file is no mapping.
-                    # The file is mapped: the copy is what reads it, here and not in the first forward.
-                    weights[name] = file.get_tensor(name).clone()
-                    done += weights[name].nbytes
-                    progress("weights", done, total)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        done = before + path.stat().st_size
-    progress("weights", total, total)
-    return weights
-
-
-def weights_digest(folder: Path, files: list[Path], weights: dict[str, Tensor], dtype: torch.dtype) -> str:
-    """A sha256 that tells models apart without reading them twice.
+def weights_digest(folder: Path, files: list[SafetensorsFile], dtype: torch.dtype) -> str:
+    """A sha256 that tells models apart without reading them: the same whoever loads the folder, and how.
 
     Over config.json, each file's name, size and header, a sample from the middle of each tensor, the dtype.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            digest.update(file.read(header_bytes))
-    for name in sorted(weights):
-        flat = weights[name].reshape(-1).view(torch.uint8)
-        middle = flat.numel() // 2
-        digest.update(flat[middle : middle + _SAMPLE_BYTES].numpy().tobytes())
+    for file in files:
+        digest.update(f"{file.path.name} {file.num_bytes}".encode())
+        digest.update(file.header)
+    found = {name: (file, stored) for file in files for name, stored in file.tensors.items()}
+    for name in sorted(found):
+        file, stored = found[name]
+        digest.update(file.sample(stored, _SAMPLE_BYTES))
     digest.update(str(dtype).encode())
     return digest.hexdigest()
 

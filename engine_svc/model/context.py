@@ -10,14 +10,22 @@ from torch import Tensor
 from triptych_kernels import AttentionBatch
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Where one attention layer keeps its KV. key_cache: [G, B, S, D], value_cache: [G, B, S, E]; written."""
+
+    group: int  # of layers that share block tables: an index of the context's columns
+    key_cache: Tensor
+    value_cache: Tensor
+
+
 @dataclass(slots=True)
 class ForwardContext:
-    """One step as attention sees it. Layer n uses `key_caches[n]` and `value_caches[n]`.
+    """One step as attention sees it. `layers` is in the order in which a forward runs them.
 
-    slot_mapping: [T] int64.  key_caches: [G, B, S, D] each, value_caches: [G, B, S, E] each; written.
+    slot_mappings: per group, [T] int64.  attention: per group.
     """
 
-    slot_mapping: Tensor
-    attention: AttentionBatch
-    key_caches: Sequence[Tensor]
-    value_caches: Sequence[Tensor]
+    layers: Sequence[LayerCache]
+    slot_mappings: Sequence[Tensor]
+    attention: Sequence[AttentionBatch]

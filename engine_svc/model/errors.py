@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_MAX_NAMES_SHOWN = 8
+
 
 class ModelError(ValueError):
     """The folder cannot be served; the message says why and what to do."""
@@ -13,3 +17,11 @@ class CheckpointError(ModelError):
 
 class UnsupportedModel(ModelError):
     """The files are fine, but this kind of model would not run, or would run wrongly."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of the names, in order, and how many more there are."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_MAX_NAMES_SHOWN])
+    more = len(ordered) - _MAX_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

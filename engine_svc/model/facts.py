@@ -12,6 +12,46 @@ class KVShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables, because they read the same tokens again."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
+    """The layers by window, those that see all first; a kind with many more layers than the least is divided.
+
+    Groups share one pool of blocks, so that a block costs as many layers as the largest group has: groups of
+    about equal size waste least of it.
+    """
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, shape in enumerate(shapes):
+        layers_of.setdefault(shape.window, []).append(layer)
+    counts = [len(layers) for layers in layers_of.values()]
+    # A small difference is cheaper than another block table.
+    size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+    kinds = sorted(layers_of.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    return tuple(
+        LayerGroup(window, tuple(layers[first : first + size]))
+        for window, layers in kinds
+        for first in range(0, len(layers), size)
+    )
+
+
+def groups_of_stage(shapes: tuple[KVShape, ...], first: int, end: int) -> tuple[LayerGroup, ...]:
+    """The groups of all layers, of which those from `first` to `end` are kept, counted from `first` on.
+
+    All stages so have the same block tables, even those in which a group has no layer.
+    """
+    return tuple(
+        LayerGroup(group.window, tuple(layer - first for layer in group.layers if first <= layer < end))
+        for group in group_layers(shapes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +64,15 @@ class ModelFacts:
     max_position: int  # the longest sequence the model is right for
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together, ascending
     dtype: str  # "float32", "bfloat16" or "float16"
-    num_parameters: int
+    num_parameters: int  # of the whole model, or of this rank's share of it
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
+    # Of a pipeline stage: the whole model's, each with those of its layers that the stage has.
+    stage_groups: tuple[LayerGroup, ...] | None = None
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layers that share block tables."""
+        return group_layers(self.kv_shapes) if self.stage_groups is None else self.stage_groups
 
     @property
     def num_layers(self) -> int:

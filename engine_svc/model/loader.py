@@ -5,36 +5,66 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
-from engine_svc.model.checkpoint import Progress, read_weights, weight_files, weights_digest
-from engine_svc.model.errors import CheckpointError
-from engine_svc.model.facts import ModelFacts
-from engine_svc.model.prepacked import prepack_projections
+from engine_svc.model.checkpoint import weight_files, weights_digest
+from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
+from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.model.native.build import DecoderBuilder
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
+from engine_svc.model.parallel import Parallel, Solo
+from engine_svc.model.progress import Progress
 from engine_svc.model.quiet import quiet_transformers
 from engine_svc.model.registry import max_position, model_class, read_config
-from engine_svc.model.transformers_model import TransformersModel
-from engine_svc.model.warm_up import warm_up
+from engine_svc.model.weights import WeightReader
+from triptych_kernels import Ops, ops_for, set_num_threads
+
+if TYPE_CHECKING:
+    from engine_svc.model.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, and what there is to know about it."""
 
-    model: TransformersModel
+    model: NativeDecoder | TransformersModel
     facts: ModelFacts
+    ops: Ops
+    device: torch.device
+
+    @property
+    def road(self) -> str:
+        """Which of the two ways the model runs: "native" or "transformers"."""
+        return "native" if isinstance(self.model, NativeDecoder) else "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWishes:
+    """How a model is to be loaded.
+
+    dtype: "auto" takes the checkpoint's own.  device: "auto" takes a GPU where there is one.
+    model_impl: "auto" takes the native decoder where there is one for the architecture.
+    quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models alone.
+    num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
+    is_deterministic: logits depend on nothing but the weights and the tokens before; None is so on a CPU alone.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    model_impl: str = "auto"
+    quantization: str = ""
+    num_threads: int | None = None
+    is_deterministic: bool | None = None
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
@@ -43,30 +73,39 @@ def ignore_progress(phase: str, done: int, total: int) -> None:
 
 def load_model(
     path: str | Path,
+    wishes: LoadWishes | None = None,
     *,
-    dtype: str = "auto",
-    num_threads: int | None = None,
-    prepack: bool = True,
+    parallel: Parallel | None = None,
+    ops: Ops | None = None,
     progress: Progress = ignore_progress,
 ) -> LoadedModel:
-    """Load the folder at `path` for CPU inference and run it once.
+    """Load the folder at `path`, or this rank's share of it.
 
-    dtype "auto" takes the checkpoint's own. num_threads: compute threads of this process from now on; None is
-    one less than the CPUs it may run on, at least one. progress is told ("weights", bytes done, total),
-    then ("warm-up", 0 or 1, 1).
+    progress is told ("weights", bytes done, total).
     Raises CheckpointError where files are missing or broken, UnsupportedModel where the kind of model is.
     """
+    wishes = wishes or LoadWishes()
     started_at = time.perf_counter()
-    torch.set_num_threads(num_threads or _default_num_threads())
+    num_threads = wishes.num_threads or _default_num_threads()
+    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
+    device = _choose_device(wishes.device)
+    is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
+    ops = ops or ops_for(device, deterministic=is_deterministic)
+    if is_deterministic and not ops.is_batch_invariant:
+        logger.warning("logits may differ by rounding with batch and chunking", extra={"ops": ops.name})
     with quiet_transformers():
-        loaded = _load(Path(path), dtype, prepack, progress)
+        loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), progress)
     logger.info(
         "model loaded",
         extra={
             "architecture": loaded.facts.architecture,
+            "road": loaded.road,
+            "ops": ops.name,
+            "device": str(device),
             "num_parameters": loaded.facts.num_parameters,
             "dtype": loaded.facts.dtype,
-            "num_threads": torch.get_num_threads(),
+            "num_threads": num_threads,
             "duration_s": round(time.perf_counter() - started_at, 3),
         },
     )
@@ -79,93 +118,120 @@ def _default_num_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def _load(folder: Path, dtype: str, prepack: bool, progress: Progress) -> LoadedModel:
+def _choose_device(wish: str) -> torch.device:
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wish not in ("cpu", "cuda"):
+        raise CheckpointError(f"device {wish!r} is unknown; choose auto, cpu or cuda")
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("device is cuda, but torch finds no CUDA device here")
+    return torch.device(wish)
+
+
+def _load(
+    folder: Path,
+    wishes: LoadWishes,
+    device: torch.device,
+    ops: Ops,
+    parallel: Parallel,
+    progress: Progress,
+) -> LoadedModel:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: the model must be a local Hugging Face folder")
     config = read_config(folder)
     chosen_class = model_class(config)
-    files = weight_files(folder)
-    weights = read_weights(files, progress)
-    chosen_dtype = _choose_dtype(dtype, config, weights)
-    digest = weights_digest(folder, files, weights, chosen_dtype)
-    module = _build(chosen_class, config, weights, chosen_dtype, folder)
-    del weights
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    if prepack:
-        prepack_projections(module)
-    progress("warm-up", 0, 1)
-    model = TransformersModel(module)
-    kv_shapes = warm_up(model)
-    progress("warm-up", 1, 1)
+    reader = WeightReader(weight_files(folder), progress, device=device)
+    dtype = _choose_dtype(wishes.dtype, config, reader)
+    reader.set_dtype(dtype)
     facts = ModelFacts(
         architecture=chosen_class.__name__,
-        kv_shapes=kv_shapes,
+        kv_shapes=(),
         vocab_size=config.get_text_config().vocab_size,
         max_position=max_position(config),
         eos_token_ids=_eos_token_ids(folder, config),
-        dtype=str(chosen_dtype).removeprefix("torch."),
-        num_parameters=num_parameters,
-        weights_digest=digest,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=0,
+        weights_digest=weights_digest(folder, reader.files, dtype),
     )
-    return LoadedModel(model, facts)
+    model: NativeDecoder | TransformersModel
+    if _is_native(config, wishes, parallel):
+        model = _native(config, reader, facts, wishes.quantization, device, ops, parallel)
+        kv_shapes: tuple[KVShape, ...] = model.kv_shapes
+        num_parameters = model.num_parameters
+    else:
+        # Here and not above: transformers' model code takes long to import, and native models need none.
+        from engine_svc.model.transformers_road import load_transformers_model
+
+        model, kv_shapes, num_parameters = load_transformers_model(chosen_class, config, reader, folder, dtype, device, ops)
+    return LoadedModel(model, replace(facts, kv_shapes=kv_shapes, num_parameters=num_parameters), ops, device)
 
 
-def _choose_dtype(wish: str, config: PreTrainedConfig, weights: dict[str, Tensor]) -> torch.dtype:
+def _is_native(config: PreTrainedConfig, wishes: LoadWishes, parallel: Parallel) -> bool:
+    """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
+    if wishes.model_impl == "transformers":
+        if parallel.tp_size * parallel.pp_size > 1:
+            raise UnsupportedModel("several ranks need a native model, and model_impl is transformers")
+        if wishes.quantization:
+            raise UnsupportedModel(
+                f"quantization {wishes.quantization} needs a native model, and model_impl is transformers"
+            )
+        return False
+    try:
+        read_spec(config)
+    except NotNative as reason:
+        for what, is_asked in (
+            ("model_impl native", wishes.model_impl == "native"),
+            ("tensor or pipeline parallelism", parallel.tp_size * parallel.pp_size > 1),
+            (f"quantization {wishes.quantization}", bool(wishes.quantization)),
+        ):
+            if is_asked:
+                raise UnsupportedModel(f"{what} needs a native model, but {reason}") from None
+        return False
+    return True
+
+
+def _native(
+    config: PreTrainedConfig,
+    reader: WeightReader,
+    facts: ModelFacts,
+    quantization: str,
+    device: torch.device,
+    ops: Ops,
+    parallel: Parallel,
+) -> NativeDecoder:
+    builder = DecoderBuilder(
+        spec=read_spec(config),
+        weights=reader,
+        ops=ops,
+        parallel=parallel,
+        dtype=_DTYPES[facts.dtype],
+        quantization=quantization,
+    )
+    try:
+        # One place more than the longest sequence: a step may be planned before its end is known.
+        model = builder.build(facts.architecture, rotary_table(config, facts.max_position + 1).to(device))
+    except ValueError as error:
+        if isinstance(error, CheckpointError | UnsupportedModel):
+            raise
+        raise UnsupportedModel(f"{facts.architecture}: {error}") from error
+    if parallel.tp_size * parallel.pp_size == 1 and reader.unread():
+        logger.warning("weights without a use", extra={"names": listed(reader.unread())})
+    reader.finish()
+    return model
+
+
+def _choose_dtype(wish: str, config: PreTrainedConfig, reader: WeightReader) -> torch.dtype:
     if wish != "auto":
         if wish not in _DTYPES:
             raise CheckpointError(f"dtype {wish!r} is unknown; choose auto, {', '.join(_DTYPES)}")
         return _DTYPES[wish]
     stated = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if stated is None:
-        stated = next(
-            (tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32
-        )
+        stated = reader.main_dtype() or torch.float32
     if stated not in _DTYPES.values():
         raise CheckpointError(f"the checkpoint is in {stated}, which cannot be computed in; choose a dtype")
     chosen: torch.dtype = stated
     return chosen
-
-
-def _build(
-    chosen_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    weights: dict[str, Tensor],
-    dtype: torch.dtype,
-    folder: Path,
-) -> PreTrainedModel:
-    """The module with the weights in it; transformers renames and merges them as the architecture wants."""
-    try:
-        built: tuple[PreTrainedModel, dict[str, Any]] = chosen_class.from_pretrained(  # type: ignore[assignment]
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=dtype,
-            local_files_only=True,
-            # What the warm-up compares with; faster ones leave out what they cannot do.
-            attn_implementation="eager",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: {chosen_class.__name__} cannot take these weights: {error}"
-        ) from error
-    module, info = built
-    if info["mismatched_keys"]:
-        lines = [
-            f"{name} has shape {tuple(found)}, config.json says {tuple(wanted)}"
-            for name, found, wanted in info["mismatched_keys"]
-        ]
-        raise CheckpointError(f"{folder}: weights do not fit the config: {_some(lines)}")
-    if info["missing_keys"]:
-        raise CheckpointError(
-            f"{folder} lacks weights of {chosen_class.__name__}: {_some(info['missing_keys'])}"
-        )
-    if info["unexpected_keys"]:
-        logger.warning("weights without a use", extra={"names": _some(info["unexpected_keys"])})
-    module.eval()  # type: ignore[no-untyped-call]
-    module.requires_grad_(False)
-    return module
 
 
 def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
@@ -183,9 +249,3 @@ def _as_ids(value: int | list[int] | None) -> set[int]:
     if value is None:
         return set()
     return {value} if isinstance(value, int) else set(value)
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    shown = ", ".join(listed[:_MAX_NAMES_SHOWN])
-    return shown + (f" and {len(listed) - _MAX_NAMES_SHOWN} more" if len(listed) > _MAX_NAMES_SHOWN else "")

@@ -1,62 +1,80 @@
-"""Projections with weights laid out for the CPU's matrix kernels once, at load, instead of in every call.
+"""Projections of transformers' modules with weights laid out for the device once, at load, not in every call.
 
-About twice as fast as the plain call for few tokens, and a row's result is bitwise the same in every batch.
+Faster for few tokens than the plain call, and on a CPU a row's result is bitwise the same in every batch.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-# The layout is chosen for this many rows; it serves any number.
-_EXPECTED_ROWS = 32
+from triptych_kernels import Linear, Ops
 
 
-class PrepackedLinear(nn.Module):
-    """x W^T + b with W packed. `weight` is an empty tensor: some models ask for its dtype and device."""
+class PackedProjection(nn.Module):
+    """x W^T + b by a packed projection.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    `weight` is an empty tensor: some models ask for its dtype and device.
+    """
+
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        self._bias = None if bias is None else bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _EXPECTED_ROWS)
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] of the weight's dtype. Returns [..., out_features]."""
-        product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
-        return product
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
 
 
-def can_prepack(dtype: torch.dtype) -> bool:
-    """Whether this CPU's matrix library takes packed weights of this dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype is torch.float32
+def prepack_projections(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
+    """Replace every plain projection that `run`, a forward of `model`, calls; returns how many.
 
-
-def prepack_projections(model: nn.Module) -> int:
-    """Replace every plain projection in `model` by a prepacked one and drop its weight; returns how many."""
-    num_packed = 0
+    Some models multiply by a projection's weight without calling it: those keep it as it is.
+    """
+    called = _called(model, run)
+    packed_of: dict[int, PackedProjection] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child)
-            if packed is not None:
-                setattr(parent, name, packed)
-                num_packed += 1
-    return num_packed
+            weight = _weight_of(child)
+            if weight is None or id(child) not in called:
+                continue
+            if id(child) not in packed_of:
+                packed_of[id(child)] = PackedProjection(ops.pack_linear(weight, _bias_of(child)), weight)
+            setattr(parent, name, packed_of[id(child)])
+    return len(packed_of)
 
 
-def _packed(module: nn.Module) -> PrepackedLinear | None:
+def _called(model: nn.Module, run: Callable[[], object]) -> set[int]:
+    called: set[int] = set()
+
+    def note(module: nn.Module, _arguments: object) -> None:
+        called.add(id(module))
+
+    hooks = [
+        module.register_forward_pre_hook(note) for module in model.modules() if _weight_of(module) is not None
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return called
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """[out_features, in_features] of a plain projection; None for any other module."""
     # Subclasses compute something else; only the exact classes are known to be x W^T + b.
-    if type(module) is nn.Linear and can_prepack(module.weight.dtype):
-        return PrepackedLinear(module.weight, module.bias)
-    if type(module) is Conv1D and can_prepack(module.weight.dtype):
-        return PrepackedLinear(module.weight.t(), module.bias)
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    if type(module) is Conv1D:
+        return module.weight.detach().t()
     return None
+
+
+def _bias_of(module: nn.Module) -> Tensor | None:
+    return module.bias.detach() if isinstance(module.bias, Tensor) else None

@@ -9,6 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -36,7 +37,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoders can be served")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"{name} has quantized weights, which cannot be served")
-    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
+    text_config = config.get_text_config()
+    if getattr(text_config, "cross_attention_layers", None):
+        raise UnsupportedModel(f"{name} attends to another model's states in some of its layers")
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
     if unknown:
         kinds = ", ".join(sorted(unknown))
         raise UnsupportedModel(
@@ -49,12 +53,21 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
+def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config that the class is made from: that of its text part, where the class is no more than that."""
+    if chosen_class.config_class is config.sub_configs.get("text_config"):
+        return config.get_text_config()
+    return config
+
+
 def max_position(config: PreTrainedConfig) -> int:
-    """The longest sequence for which every row of a mixed batch is computed as it would be alone."""
+    """The longest sequence for which every row of a mixed batch is computed as it would be alone.
+
+    0 where the config does not say.
+    """
     text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None:
-        raise UnsupportedModel(f"{_name(config)} does not say max_position_embeddings")
+    limits = (getattr(text_config, name, None) for name in _LENGTH_LIMITS)
+    limit = next((limit for limit in limits if isinstance(limit, int)), 0)
     rope = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = rope.values() if all(isinstance(part, dict) for part in rope.values()) else [rope]
     for part in per_layer_type:

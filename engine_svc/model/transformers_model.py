@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext
-from triptych_kernels import kv_write, paged_attention
+from engine_svc.model.prepacked import prepack_projections
+from triptych_kernels import Ops
+
+# By these one knows embeddings of positions whose caller takes positions from the length of a cache.
+_POSITION_OPTIONS = frozenset({"past_key_values_length", "position_ids"})
 
 
 @dataclass(slots=True)
@@ -30,13 +35,14 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     scale: float
-    window: int | None
+    window: int | None  # as the layer says it, where it does; what holds is what its mask shows
     sinks: Tensor | None
     soft_cap: float | None
     others: dict[str, object]
 
 
 Attend = Callable[[AttentionCall], Tensor]
+MakeMask = Callable[..., Tensor | None]
 
 
 class TransformersModel:
@@ -45,19 +51,93 @@ class TransformersModel:
     It must have been warmed up (warm_up.py), which is what refuses models that would run wrongly.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
         self.module = module
         self.name = type(module).__name__
+        self._ops = ops
+        self._interface = f"triptych_{uuid.uuid4().hex}"
         self._attend: Attend = self._attend_paged
+        self._make_mask: MakeMask = _no_mask
+        self._windows: Sequence[int | None] = ()
+        self._last_position: int | None = None
+        self._positions: Tensor | None = None
         self._context: ForwardContext | None = None
         self._layer = 0
-        self._takes_logit_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+        parameters = inspect.signature(module.forward).parameters
+        self._takes_logit_rows = "logits_to_keep" in parameters
+        self._register()
+        self._takes_positions = "position_ids" in parameters or not self._hand_positions_to_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        """Where a step's tensors have to be."""
+        device: torch.device = self.module.device
+        return device
+
+    def use_windows(self, windows: Sequence[int | None]) -> None:
+        """Per attention layer, in order: tokens that a token sees, itself included; None is all before it."""
+        self._windows = tuple(windows)
+
+    def use_last_position(self, last_position: int) -> None:
+        """Tokens behind this place are computed as if they were there.
+
+        A step may be planned before a sequence's end is known: for its tokens nothing may have been learned.
+        """
+        self._last_position = last_position
 
     def take_over_attention(self) -> None:
         """From now on the module's attention layers ask this object."""
-        name = f"triptych_{uuid.uuid4().hex}"
+        self.module.set_attn_implementation(self._interface)
 
+    def give_back_attention(self) -> None:
+        """From now on the module computes attention itself."""
+        self.module.set_attn_implementation("eager")
+
+    def pack_projections(self, token_ids: Tensor) -> None:
+        """Lay the module's weights out for its device; token_ids are a sample that it computes for that."""
+        prepack_projections(self.module, self._ops, lambda: self.logits_alone(token_ids))
+
+    def logits_alone(self, token_ids: Tensor) -> Tensor:
+        """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""
+        logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False, return_dict=True).logits[0]
+        return logits
+
+    def forward_with(self, attend: Attend, make_mask: MakeMask, token_ids: Tensor) -> None:
+        """Run one sequence with `attend` in place of paged attention; it returns [1, T, H, E].
+
+        make_mask stands in for transformers' own functions that make masks, and gets their arguments.
+        """
+        self._attend, self._make_mask = attend, make_mask
+        try:
+            positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+            self._run(token_ids, positions, positions)
+        finally:
+            self._attend, self._make_mask = self._attend_paged, _no_mask
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
+
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step.
+        """
+        self._context = context
+        self._layer = 0
+        logits = self._run(token_ids, positions, logit_rows)
+        assert self._layer == len(context.layers)
+        self._context = None
+        return logits.float()
+
+    def _register(self) -> None:
         # Some models drop keyword arguments on the way, so the step comes from this object, not the call.
+        # What is registered stays for ever: it must not keep the model's weights.
+        owner = weakref.ref(self)
+
+        def model() -> TransformersModel:
+            found = owner()
+            assert found is not None, "a module runs whose model is gone"
+            return found
+
         def attend(
             module: nn.Module,
             query: Tensor,
@@ -74,65 +154,74 @@ class TransformersModel:
             call = AttentionCall(
                 module, query, key, value, attention_mask, scale, sliding_window, s_aux, softcap, others
             )
-            return self._attend(call), None
+            return model()._attend(call), None
 
-        AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, _no_mask)
-        self.module.set_attn_implementation(name)
+        def make_mask(**arguments: object) -> Tensor | None:
+            return model()._make_mask(**arguments)
 
-    def forward_with(self, attend: Attend, token_ids: Tensor) -> None:
-        """Run one sequence with `attend` in place of paged attention; it returns [1, T, H, E]."""
-        self._attend = attend
-        positions = torch.arange(token_ids.shape[0])
-        self._run(token_ids, positions, positions)
-        self._attend = self._attend_paged
+        AttentionInterface.register(self._interface, attend)
+        AttentionMaskInterface.register(self._interface, make_mask)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
-    ) -> Tensor:
-        """Logits [N, V] of the tokens at `logit_rows`; afterwards the cache holds the step's keys and values.
+    def _hand_positions_to_embeddings(self) -> bool:
+        """For models that number tokens by the length of their own cache; False where this is none."""
 
-        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step.
-        """
-        self._context = context
-        self._layer = 0
-        logits = self._run(token_ids, positions, logit_rows)
-        assert self._layer == len(context.key_caches)
-        self._context = None
-        return logits
+        def replace(
+            _: nn.Module, arguments: tuple[object, ...], options: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            if self._positions is None:
+                return arguments, options
+            return arguments, {**options, "position_ids": self._positions}
+
+        embeddings = [
+            module
+            for module in self.module.modules()
+            if inspect.signature(module.forward).parameters.keys() >= _POSITION_OPTIONS
+        ]
+        for embedding in embeddings:
+            embedding.register_forward_pre_hook(replace, with_kwargs=True)
+        return bool(embeddings)
 
     def _run(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        wish = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
-        output = self.module(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **wish
-        )
+        options: dict[str, Tensor] = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
+        if self._takes_positions:
+            options["position_ids"] = positions[None]
+        self._positions = positions
+        try:
+            output = self.module(input_ids=token_ids[None], use_cache=False, return_dict=True, **options)
+        finally:
+            self._positions = None
         logits: Tensor = output.logits[0]
         return logits if self._takes_logit_rows else logits[logit_rows]
 
     def _attend_paged(self, call: AttentionCall) -> Tensor:
-        context, layer = self._context, self._layer
+        context, index = self._context, self._layer
         assert context is not None
-        self._layer = layer + 1
-        key_cache, value_cache = context.key_caches[layer], context.value_caches[layer]
-        kv_write(
-            call.key[0].transpose(0, 1),
-            call.value[0].transpose(0, 1),
-            key_cache,
-            value_cache,
-            context.slot_mapping,
+        assert call.mask is None
+        self._layer = index + 1
+        layer = context.layers[index]
+        dtype = layer.key_cache.dtype
+        self._ops.kv_write(
+            call.key[0].transpose(0, 1).to(dtype),
+            call.value[0].transpose(0, 1).to(dtype),
+            layer.key_cache,
+            layer.value_cache,
+            context.slot_mappings[layer.group],
         )
-        attended: Tensor = paged_attention(
-            call.query[0].transpose(0, 1),
-            key_cache,
-            value_cache,
-            context.attention,
+        attended: Tensor = self._ops.paged_attention(
+            call.query[0].transpose(0, 1).to(dtype),
+            layer.key_cache,
+            layer.value_cache,
+            context.attention[layer.group],
             scale=call.scale,
-            window=call.window,
+            window=self._windows[index],
             sinks=call.sinks,
             soft_cap=call.soft_cap,
         )
-        return attended[None]
+        # Some models look at it as another shape, which only contiguous memory allows.
+        return attended[None].to(call.value.dtype).contiguous()
 
 
-def _no_mask(*_: object, **__: object) -> None:
+def _no_mask(**_: object) -> None:
     """The mask of a step: attention knows from the step's row lengths who may see whom."""

@@ -1,40 +1,126 @@
-"""Where a plan is run. Inline: in the caller's thread, before `launch` returns."""
+"""Where plans are run on this machine: in the caller's thread, or in one beside it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 from engine_svc.step import StepPlan, StepResult
 
-
-class PlanRunner(Protocol):
-    """Runs one plan to its end."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """What the plan yielded."""
+# What is asked for by its name beside plans, in plain values, and answered in such.
+Call = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that was over when it was launched."""
-
-    step_result: StepResult
+class LaunchedStep(Protocol):
+    """A step under way."""
 
     def result(self) -> StepResult:
-        """What the step yielded, at once."""
-        return self.step_result
+        """What it yielded; waits until it is done."""
+        ...
+
+
+class PlanRunner(Protocol):
+    """Starts plans, in order."""
+
+    def execute(self, plan: StepPlan) -> LaunchedStep:
+        """Do what the plan says."""
+        ...
 
 
 class InlineExecutor:
-    """Runs plans in the calling thread."""
+    """Runs plans in the calling thread: where the device works by itself, or nobody else has work to do."""
 
-    def __init__(self, runner: PlanRunner) -> None:
+    def __init__(self, runner: PlanRunner, calls: Mapping[str, Call] | None = None) -> None:
         self._runner = runner
+        self._calls = calls or {}
 
-    def launch(self, plan: StepPlan) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run the plan now."""
-        return FinishedStep(self._runner.execute(plan))
+        return self._runner.execute(plan)
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
+        """Do now what goes by this name; the answer of the only rank."""
+        return [self._calls[name](arguments)]
 
     def shutdown(self) -> None:
         """Nothing runs outside the caller's thread, so nothing is left to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """Something beside the plans, and where its answer goes."""
+
+    call: Call
+    arguments: Mapping[str, object]
+    answers: SimpleQueue[Mapping[str, object] | _Failed] = field(default_factory=SimpleQueue)
+
+
+class ThreadExecutor:
+    """Runs plans in a thread of its own: on a CPU the next step is planned while this one is computed.
+
+    Results are taken in the order of the launches.
+    """
+
+    def __init__(self, runner: PlanRunner, calls: Mapping[str, Call] | None = None) -> None:
+        self._runner = runner
+        self._calls = calls or {}
+        # Both are as short as the steps that the loop has in flight.
+        self._plans: SimpleQueue[StepPlan | _Called | None] = SimpleQueue()
+        self._results: SimpleQueue[StepResult | _Failed] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Run the plan behind those launched before."""
+        self._plans.put(plan)
+        return _QueuedStep(self._results)
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
+        """Do what goes by this name behind the plans launched so far; the answer of the only rank.
+
+        Takes no results: those of steps in flight come afterwards, as ever.
+        """
+        called = _Called(self._calls[name], arguments)
+        self._plans.put(called)
+        answer = called.answers.get()
+        if isinstance(answer, _Failed):
+            raise answer.error
+        return [answer]
+
+    def shutdown(self) -> None:
+        """Let the thread end after the plans that were launched."""
+        self._plans.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                if isinstance(plan, _Called):
+                    plan.answers.put(plan.call(plan.arguments))
+                else:
+                    self._results.put(self._runner.execute(plan).result())
+            except BaseException as error:  # Whatever it is, it belongs to who waits for the result.
+                (plan.answers if isinstance(plan, _Called) else self._results).put(_Failed(error))
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedStep:
+    results: SimpleQueue[StepResult | _Failed]
+
+    def result(self) -> StepResult:
+        """The oldest result that nobody has taken; the error that ended its step is raised here."""
+        result = self.results.get()
+        if isinstance(result, _Failed):
+            raise result.error
+        return result

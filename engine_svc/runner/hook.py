@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from engine_svc.runner.input_batch import InputBatch
@@ -23,5 +25,5 @@ class RunnerHook(Protocol):
 class LogitsProcessor(Protocol):
     """Changes what is sampled from."""
 
-    def __call__(self, logits: Tensor, batch: InputBatch, rows: list[int]) -> Tensor:
+    def __call__(self, logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
         """Logits [N, V] fp32 in place of those given, which may be written; entry n is of row rows[n]."""

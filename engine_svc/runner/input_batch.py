@@ -1,7 +1,8 @@
-"""The requests being run, as rows of columns that persist, and a step's inputs made from them."""
+"""The requests being run, as rows that persist on the device, and a step's inputs made from them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,117 +13,170 @@ from torch import Tensor
 from engine_svc.step import AdmittedRequest, StepPlan
 from triptych_kernels import AttentionBatch
 
-_Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class StepInputs:
     """A step's rows flattened: first the tokens of the plan's row 0, then of row 1, and so on.
 
-    token_ids, positions, slot_mapping: [T] int64.  logit_rows: [N] int64, last tokens of rows that sample.
-    sampling_rows: [N], those rows of the batch.
+    token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, last tokens of
+    rows that sample.  rows: [R], the batch's row of each of the plan's.  sampling_rows: [N], those that sample;
+    sampling_positions: [N], the places of the tokens that they sample.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    attention: AttentionBatch
+    slot_mappings: list[Tensor]
+    attention: list[AttentionBatch]
     logit_rows: Tensor
-    sampling_rows: _Ints
+    rows: Ints
+    counts: Ints
+    sampling_rows: Ints
+    sampling_positions: Ints
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row computes one token."""
+        return len(self.rows) == self.token_ids.shape[0]
 
 
 class InputBatch:
     """A row per admitted request; the row is free again once the request is released.
 
-    Columns are indexed by row. `lengths` counts known tokens, sampled ones included.
+    Token ids live on the device, sampled ones are written there and never wait for the host. Block tables are
+    kept on the host, where plans change them, and what changed of them is copied.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or torch.device("cpu")
         self._block_size = block_size
-        self._vocab_size = vocab_size
-        self._row_of: dict[str, int] = {}
+        self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        # A token is sampled behind the longest sequence where a step was planned before its end was known.
         # Never touched memory costs nothing, so every row may have the longest length.
-        self.token_ids = np.empty((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
-        self._block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
-        # Below this length a row may not end; 0 where that is no matter.
-        self.min_lengths = np.zeros(max_num_seqs, dtype=np.int64)
-        self.end_token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.token_ids = torch.empty(max_num_seqs, max_model_len + 2, dtype=torch.int32, device=self.device)
+        num_columns = -(-(max_model_len + 2) // block_size)
+        self._tables = np.zeros((num_groups, max_num_seqs, num_columns), dtype=np.int32)
+        self._num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
+        self._is_on_host = self.device.type == "cpu"
+        self._device_tables = torch.from_numpy(self._tables).to(self.device)
+        self._changed_rows: set[int] = set()
 
-    def apply(self, plan: StepPlan) -> list[int]:
-        """Release, admit and extend as the plan says. Returns the ids of blocks that came without KV."""
-        for request_id in plan.released:
-            self._free_rows.append(self._row_of.pop(request_id))
-        for admitted in plan.admitted:
-            self._enter(admitted)
+    def apply(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, AdmittedRequest]], list[int]]:
+        """Release, admit and extend as the plan says.
+
+        Returns the rows that are free again, those that were entered, and the blocks that came without KV.
+        """
+        left = [self.row_of.pop(request_id) for request_id in plan.released]
+        self._free_rows += left
+        entered = [(self._enter(admitted), admitted) for admitted in plan.admitted]
         fresh: list[int] = []
         for request_id, block_ids, num_computed in zip(
             plan.request_ids, plan.new_block_ids, plan.num_computed_tokens, strict=True
         ):
             if block_ids:
-                fresh += self._extend(self._row_of[request_id], block_ids[0], num_computed)
-        return fresh
+                row = self.row_of[request_id]
+                for group, gained in enumerate(block_ids):
+                    if gained:
+                        fresh += self._extend(group, row, gained, num_computed)
+        return left, entered, fresh
 
-    def _enter(self, admitted: AdmittedRequest) -> None:
-        assert admitted.request_id not in self._row_of, f"{admitted.request_id} is already in the batch"
-        row = self._row_of[admitted.request_id] = self._free_rows.pop()
-        sampling = admitted.sampling
-        length = len(admitted.token_ids)
-        self.token_ids[row, :length] = admitted.token_ids
-        self.lengths[row] = length
-        # One group: all layers share a block table.
-        (block_ids,) = admitted.block_ids
-        self._block_tables[row, : len(block_ids)] = block_ids
-        self._num_blocks[row] = len(block_ids)
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.seeds[row] = np.uint64(sampling.seed & (2**64 - 1)).astype(np.int64)
-        ends = sorted(token_id for token_id in sampling.end_token_ids if 0 <= token_id < self._vocab_size)
-        self.end_token_ids[row] = ends
-        self.min_lengths[row] = admitted.num_prompt_tokens + sampling.min_tokens if ends else 0
+    def _enter(self, admitted: AdmittedRequest) -> int:
+        assert admitted.request_id not in self.row_of, f"{admitted.request_id} is already in the batch"
+        row = self.row_of[admitted.request_id] = self._free_rows.pop()
+        known = torch.tensor(admitted.token_ids, dtype=torch.int32)
+        self.token_ids[row, : len(admitted.token_ids)] = known.to(self.device, non_blocking=True)
+        for group, block_ids in enumerate(admitted.block_ids):
+            self._tables[group, row, : len(block_ids)] = block_ids
+            self._num_blocks[group, row] = len(block_ids)
+        self._changed_rows.add(row)
+        return row
 
-    def _extend(self, row: int, block_ids: list[int], num_computed: int) -> list[int]:
-        start = int(self._num_blocks[row])
+    def _extend(self, group: int, row: int, block_ids: list[int], num_computed: int) -> list[int]:
+        start = int(self._num_blocks[group, row])
         end = start + len(block_ids)
-        self._block_tables[row, start:end] = block_ids
-        self._num_blocks[row] = end
+        self._tables[group, row, start:end] = block_ids
+        self._num_blocks[group, row] = end
+        self._changed_rows.add(row)
         num_with_kv = -(-num_computed // self._block_size)
         return block_ids[max(0, num_with_kv - start) :]
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """The inputs of the plan's rows, which must have been applied."""
-        rows = np.array([self._row_of[request_id] for request_id in plan.request_ids], dtype=np.int64)
+        row_of = self.row_of
+        rows = np.array([row_of[request_id] for request_id in plan.request_ids], dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
         starts = np.array(plan.num_computed_tokens, dtype=np.int64)
         samples = np.array(plan.samples, dtype=bool)
         totals = starts + counts
         ends = np.cumsum(counts)
-        row_of_token = np.repeat(rows, counts)
-        positions = np.arange(ends[-1]) + np.repeat(totals - ends, counts)
-        blocks = self._block_tables[row_of_token, positions // self._block_size].astype(np.int64)
-        num_columns = -(-int(totals.max()) // self._block_size)
+        if len(rows) == ends[-1]:
+            row_of_token, positions = rows, starts
+        else:
+            row_of_token = np.repeat(rows, counts)
+            positions = np.arange(ends[-1]) + np.repeat(totals - ends, counts)
+        size = self._block_size
+        columns, offsets = np.divmod(positions, size)
+        slots = [table[row_of_token, columns].astype(np.int64) * size + offsets for table in self._tables]
+        starts_of_rows = np.concatenate(([0], ends))
+        on_device = self._send(
+            [row_of_token, positions, *slots, starts_of_rows, totals, ends[samples] - 1, rows]
+        )
+        num_groups = len(slots)
+        device_rows, device_positions = on_device[0], on_device[1]
+        query_starts, total_lengths, logit_rows, batch_rows = on_device[2 + num_groups :]
+        max_total = int(totals.max())
+        tables = self._gathered_tables(rows, batch_rows, -(-max_total // size))
+        query_starts, total_lengths = query_starts.int(), total_lengths.int()
         return StepInputs(
-            token_ids=torch.from_numpy(self.token_ids[row_of_token, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
-            attention=AttentionBatch(
-                block_tables=torch.from_numpy(self._block_tables[rows, :num_columns]),
-                query_lengths=torch.from_numpy(counts),
-                total_lengths=torch.from_numpy(totals),
-                block_size=self._block_size,
-            ),
-            logit_rows=torch.from_numpy((ends - 1)[samples]),
+            token_ids=self.token_ids[device_rows, device_positions].long(),
+            positions=device_positions,
+            slot_mappings=on_device[2 : 2 + num_groups],
+            attention=[
+                AttentionBatch(table, query_starts, total_lengths, size, int(counts.max()), max_total)
+                for table in tables
+            ],
+            logit_rows=logit_rows,
+            rows=rows,
+            counts=counts,
             sampling_rows=rows[samples],
+            sampling_positions=totals[samples],
         )
 
-    def append(self, rows: _Ints, token_ids: _Ints) -> None:
-        """Add one sampled token to each of the rows."""
-        self.token_ids[rows, self.lengths[rows]] = token_ids
-        self.lengths[rows] += 1
+    def append(self, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
+        """Write each row's sampled token at its place. token_ids: [N] int64, on the device."""
+        places = self._send([rows, positions])
+        self.token_ids[places[0], places[1]] = token_ids.int()
+
+    def table(self, group: int, row: int) -> list[int]:
+        """The block ids of a row."""
+        ids: list[int] = self._tables[group, row, : self._num_blocks[group, row]].tolist()
+        return ids
+
+    def _gathered_tables(self, rows: Ints, device_rows: Tensor, num_columns: int) -> Sequence[Tensor]:
+        if self._is_on_host:
+            self._changed_rows.clear()
+            return [torch.from_numpy(table[rows, :num_columns]) for table in self._tables]
+        if self._changed_rows:
+            changed = np.fromiter(self._changed_rows, dtype=np.int64)
+            content = torch.from_numpy(self._tables[:, changed]).pin_memory()
+            (places,) = self._send([changed])
+            self._device_tables.index_copy_(1, places, content.to(self.device, non_blocking=True))
+            self._changed_rows.clear()
+        return list(self._device_tables.index_select(1, device_rows)[:, :, :num_columns].unbind(0))
+
+    def _send(self, columns: list[Ints]) -> list[Tensor]:
+        """The columns as tensors on the device, in one copy."""
+        if self._is_on_host:
+            return [torch.from_numpy(column) for column in columns]
+        packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self.device, non_blocking=True)
+        return list(packed.split([len(column) for column in columns]))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import psutil
 import torch
 from torch import Tensor
 
-from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.model.context import LayerCache
+from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
 
 logger = logging.getLogger(__name__)
 
-# Free memory that the cache may take when nobody said how much.
-_DEFAULT_SHARE = 0.25
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MIB = 1 << 20
 
 
@@ -39,94 +38,96 @@ class KVSizing:
         return self.num_blocks * self.bytes_per_block
 
 
-def size_kv_cache(
-    facts: ModelFacts,
-    *,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    kv_cache_memory: int | None = None,
-    num_kv_blocks: int | None = None,
-) -> KVSizing:
-    """Choose the number of blocks: num_kv_blocks, else what kv_cache_memory or a share of free memory holds.
+def place_layers(
+    shapes: Sequence[KVShape], groups: Sequence[LayerGroup]
+) -> tuple[dict[KVShape, int], list[int]]:
+    """How many pairs of tensors of each shape there are, and which of its shape each layer has.
 
-    Never more than max_num_seqs requests of full length can use, unless num_kv_blocks says so.
-    Raises KVCapacityError when one request of max_model_len tokens does not fit.
+    A block belongs to one group at a time, so that layers of different groups may keep their KV in the same
+    tensors; those of one group may not. Windows are no part of a shape here.
     """
-    itemsize = _DTYPES[facts.dtype].itemsize
-    values_per_token = sum(
-        shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in facts.kv_shapes
+    counts: Counter[KVShape] = Counter()
+    place_of = [0] * len(shapes)
+    for group in groups:
+        used: Counter[KVShape] = Counter()
+        for layer in group.layers:
+            shape = replace(shapes[layer], window=None)
+            place_of[layer] = used[shape]
+            used[shape] += 1
+        counts |= used
+    return dict(counts), place_of
+
+
+def bytes_per_block(facts: ModelFacts, block_size: int) -> int:
+    """What one block takes in all tensors."""
+    counts, _ = place_layers(facts.kv_shapes, facts.groups)
+    values = sum(
+        count * shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape, count in counts.items()
     )
-    bytes_per_block = values_per_token * block_size * itemsize
-    blocks_per_request = -(-max_model_len // block_size)
-    if num_kv_blocks is not None:
-        num_blocks, source = num_kv_blocks, f"num_kv_blocks is {num_kv_blocks}"
-    elif kv_cache_memory is not None:
-        num_blocks = kv_cache_memory // bytes_per_block
-        source = f"kv_cache_memory of {kv_cache_memory} bytes holds {num_blocks}"
-    else:
-        free = psutil.virtual_memory().available
-        num_blocks = int(free * _DEFAULT_SHARE) // bytes_per_block
-        source = f"{_DEFAULT_SHARE:.0%} of {free / _MIB:.0f} MiB free memory hold {num_blocks}"
-    if num_blocks < blocks_per_request:
-        shorter = f"lower max_model_len to at most {num_blocks * block_size} or " if num_blocks else ""
-        raise KVCapacityError(
-            f"one request of max_model_len {max_model_len} needs {blocks_per_request} blocks of {block_size} "
-            f"tokens, {blocks_per_request * bytes_per_block} bytes, but {source}; "
-            f"{shorter}give the cache more memory"
-        )
-    if num_kv_blocks is None:
-        num_blocks = min(num_blocks, max_num_seqs * blocks_per_request)
-    sizing = KVSizing(num_blocks, block_size, bytes_per_block)
-    free = psutil.virtual_memory().available
-    if sizing.total_bytes > free:
-        # Nothing is taken before it is used, so this shows only when most of the blocks have been.
-        logger.warning(
-            "the KV cache is larger than free memory",
-            extra={"kv_cache_mib": sizing.total_bytes // _MIB, "free_mib": free // _MIB},
-        )
-    return sizing
+    return values * block_size * DTYPES[facts.dtype].itemsize
+
+
+def max_blocks_per_request(
+    groups: Sequence[LayerGroup], *, num_tokens: int, max_in_flight_tokens: int, block_size: int
+) -> int:
+    """Most blocks that a request of `num_tokens` holds at once, in all groups together."""
+    total = 0
+    for group in groups:
+        whole = -(-num_tokens // block_size)
+        if group.window is None:
+            total += whole
+        else:
+            # The window and what is in flight, and one block more as neither need begin with a block.
+            held = min(group.window - 1 + max_in_flight_tokens, num_tokens)
+            total += min(-(-held // block_size) + 1, whole)
+    return total
 
 
 class KVTensors:
-    """A key cache [G, B, S, D] and a value cache [G, B, S, E] per attention layer; equals lie together.
+    """A key cache [G, B, S, D] and a value cache [G, B, S, E] per attention layer.
 
-    Raises KVCapacityError where the machine has no room for them at all.
+    Raises KVCapacityError where the device has no room for them at all.
     """
 
-    def __init__(self, facts: ModelFacts, sizing: KVSizing) -> None:
+    def __init__(self, facts: ModelFacts, sizing: KVSizing, device: torch.device | None = None) -> None:
         self.sizing = sizing
-        self._stacks: list[Tensor] = []
-        layers_of: dict[KVShape, list[int]] = defaultdict(list)
-        for layer, shape in enumerate(facts.kv_shapes):
-            layers_of[shape].append(layer)
-        keys: dict[int, Tensor] = {}
-        values: dict[int, Tensor] = {}
-        dtype = _DTYPES[facts.dtype]
-        for shape, layers in layers_of.items():
-            for caches, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
-                stack = _allocate(
-                    (len(layers), shape.num_kv_heads, sizing.num_blocks, sizing.block_size, dim), dtype
-                )
-                self._stacks.append(stack)
-                caches.update(zip(layers, stack.unbind(0), strict=True))
-        self.key_caches = [keys[layer] for layer in range(facts.num_layers)]
-        self.value_caches = [values[layer] for layer in range(facts.num_layers)]
+        self.device = device or torch.device("cpu")
+        dtype = DTYPES[facts.dtype]
+        counts, place_of = place_layers(facts.kv_shapes, facts.groups)
+        self._keys = {
+            shape: self._stack(shape, count, shape.key_dim, dtype) for shape, count in counts.items()
+        }
+        self._values = {
+            shape: self._stack(shape, count, shape.value_dim, dtype) for shape, count in counts.items()
+        }
+        group_of = {layer: index for index, group in enumerate(facts.groups) for layer in group.layers}
+        self.layers: list[LayerCache] = []
+        for layer, place in enumerate(place_of):
+            shape = replace(facts.kv_shapes[layer], window=None)
+            self.layers.append(
+                LayerCache(group_of[layer], self._keys[shape][place], self._values[shape][place])
+            )
+
+    @property
+    def stacks(self) -> list[Tensor]:
+        """All of the memory, as tensors [layers, G, B, S, D or E]."""
+        return [*self._keys.values(), *self._values.values()]
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
-        for stack in self._stacks:
-            for block_id in block_ids:
-                stack[:, :, block_id].zero_()
+        if block_ids:
+            places = torch.tensor(block_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+            for stack in self.stacks:
+                stack.index_fill_(2, places, 0)
 
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    try:
-        # Not zeroed: memory that was never touched costs nothing, and `clear` comes before any use.
-        return torch.empty(shape, dtype=dtype)
-    except RuntimeError as error:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        raise KVCapacityError(
-            f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
-            "kv_cache_memory"
-        ) from error
+    def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
+        size = (count, shape.num_kv_heads, self.sizing.num_blocks, self.sizing.block_size, dim)
+        try:
+            # Not zeroed: memory that was never touched costs nothing, and `clear` comes before any use.
+            return torch.empty(size, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            num_bytes = math.prod(size) * dtype.itemsize
+            raise KVCapacityError(
+                f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
+                "kv_cache_memory"
+            ) from error

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.kv_tensors import KVTensors
+from engine_svc.runner.profiler import Profiler
+from engine_svc.runner.prompt_rows import (
+    PromptPart,
+    PromptRow,
+    find_prompt_rows,
+    tell_prompts,
+    with_prompt_logits,
+)
+from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import Sampler
-from engine_svc.step import StepPlan, StepResult
-
-
-class Model(Protocol):
-    """A decoder over the paged cache."""
-
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
-    ) -> Tensor:
-        """Logits [N, V] of the tokens at `logit_rows`, all [T] or [N] int64."""
+from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.step import StepPlan
+from triptych_kernels import AttentionBatch, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,51 +49,123 @@ class ModelRunner:
         facts: ModelFacts,
         kv: KVTensors,
         config: RunnerConfig,
+        ops: Ops,
+        *,
         hooks: Sequence[RunnerHook] = (),
         logits_processors: Sequence[LogitsProcessor] = (),
+        graphs: DecodeGraphs | None = None,
+        source: WeightSource | None = None,
     ) -> None:
-        self._model = model
+        self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
         self._hooks = tuple(hooks)
-        self._sampler = Sampler(logits_processors)
+        self._profiler = Profiler()
+        self._max_model_len = config.max_model_len
+        self._sampler = Sampler(
+            ops,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=facts.vocab_size,
+            device=kv.device,
+            processors=logits_processors,
+        )
         self._batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
-            vocab_size=facts.vocab_size,
+            num_groups=len(facts.groups),
+            device=kv.device,
         )
+
+    @property
+    def batch(self) -> InputBatch:
+        """The rows, for who brings tokens that another rank sampled."""
+        return self._batch
+
+    @property
+    def sampler(self) -> Sampler:
+        """What rows wish, for who compares ranks."""
+        return self._sampler
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Do what the plan says and return one token for every row that samples."""
+    def execute(self, plan: StepPlan) -> RunningStep:
+        """Do what the plan says; every row that samples yields one token. Never waits for the device."""
+        model = self._resident.awake_model()
         if any(plan.draft_token_ids):
             raise ValueError(f"step {plan.step_number} has draft tokens, and nothing here verifies drafts")
-        self._kv.clear(self._batch.apply(plan))
-        if not plan.request_ids:
-            return StepResult(plan.step_number, sampled=[])
-        inputs = self._batch.gather(plan)
+        with self._profiler.range("apply"):
+            self._apply(plan)
+            if not plan.request_ids:
+                return RunningStep(plan, None, self._kv.device)
+            inputs = self._batch.gather(plan)
         for hook in self._hooks:
             hook.before_forward(plan, self._batch)
-        logits = self._model.forward(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.logit_rows,
-            ForwardContext(inputs.slot_mapping, inputs.attention, self._kv.key_caches, self._kv.value_caches),
-        )
+        prompts: list[PromptRow] = []
+        if self._sampler.any_wants_prompt_logprobs:
+            prompts = find_prompt_rows(plan, inputs, self._sampler)
+        num_sampling = len(inputs.sampling_rows)
+        if prompts:
+            inputs = with_prompt_logits(inputs, prompts, self._kv.device)
+        with self._profiler.range("forward"):
+            logits = self._forward(model, inputs)
         for hook in self._hooks:
             hook.after_forward(plan, self._batch)
-        return self._sample(plan, logits, inputs)
+        told: list[PromptPart] = []
+        if prompts and logits.shape[0]:
+            told = tell_prompts(prompts, logits[num_sampling:], self._batch.token_ids, self._sampler)
+            logits = logits[:num_sampling]
+        if not num_sampling or not logits.shape[0]:
+            return RunningStep(plan, None, self._kv.device, told)
+        with self._profiler.range("sample"):
+            sampled = self._sampler.choose(
+                logits, inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
+            )
+            self._batch.append(inputs.sampling_rows, inputs.sampling_positions, sampled.token_ids)
+        return RunningStep(plan, sampled, self._kv.device, told)
 
-    def _sample(self, plan: StepPlan, logits: Tensor, inputs: StepInputs) -> StepResult:
-        result = StepResult(plan.step_number, sampled=[[] for _ in plan.request_ids])
-        if not len(inputs.sampling_rows):
-            return result
-        tokens, is_valid = self._sampler.choose(logits, self._batch, inputs.sampling_rows)
-        self._batch.append(inputs.sampling_rows[is_valid], tokens[is_valid])
-        indices = [index for index, samples in enumerate(plan.samples) if samples]
-        for index, token, valid in zip(indices, tokens.tolist(), is_valid.tolist(), strict=True):
-            if valid:
-                result.sampled[index] = [token]
-            else:
-                result.non_finite.append(index)
-        return result
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a forward that stores nothing, so that the first request finds weights read and kernels compiled."""
+        num_tokens = min(num_tokens, self._max_model_len)
+        positions = torch.arange(num_tokens, device=self._kv.device)
+        slots = torch.full_like(positions, -1)
+        size = self._kv.sizing.block_size
+        table = torch.zeros(1, -(-num_tokens // size), dtype=torch.int32, device=self._kv.device)
+        batch = AttentionBatch.of(table, [num_tokens], [num_tokens], size)
+        groups = range(1 + max(layer.group for layer in self._kv.layers))
+        context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
+        self._resident.awake_model().forward(torch.zeros_like(positions), positions, positions[-1:], context)
+
+    def sleep(self, level: int) -> None:
+        """Give memory back as Resident.sleep says. No step may be under way, and no request keep its KV."""
+        self._resident.sleep(level)
+
+    def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
+        """Bring back what `tags` name; the KV cache comes back empty."""
+        self._resident.wake(tags)
+
+    def reload_weights(self, folder: Path | None = None) -> ModelFacts:
+        """Put the weights of `folder` in place of the present ones; cached KV is of the old ones."""
+        return self._resident.reload(folder)
+
+    def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
+        """Record what steps do from now on, in the thread that runs them; the file that this is for."""
+        return self._profiler.start(folder, prefix)
+
+    def stop_profile(self) -> Path:
+        """End the recording and write its file."""
+        return self._profiler.stop()
+
+    def _apply(self, plan: StepPlan) -> None:
+        left, entered, fresh = self._batch.apply(plan)
+        for row in left:
+            self._sampler.leave(row)
+        for row, admitted in entered:
+            self._sampler.enter(row, admitted)
+        self._kv.clear(fresh)
+
+    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
+        graphs = self._resident.graphs
+        if graphs is not None and inputs.is_decode and graphs.has_room(len(inputs.rows)):
+            return graphs.forward(inputs)
+        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)

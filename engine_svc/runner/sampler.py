@@ -1,8 +1,14 @@
-"""From logits to tokens, each row as its request wishes. Noise is a pure function of (seed, position)."""
+"""From logits to tokens, each row as its request wishes. Noise is a pure function of (seed, position).
+
+Nothing here waits for the device: what is done is decided by what rows wished when they entered.
+Knows no scheduler, no blocks and no model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -10,51 +16,169 @@ import torch
 from torch import Tensor
 
 from engine_svc.runner.hook import LogitsProcessor
-from engine_svc.runner.input_batch import InputBatch
-from triptych_kernels import sample, uniform_noise
+from engine_svc.runner.sampling.logprobs import LogprobWishes, PromptLogprobs, SampledLogprobs
+from engine_svc.runner.sampling.parameters import DrawParameters
+from engine_svc.runner.sampling.penalties import Penalties
+from engine_svc.runner.sampling.token_rules import TokenRules
+from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.step import AdmittedRequest
+from triptych_kernels import Ops, uniform_noise
+from triptych_kernels.reference.sampling import kept_weights
 
 _Ints = npt.NDArray[np.int64]
-_Bools = npt.NDArray[np.bool_]
+
+
+class LogprobsMode(Enum):
+    """What is told as the log probability of a sampled token: before all changes or after, normed or not.
+
+    After all changes means with what was cut away at -inf; to find it, a GPU is waited for.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    PROCESSED_LOGITS = "processed_logits"
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the model's own logits are told of."""
+        return self in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether log probabilities are told, and not logits."""
+        return self in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What N rows chose, on the device. A row whose largest logit is not finite chose nothing of meaning.
+
+    token_ids: [N] int64.  is_finite: [N] bool.  logprobs: of the rows that asked, None where none did.
+    """
+
+    token_ids: Tensor
+    is_finite: Tensor
+    logprobs: SampledLogprobs | None
 
 
 class Sampler:
     """Chooses one token for each row: the largest logit at temperature 0, else a draw."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        processors: Sequence[LogitsProcessor] = (),
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+    ) -> None:
+        self._ops = ops
+        self._device = device
         self._processors = tuple(processors)
+        self._mode = logprobs_mode
+        self._parameters = DrawParameters(max_num_seqs, device)
+        self._rules = TokenRules(vocab_size, device)
+        self._penalties = Penalties(max_num_seqs, vocab_size, device)
+        self._wishes = LogprobWishes(vocab_size, device)
 
-    def choose(self, logits: Tensor, batch: InputBatch, rows: _Ints) -> tuple[_Ints, _Bools]:
-        """Tokens [N] and whether each is valid; a row without a finite largest logit has none.
+    def enter(self, row: int, admitted: AdmittedRequest) -> None:
+        """From now on `row` is that request's, with the tokens it has already."""
+        sampling, num_prompt_tokens = admitted.sampling, admitted.num_prompt_tokens
+        self._parameters.enter(row, sampling)
+        self._rules.enter(row, sampling, num_prompt_tokens)
+        self._penalties.enter(row, sampling, num_prompt_tokens)
+        self._wishes.enter(row, sampling, num_prompt_tokens)
 
-        logits: [N, V], entry n of batch row rows[n], whose next token will stand at batch.lengths[rows[n]].
+    def leave(self, row: int) -> None:
+        """The request of `row` is gone."""
+        self._rules.leave(row)
+        self._penalties.leave(row)
+        self._wishes.leave(row)
+
+    def choose(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> Sampled:
+        """One token for each of `rows`, to stand at `positions`, i.e. behind as many known tokens.
+
+        logits: [N, V] contiguous, entry n of rows[n]; fp32 ones are written.  token_ids: [max_num_seqs, L]
+        int32, of which token_ids[rows[n], :positions[n]] are read.
         """
         logits = logits.float()
-        self._mask_ends(logits, batch, rows)
+        asking = self._wishes.indices(rows)
+        scores = None
+        if asking and self._mode.is_raw:
+            scores = self._scores(self._pick(logits, asking))
         for process in self._processors:
-            logits = process(logits, batch, rows.tolist())
+            logits = process(logits, rows).contiguous()
+        self._rules.apply(logits, rows, positions, token_ids)
+        self._penalties.apply(logits, rows, positions, token_ids)
         # One pass gives the greedy token and finds NaN, which is larger than every number here.
-        highest, greedy = logits.max(dim=-1)
-        is_finite: _Bools = highest.isfinite().numpy()
-        tokens: _Ints = greedy.numpy()
-        is_drawn = is_finite & (batch.temperature[rows] > 0.0)
-        if is_drawn.any():
-            tokens[is_drawn] = self._draw(logits[torch.from_numpy(is_drawn)], batch, rows[is_drawn])
-        return tokens, is_finite
+        highest, tokens = self._ops.greedy(logits)
+        drawn = self._parameters.is_drawn(rows).nonzero()[0]
+        if len(drawn):
+            tokens = self._draw(logits, rows, positions, drawn, tokens)
+        logprobs = None
+        if asking:
+            if scores is None:
+                scores = self._scores(self._processed(logits, rows, positions, asking))
+            logprobs = self._wishes.tell_sampled(scores, self._pick(tokens, asking), asking, rows)
+        return Sampled(tokens, highest.isfinite(), logprobs)
 
-    def _mask_ends(self, logits: Tensor, batch: InputBatch, rows: _Ints) -> None:
-        is_too_short = batch.lengths[rows] < batch.min_lengths[rows]
-        for index in np.flatnonzero(is_too_short).tolist():
-            logits[index, batch.end_token_ids[rows[index]]] = float("-inf")
+    def wants_prompt_logprobs(self, row: int) -> bool:
+        """Whether the request of `row` wants to be told of its prompt."""
+        return self._wishes.wants_prompt(row)
 
-    def _draw(self, logits: Tensor, batch: InputBatch, rows: _Ints) -> _Ints:
-        noise = uniform_noise(
-            torch.from_numpy(batch.seeds[rows]), torch.from_numpy(batch.lengths[rows]), draw=0
+    @property
+    def any_wants_prompt_logprobs(self) -> bool:
+        """Whether some row wants to be told of its prompt; mostly none does, and no other need be asked."""
+        return self._wishes.any_wants_prompt
+
+    def prompt_places(self, row: int, start: int, end: int) -> range | None:
+        """The prompt places to be told of where places start to end - 1 of `row` are computed, if any."""
+        return self._wishes.prompt_places(row, start, end)
+
+    def prompt_logprobs(self, logits: Tensor, token_ids_next: Tensor, row: int) -> PromptLogprobs:
+        """What the model's own logits [M, V] say of the prompt tokens [M] int64 that follow their places."""
+        return self._wishes.tell_prompt(logits, token_ids_next, row)
+
+    def _draw(
+        self, logits: Tensor, rows: _Ints, positions: _Ints, drawn: _Ints, greedy_tokens: Tensor
+    ) -> Tensor:
+        """The tokens [N] with those of entries `drawn` drawn."""
+        columns = self._parameters.columns(rows[drawn], positions[drawn])
+        is_all = len(drawn) == len(rows)
+        places = to_device(drawn, self._device)
+        tokens = self._ops.sample(
+            logits if is_all else logits.index_select(0, places),
+            columns.temperature,
+            columns.top_k,
+            columns.top_p,
+            columns.min_p,
+            uniform_noise(columns.seeds, columns.positions, draw=0),
         )
-        drawn: _Ints = sample(
-            logits,
-            torch.from_numpy(batch.temperature[rows]),
-            torch.from_numpy(batch.top_k[rows]),
-            torch.from_numpy(batch.top_p[rows]),
-            noise,
-        ).numpy()
-        return drawn
+        return tokens if is_all else greedy_tokens.index_copy(0, places, tokens)
+
+    def _pick(self, values: Tensor, indices: list[int]) -> Tensor:
+        """The entries of [N, ...] at `indices`, in their order."""
+        if len(indices) == len(values):
+            return values
+        return values.index_select(0, to_device(np.array(indices, dtype=np.int64), self._device))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """What is told of each token, [P, V] that no later change of the logits reaches."""
+        return logits.log_softmax(-1) if self._mode.is_normed else logits.clone()
+
+    def _processed(self, logits: Tensor, rows: _Ints, positions: _Ints, asking: list[int]) -> Tensor:
+        """Logits [P, V] of the entries that ask as they were drawn from: by temperature, -inf where cut."""
+        indices = np.array(asking, dtype=np.int64)
+        picked = self._pick(logits, asking)
+        drawn = self._parameters.is_drawn(rows[indices]).nonzero()[0]
+        if not len(drawn):
+            return picked
+        places = to_device(drawn, self._device)
+        columns = self._parameters.columns(rows[indices[drawn]], positions[indices[drawn]])
+        part = picked.index_select(0, places)
+        weights = kept_weights(part, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+        changed = (part / columns.temperature[:, None]).masked_fill_(weights == 0.0, float("-inf"))
+        return picked.index_copy(0, places, changed)

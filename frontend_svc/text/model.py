@@ -11,8 +11,8 @@ from frontend_svc.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Sampling defaults some models come with that cannot be served; asked for by a client they are refused.
-_UNSERVED_DEFAULTS: tuple[tuple[str, float], ...] = (
+# Sampling defaults some models come with that are not applied: who does not ask for them goes without.
+_UNAPPLIED_DEFAULTS: tuple[tuple[str, float], ...] = (
     ("repetition_penalty", 1.0),
     ("min_p", 0.0),
     ("typical_p", 1.0),
@@ -57,10 +57,10 @@ class ServedModel:
 def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
     """The sampling defaults of a generation_config.json; empty bytes are no file. Raises ValueError."""
     values = read_json_object(generation_config)
-    for name, neutral in _UNSERVED_DEFAULTS:
+    for name, neutral in _UNAPPLIED_DEFAULTS:
         if _number(values, name) not in (None, neutral):
             logger.warning(
-                "default of the model is not served", extra={"option": name, "value": values[name]}
+                "default of the model is not applied", extra={"option": name, "value": values[name]}
             )
     temperature, top_k = _number(values, "temperature"), _number(values, "top_k")
     if values.get("do_sample") is False:

@@ -9,20 +9,13 @@ from frontend_svc.text.model import GenerationDefaults
 from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 
-_NEUTRAL: tuple[tuple[str, float], ...] = (
-    ("min_p", 0.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("repetition_penalty", 1.0),
-    ("n", 1),
-)
 _UNSERVED_OPTIONALS = (
     "logprobs",
     "prompt_logprobs",
     "structured_output",
     "thinking_token_budget",
 )
-_UNSERVED_LISTS = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids")
+_UNSERVED_LISTS = ("bad_words", "logprob_token_ids")
 
 
 def check_sampling(
@@ -54,9 +47,7 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int, violation
 
 def refuse_unserved(sampling: sampling_pb2.SamplingParams) -> None:
     """Raise Unimplemented that names what is asked for and cannot be served: it is never ignored."""
-    unserved = [
-        name for name, neutral in _NEUTRAL if sampling.HasField(name) and getattr(sampling, name) != neutral
-    ]
+    unserved = ["n"] if sampling.HasField("n") and sampling.n != 1 else []
     unserved += [name for name in _UNSERVED_OPTIONALS if sampling.HasField(name)]
     unserved += [name for name in _UNSERVED_LISTS if getattr(sampling, name)]
     if sampling.spaces_between_special_tokens and sampling.HasField("skip_special_tokens"):
@@ -89,6 +80,12 @@ def complete_sampling(
         else min(max_new_tokens, defaults.max_new_tokens or max_new_tokens),
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=dict.fromkeys(sampling.allowed_token_ids),
     )
     # Zero is all tokens, as are minus one and anything that exceeds the vocabulary.
     complete.top_k = complete.top_k if 0 < complete.top_k < vocab_size else 0

@@ -1,6 +1,32 @@
-"""The door to every op: picks the implementation to run, today the plain torch reference for all of them."""
+"""The door to every op: picks, once, which implementation serves a device."""
 
+from __future__ import annotations
+
+import torch
+
+from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
-from triptych_kernels.reference import kv_write, paged_attention, sample, uniform_noise
+from triptych_kernels.ops import Experts, Linear, Ops
+from triptych_kernels.reference import REFERENCE, uniform_noise
 
-__all__ = ["AttentionBatch", "kv_write", "paged_attention", "sample", "uniform_noise"]
+__all__ = [
+    "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "ops_for", "set_num_threads", "uniform_noise",
+]  # fmt: skip
+
+
+def ops_for(device: torch.device, *, deterministic: bool = False) -> Ops:
+    """The fastest ops that run on `device`; with `deterministic`, the fastest that are batch-invariant.
+
+    On a CPU without native kernels these are the references, which are not quite.
+    """
+    if device.type == "cuda":
+        # Here and not above: triton need not be installed where there is no GPU.
+        from triptych_kernels.triton import triton_ops
+
+        return triton_ops(deterministic=deterministic)
+    return cpu.native_ops() or REFERENCE
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Compute threads of the native CPU kernels, the caller's included."""
+    cpu.set_num_threads(num_threads)

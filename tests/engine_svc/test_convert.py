@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc
 import pytest
 
@@ -15,6 +17,9 @@ from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.service_rig import column, make_entry, make_facts
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2
+
+# Of token 4 twice.
+BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))
 
 
 def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
@@ -106,6 +111,26 @@ def test_tenants_share_no_cache_even_with_crafted_salts():
         ({"min_tokens": 6}, "min_tokens", ["6", "5"]),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", ["1000"]),
         ({"stop_token_ids": [1] * 5000}, "stop_token_ids", ["5000", "4096"]),
+        ({"min_p": -0.1}, "min_p", ["-0.1", "0 to 1"]),
+        ({"min_p": 1.5}, "min_p", ["1.5"]),
+        ({"min_p": float("nan")}, "min_p", ["nan"]),
+        ({"presence_penalty": 2.5}, "presence_penalty", ["2.5", "-2 to 2"]),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", ["-2.5", "-2 to 2"]),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty", ["nan"]),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", ["0.0", "above 0"]),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty", ["inf", "finite"]),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty", ["nan"]),
+        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100 to 100"]),
+        ({"logit_bias": [{"token_id": 1, "bias": float("nan")}]}, "logit_bias", ["nan"]),
+        ({"logit_bias": [{"token_id": VOCAB_SIZE}]}, "logit_bias", ["1000", "below"]),
+        ({"logit_bias": [{"token_id": 1}] * 301}, "logit_bias", ["301", "300"]),
+        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids", ["1000", "below"]),
+        ({"allowed_token_ids": [1] * 1001}, "allowed_token_ids", ["1001", "1000"]),
+        ({"logprobs": -1}, "logprobs", ["-1", "0 to 20"]),
+        ({"logprobs": 21}, "logprobs", ["21"]),
+        ({"prompt_logprobs": 2**40}, "prompt_logprobs", [str(2**40), "0 to 20"]),
+        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids", ["1000"]),
+        ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", ["129", "128"]),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -114,6 +139,59 @@ def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, wor
         to_request(make_entry(1, **changes))
     assert caught.value.violations[0][0] == field
     assert all(word in caught.value.message for word in words)
+
+
+def test_every_wish_for_the_sampler_arrives():
+    sampling = to_request(
+        make_entry(
+            1,
+            min_p=0.25,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            repetition_penalty=1.5,
+            logit_bias=[sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in BIASES],
+            allowed_token_ids=[5, 3, 5],
+            logprobs=20,
+            prompt_logprobs=0,
+            logprob_token_ids=[9, 0],
+        )
+    ).sampling
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -2.0, 2.0)
+    assert sampling.repetition_penalty == 1.5
+    # What is said twice of a token is added twice.
+    assert sampling.logit_bias == ((4, 1.5), (7, 100.0))
+    assert sampling.allowed_token_ids == {3, 5}
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids) == (20, 0, (9, 0))
+
+
+def test_wishes_that_are_not_made_change_nothing():
+    sampling = to_request(make_entry(1)).sampling
+    assert (sampling.min_p, sampling.allowed_token_ids, sampling.logit_bias) == (0.0, None, ())
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (None, None)
+    assert not sampling.has_penalties
+    neutral = make_entry(1, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0)
+    assert not to_request(neutral).sampling.has_penalties
+
+
+def test_47_a_request_with_prompt_logprobs_reads_no_cached_prefix():
+    assert to_request(make_entry(1, prompt_logprobs=0)).sampling.skip_reading_prefix_cache
+    assert not to_request(make_entry(1, logprobs=0)).sampling.skip_reading_prefix_cache
+
+
+def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
+    facts = replace(make_facts(), max_model_len=20_000)
+
+    def ask(num_tokens: int, **wishes: object) -> None:
+        entry = make_entry(1, prompt=[1] * num_tokens, **wishes)
+        convert.to_request(entry, session_number=1, facts=facts, now=0.0)
+
+    ask(10_000, prompt_logprobs=20)
+    ask(10_000, prompt_logprobs=19, logprob_token_ids=[5])
+    for wishes in ({"prompt_logprobs": 20, "logprob_token_ids": [5]}, {"prompt_logprobs": 20}):
+        with pytest.raises(
+            InvalidArgument, match=r"prompt_logprobs is 2\d+, it takes at most 200000 entries"
+        ):
+            ask(10_001, **wishes)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +255,6 @@ def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_re
     "changes",
     [
         {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -1.0},
-        {"repetition_penalty": 1.1},
-        {"min_p": 0.1},
-        {"logit_bias": [sampling_pb2.LogitBias(token_id=1, bias=1.0)]},
-        {"allowed_token_ids": [1]},
         {"bad_words": ["x"]},
         {"structured_output": sampling_pb2.StructuredOutput(regex="a")},
         {"thinking_token_budget": 5},
@@ -214,8 +284,8 @@ def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
         to_request(whole)
 
 
-def test_neutral_values_of_unserved_parameters_are_accepted():
-    to_request(make_entry(1, n=1, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0))
+def test_one_output_of_a_sampling_group_is_accepted():
+    to_request(make_entry(1, n=1))
 
 
 def test_a_deadline_is_on_the_engines_clock():

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.engine import Engine, NoLockstep
-from engine_svc.mailbox import Abort, Add, Board, Inbox, Outbox, Stop
+from engine_svc.mailbox import Abort, Add, Board, Inbox, Outbox, StepOutput, Stop
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import StepPlan
+from engine_svc.step import PromptPlaces, StepPlan, TokenLogprobs
 from service_kit.clock import FakeClock
-from tests.engine_svc.fakes import FakeExecutor, expected_tokens, make_scheduler
+from tests.engine_svc.fakes import FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
 
 
 class Frontend:
@@ -25,11 +25,13 @@ class Frontend:
         self.tokens: dict[int, list[int]] = {}
         self.ends: list[tuple[int, FinishReason]] = []
         self.cached: dict[int, int] = {}
+        self.on_step: Callable[[StepOutput], None] = lambda step: None
 
     def read(self) -> None:
         step = self.outbox.take()
         if step is None:
             return
+        self.on_step(step)
         start = 0
         for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
             self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
@@ -48,10 +50,14 @@ class Rig:
     """An engine with a fake executor, in a thread between `start` and `stop`."""
 
     def __init__(
-        self, *, on_launch: Callable[[StepPlan], None] = lambda plan: None, max_in_flight: int = 1
+        self,
+        *,
+        on_launch: Callable[[StepPlan], None] = lambda plan: None,
+        max_in_flight: int = 1,
+        executor: FakeExecutor | None = None,
     ) -> None:
         self.clock = FakeClock()
-        self.executor = FakeExecutor(on_launch)
+        self.executor = executor or FakeExecutor(on_launch)
         self.scheduler = make_scheduler()
         self.inbox, self.board = Inbox(max_commands=1000), Board()
         self.frontend = Frontend()
@@ -279,6 +285,44 @@ def test_cached_tokens_are_told_with_the_first_token():
         rig.frontend.read_until_ended(handle)
     rig.stop()
     assert rig.frontend.cached == {1: 0, 2: 8}
+
+
+class TellingExecutor(FakeExecutor):
+    """Tells of every sampled token, and of one place of each row's prompt per chunk, whoever asked."""
+
+    def launch(self, plan: StepPlan) -> FakePendingStep:
+        pending = super().launch(plan)
+        result = pending.result()
+        for row, tokens in enumerate(result.sampled):
+            # More than the tokens that count: a step may sample beyond the end.
+            result.logprobs[row] = TokenLogprobs([-float(token) for token in tokens] + [-0.5], [*tokens, 1])
+            if not tokens:
+                start = plan.num_computed_tokens[row] + 1
+                result.prompt_logprobs[row] = PromptPlaces(start, TokenLogprobs([-1.0], [start]))
+        return pending
+
+
+def test_what_is_told_of_tokens_reaches_the_handles_they_belong_to():
+    rig = Rig(executor=TellingExecutor())
+    steps: list[StepOutput] = []
+    rig.frontend.on_step = steps.append
+    prompt = [3] * 100  # two steps of 64 tokens
+    rig.inbox.put(Add(Request("long", prompt, 100, SamplingParams(max_tokens=3)), rig.frontend.outbox, 9))
+    for handle in (1, 2):
+        rig.add(handle, max_tokens=4)
+    rig.start()
+    rig.frontend.read_until_ended(3)
+    rig.stop()
+    told: dict[int, list[float]] = {}
+    places: list[int] = []
+    for step in steps:
+        for handle, part in step.told.sampled.items():
+            told.setdefault(handle, []).extend(part.logprobs)
+        places += [part.first_position for part in step.told.prompts.get(9, [])]
+    assert told == {
+        handle: [-float(token) for token in tokens] for handle, tokens in rig.frontend.tokens.items()
+    }
+    assert places == [1]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

@@ -58,7 +58,8 @@ BAD_INPUT = {
     "two": (make_request("", top_p=7.0), "INVALID_ARGUMENT", ["prompt", "sampling.top_p"]),
     "n 2": (make_request("x", n=2), "UNIMPLEMENTED", ["sampling.n"]),
     "logprobs": (make_request("x", logprobs=1), "UNIMPLEMENTED", ["sampling.logprobs"]),
-    "penalty": (make_request("x", presence_penalty=0.5), "UNIMPLEMENTED", ["sampling.presence_penalty"]),
+    "penalty": (make_request("x", presence_penalty=2.5), "INVALID_ARGUMENT", ["sampling.presence_penalty"]),
+    "bad words": (make_request("x", bad_words=["y"]), "UNIMPLEMENTED", ["sampling.bad_words"]),
     "adapter": (make_request("x", adapter="lora"), "UNIMPLEMENTED", ["adapter"]),
     "rank": (make_request("x", data_parallel_rank=1), "UNAVAILABLE", ["data_parallel_rank 1", "[0]"]),
     "no rank": (
@@ -96,7 +97,11 @@ async def test_bad_input_is_refused_by_name_beside_running_streams():
     assert len(engine.requests) == 8
 
 
-async def test_neutral_values_of_unserved_parameters_are_accepted():
+async def test_what_the_engines_sampler_serves_goes_to_the_engine():
     engine = FakeEngine(answer("x"))
     async with serving(engine) as (client, _):
-        await read_all(client.generate(n=1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0))
+        await read_all(client.generate(n=1, min_p=0.5, presence_penalty=-1.0, allowed_token_ids=[4, 5]))
+    (request,) = engine.requests
+    sampling = request.entry.sampling
+    assert (sampling.min_p, sampling.presence_penalty) == (0.5, -1.0)
+    assert list(sampling.allowed_token_ids) == [4, 5]

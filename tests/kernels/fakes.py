@@ -53,11 +53,8 @@ def paged_case(
         query=torch.randn(num_tokens, num_heads, key_dim, generator=generator).to(dtype),
         key_cache=caches[0].to(dtype),
         value_cache=caches[1].to(dtype),
-        batch=AttentionBatch(
-            block_tables=tables,
-            query_lengths=torch.tensor([count for count, _ in lengths], dtype=torch.int64),
-            total_lengths=torch.tensor([total for _, total in lengths], dtype=torch.int64),
-            block_size=block_size,
+        batch=AttentionBatch.of(
+            tables, [count for count, _ in lengths], [total for _, total in lengths], block_size
         ),
         scale=key_dim**-0.5,
     )

@@ -61,10 +61,13 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def naive_sample(logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+def naive_sample(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
     """One row of `sample`, by sorting all of it."""
     highest = max(logits)
     weights = [math.exp((value - highest) / temperature) for value in logits]
+    weights = [weight if weight >= min_p else 0.0 for weight in weights]
     if top_k:
         smallest = sorted(weights, reverse=True)[min(top_k, len(weights)) - 1]
         weights = [weight if weight >= smallest else 0.0 for weight in weights]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triptych_kernels import kv_write
+from triptych_kernels.reference.kv_write import kv_write
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 24])
@@ -36,3 +36,13 @@ def test_keys_may_be_a_transposed_view():
     kv_write(keys, keys * 2, key_cache, value_cache, torch.tensor([7, 0, 3, 2, 5]))
     assert torch.equal(key_cache[:, 3, 1], keys[0])
     assert torch.equal(value_cache[:, 2, 1], keys[4] * 2)
+
+
+def test_a_negative_slot_stores_nothing():
+    generator = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(3, 2, 5, generator=generator), torch.randn(3, 2, 4, generator=generator)
+    key_cache, value_cache = torch.full((2, 4, 3, 5), 7.0), torch.full((2, 4, 3, 4), 7.0)
+    kv_write(keys, values, key_cache, value_cache, torch.tensor([5, -1, 2]))
+    assert torch.equal(key_cache[:, 1, 2], keys[0])
+    assert torch.equal(value_cache[:, 0, 2], values[2])
+    assert int((key_cache == 7.0).all(-1).sum()) == 2 * (12 - 2)

@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels.fakes import PagedCase, paged_case
 from tests.kernels.naive import naive_attention
-from triptych_kernels import AttentionBatch, paged_attention
+from triptych_kernels import AttentionBatch
+from triptych_kernels.reference.paged_attention import paged_attention
 
 DECODE = [(1, 1), (1, 5), (1, 64), (1, 65), (1, 129), (1, 200)]
 PREFILL = [(7, 7), (3, 63), (2, 2), (63, 129)]
@@ -78,9 +79,7 @@ def test_query_with_strides_of_a_transposed_projection():
 
 def test_an_empty_step_gives_an_empty_output():
     case = paged_case([(1, 1)])
-    empty = AttentionBatch(
-        case.batch.block_tables[:0], torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 4
-    )
+    empty = AttentionBatch.of(case.batch.block_tables[:0], [], [], 4)
     output = paged_attention(case.query[:0], case.key_cache, case.value_cache, empty, scale=1.0)
     assert output.shape == (0, 4, 8)
 
@@ -90,10 +89,10 @@ def test_a_decode_row_is_bitwise_the_same_alone_and_in_company():
         case = paged_case(DECODE, dtype=dtype)
         together = paged_attention(case.query, case.key_cache, case.value_cache, case.batch, scale=case.scale)
         for row in range(len(DECODE)):
-            alone = AttentionBatch(
+            alone = AttentionBatch.of(
                 case.batch.block_tables[row : row + 1],
-                case.batch.query_lengths[row : row + 1],
-                case.batch.total_lengths[row : row + 1],
+                case.batch.query_lengths[row : row + 1].tolist(),
+                case.batch.total_lengths[row : row + 1].tolist(),
                 case.batch.block_size,
             )
             output = paged_attention(

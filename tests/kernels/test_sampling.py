@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.naive import naive_sample, naive_uniform
-from triptych_kernels import sample, uniform_noise
+from triptych_kernels import uniform_noise
+from triptych_kernels.reference.sampling import kept_weights, sample
 
 
 def signed(seed: int) -> int:
@@ -17,13 +18,14 @@ def uniforms_of(num: int, *, seed: int = 7) -> torch.Tensor:
     return uniform_noise(torch.full((num,), seed), torch.arange(num), 0)
 
 
-def draw(logits, temperature=1.0, top_k=0, top_p=1.0, uniforms=None):
+def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniforms=None):
     num_rows = logits.shape[0]
     return sample(
         logits.float(),
         torch.full((num_rows,), temperature),
         torch.full((num_rows,), top_k, dtype=torch.int64),
         torch.full((num_rows,), top_p),
+        torch.full((num_rows,), min_p),
         uniforms if uniforms is not None else uniforms_of(num_rows),
     )
 
@@ -54,16 +56,25 @@ def test_noise_is_spread_evenly_over_positions_seeds_and_draws():
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 1500])
 @pytest.mark.parametrize(
     "wish",
-    [(1.0, 0, 1.0), (0.3, 0, 1.0), (1.0, 5, 1.0), (2.0, 0, 0.6), (0.8, 40, 0.9), (1.0, 5000, 0.999)],
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.3, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (2.0, 0, 0.6, 0.0),
+        (0.8, 40, 0.9, 0.0),
+        (1.0, 5000, 0.999, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.5, 30, 0.8, 0.02),
+        (1.0, 0, 1.0, 1.0),
+    ],
     ids=str,
 )
 def test_tokens_equal_the_twin(vocab_size, wish):
-    temperature, top_k, top_p = wish
     logits = torch.randn(33, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
     uniforms = uniforms_of(33, seed=vocab_size)
-    tokens = draw(logits, temperature, top_k, top_p, uniforms)
+    tokens = draw(logits, *wish, uniforms=uniforms)
     expected = [
-        naive_sample(row, temperature, top_k, top_p, uniform)
+        naive_sample(row, *wish, uniform)
         for row, uniform in zip(logits.tolist(), uniforms.tolist(), strict=True)
     ]
     assert tokens.tolist() == expected
@@ -72,14 +83,14 @@ def test_tokens_equal_the_twin(vocab_size, wish):
 def test_rows_keep_their_own_wishes():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     uniforms = uniforms_of(4)
-    wishes = [(1.0, 0, 1.0), (0.5, 3, 1.0), (1.5, 0, 0.5), (1.0, 20, 0.7)]
+    wishes = [(1.0, 0, 1.0, 0.05), (0.5, 3, 1.0, 0.0), (1.5, 0, 0.5, 0.0), (1.0, 20, 0.7, 0.01)]
     columns = [torch.tensor(column) for column in zip(*wishes, strict=True)]
-    together = sample(logits, columns[0], columns[1], columns[2], uniforms)
-    alone = [int(draw(logits[i : i + 1], *wishes[i], uniforms[i : i + 1])) for i in range(4)]
+    together = sample(logits, *columns, uniforms)
+    alone = [int(draw(logits[i : i + 1], *wishes[i], uniforms=uniforms[i : i + 1])) for i in range(4)]
     assert together.tolist() == alone
 
 
-def test_a_flat_nucleus_wider_than_the_first_candidates():
+def test_a_flat_nucleus_is_as_wide_as_it_has_to_be():
     logits = torch.zeros(1, 4000)
     logits[0, :2000] = 1.0
     tokens = draw(logits.expand(500, -1).contiguous(), top_p=0.7, uniforms=uniforms_of(500))
@@ -107,6 +118,18 @@ def test_masked_tokens_are_never_drawn_at_either_end_of_the_noise():
 def test_a_tiny_temperature_is_greedy():
     logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
     assert draw(logits, temperature=1e-30).tolist() == logits.argmax(-1).tolist()
+
+
+def test_weights_of_a_row_are_bitwise_those_in_company():
+    logits = torch.randn(64, 33_000, generator=torch.Generator().manual_seed(5)) * 4
+    columns = [
+        torch.linspace(0.5, 1.5, 64), torch.arange(64) * 3, torch.linspace(0.3, 1.0, 64),
+        torch.linspace(0.0, 1e-3, 64),
+    ]  # fmt: skip
+    together = kept_weights(logits, *columns)
+    for row in (0, 1, 40, 63):
+        alone = kept_weights(logits[row : row + 1], *(column[row : row + 1] for column in columns))
+        assert torch.equal(alone[0], together[row])
 
 
 def test_an_empty_batch_gives_no_tokens():

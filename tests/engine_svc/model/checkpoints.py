@@ -7,123 +7,238 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
-    BertConfig,
-    BloomConfig,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTJConfig,
-    GptOssConfig,
-    LlamaConfig,
-    Mamba2Config,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3MoeConfig,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
 VOCAB_SIZE = 160
 MAX_POSITION = 160
-_EMBEDDING = re.compile("embed|wte|wpe|lm_head|router")
+_EMBEDDING = re.compile("embed|wte|lm_head|router")
+_POSITION = re.compile("embed_positions|wpe")
+
+# How wide the weights of embeddings and others are, where the usual ones let streams fall into a loop.
+_SPREADS = {
+    "bart": (0.3, 0.6),
+    "gemma3": (0.1, 0.8),
+    "gemma3n": (0.05, 1.0),
+    "olmo2": (1.0, 0.3),
+    "phi": (0.1, 0.8),
+    "qwen3": (1.0, 0.3),
+    "qwen3_moe": (0.1, 0.5),
+    "starcoder2": (0.1, 0.5),
+}
+
+_BLOCK: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": MAX_POSITION,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT = {"vocab_size": VOCAB_SIZE, "n_positions": MAX_POSITION, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_SEQ2SEQ = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITION,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
+_TOP_2 = {"num_experts_per_tok": 2}
+_DEEPSEEK = {
+    **_LATENT,
+    **_TOP_2,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
+# Per family: its model type at transformers, and what its config has beside or in place of _BLOCK.
+_OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
+    "afmoe": (
+        "afmoe",
+        {"sliding_window": 7, "num_experts": 8, "moe_intermediate_size": 16, **_TOP_2, **_SLIDING_AND_FULL},
+    ),
+    "bert": ("bert", {"is_decoder": False}),
+    "cohere2": ("cohere2", {"sliding_window": 7, "logit_scale": 1.0, **_SLIDING_AND_FULL}),
+    "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "diffllama": ("diffllama", {}),
+    "doge": ("doge", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+    "exaone4": ("exaone4", {"sliding_window": 7, **_SLIDING_AND_FULL}),
+    "gemma": ("gemma", {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 7, "tie_word_embeddings": False, **_SLIDING_AND_FULL}),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "intermediate_size": [64] * 4,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 7,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+    "glm4": ("glm4", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "sliding_window": 9, "rope_parameters": _ROPE, **_TOP_2},
+    ),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, **_TOP_2}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "num_layers": 1,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 16,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
+    "mimo_v2": (
+        "mimo_v2_flash",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "v_head_dim": 8,
+            **_TOP_2,
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 11}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, **_TOP_2}),
+    "nemotron": ("nemotron", {}),
+    "olmo2": ("olmo2", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, **_TOP_2}),
+    "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", {"sliding_window": 13}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2_sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, **_TOP_2}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 9}),
+}
+_OTHERS: dict[str, tuple[str, dict[str, object]]] = {
+    "bart": ("bart", {**_SEQ2SEQ, "is_decoder": True, "is_encoder_decoder": False}),
+    "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": (
+        "falcon",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "gpt2": ("gpt2", _GPT),
+    "gptj": ("gptj", {**_GPT, "n_positions": 64, "rotary_dim": 4}),
+    "mamba2": (
+        "mamba2",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 1,
+            "state_size": 8,
+        },
+    ),
+    "moshi": ("moshi", {**_BLOCK, "sliding_window": 9, "ffn_dim": 64}),
+    "mpt": (
+        "mpt",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "expansion_ratio": 2,
+            "max_seq_len": MAX_POSITION,
+        },
+    ),
+    "t5": (
+        "t5",
+        {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    ),
+}
 
 
-def _block(**extra: object) -> dict[str, object]:
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": MAX_POSITION,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **extra,
-    }
-
-
-def _config(family: str) -> PreTrainedConfig:
-    experts = {"num_experts_per_tok": 2}
-    match family:
-        case "llama":
-            return LlamaConfig(**_block(tie_word_embeddings=True))
-        case "qwen2":
-            return Qwen2Config(**_block(tie_word_embeddings=False))
-        case "gpt2":
-            return GPT2Config(vocab_size=VOCAB_SIZE, n_positions=MAX_POSITION, n_embd=32, n_layer=2, n_head=4)
-        case "mistral":
-            return MistralConfig(**_block(sliding_window=11))
-        case "gemma3":
-            layers = ["sliding_attention", "full_attention"]
-            return Gemma3TextConfig(**_block(sliding_window=7, layer_types=layers, tie_word_embeddings=False))
-        case "gemma2":
-            return Gemma2Config(
-                **_block(
-                    sliding_window=7,
-                    query_pre_attn_scalar=8,
-                    attn_logit_softcapping=5.0,
-                    tie_word_embeddings=False,
-                )
-            )
-        case "gpt_oss":
-            rope = {"rope_type": "default", "rope_theta": 10000.0}
-            extra = {"num_local_experts": 4, "sliding_window": 9, "rope_parameters": rope, **experts}
-            return GptOssConfig(**_block(**extra))
-        case "mixtral":
-            return MixtralConfig(**_block(num_local_experts=4, **experts))
-        case "qwen3_moe":
-            return Qwen3MoeConfig(**_block(num_experts=4, moe_intermediate_size=16, **experts))
-        case "phi3":
-            return Phi3Config(**_block())
-        case "deepseek_v3":
-            heads = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-            router = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
-            ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
-            return DeepseekV3Config(**_block(**heads, **router, **ranks, **experts))
-        case "opt":
-            return OPTConfig(**_block(ffn_dim=64, word_embed_proj_dim=32))
-        case "falcon":
-            return FalconConfig(
-                vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
-            )
-        case "bloom":
-            return BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)
-        case "gptj":
-            return GPTJConfig(
-                vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4
-            )
-        case "mamba2":
-            return Mamba2Config(
-                vocab_size=VOCAB_SIZE,
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_heads=8,
-                head_dim=8,
-                n_groups=1,
-                state_size=8,
-            )
-        case "t5":
-            return T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-        case "bert":
-            return BertConfig(**_block(is_decoder=False))
-    raise ValueError(f"unknown family {family!r}")
+def make_config(family: str) -> PreTrainedConfig:
+    """The config of a tiny model of `family`."""
+    if family in _OF_BLOCKS:
+        model_type, extra = _OF_BLOCKS[family]
+        options = {**_BLOCK, **extra}
+    else:
+        model_type, options = _OTHERS[family]
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**options)
+    return config
 
 
 def make_checkpoint(family: str, folder: Path, *, max_shard_size: str = "50GB") -> PreTrainedModel:
     """Write an fp32 checkpoint of `family` to `folder` and return the model it was written from."""
     torch.manual_seed(3)
-    config = _config(family)
+    config = make_config(family)
     config.dtype = torch.float32
     config._attn_implementation = "eager"
     make = T5ForConditionalGeneration if family == "t5" else AutoModelForCausalLM.from_config
@@ -132,8 +247,16 @@ def make_checkpoint(family: str, folder: Path, *, max_shard_size: str = "50GB") 
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 # Wide weights keep greedy streams from falling into a loop.
-                parameter.normal_(0.0, 0.1 if _EMBEDDING.search(name) else 0.3)
+                parameter.normal_(0.0, _spread(family, name))
             elif name.endswith("sinks"):
                 parameter.normal_()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def _spread(family: str, name: str) -> float:
+    # Where places are learned, they alone tell equal tokens apart.
+    if _POSITION.search(name):
+        return 0.4
+    of_embeddings, of_others = _SPREADS.get(family, (0.1, 0.3))
+    return of_embeddings if _EMBEDDING.search(name) else of_others

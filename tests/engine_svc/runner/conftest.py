@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from engine_svc.model.loader import LoadedModel, load_model
-from engine_svc.runner.kv_tensors import KVTensors, size_kv_cache
+from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -27,34 +27,38 @@ class TinyModel:
     ours: LoadedModel
 
     def runner(self, *, logits_processors: tuple = ()) -> ModelRunner:
-        sizing = size_kv_cache(
-            self.ours.facts,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_POSITION,
-            max_num_seqs=8,
-            num_kv_blocks=NUM_BLOCKS,
-        )
+        sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
         config = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
         kv = KVTensors(self.ours.facts, sizing)
         # The memory is used as it comes, so the worst that it can hold must reach no result.
-        for cache in kv.key_caches + kv.value_caches:
-            cache.fill_(float("nan"))
-        return ModelRunner(self.ours.model, self.ours.facts, kv, config, logits_processors=logits_processors)
+        for stack in kv.stacks:
+            stack.fill_(float("nan"))
+        return ModelRunner(
+            self.ours.model, self.ours.facts, kv, config, self.ours.ops, logits_processors=logits_processors
+        )
 
     def driver(self, *, logits_processors: tuple = ()) -> PlanDriver:
         runner = self.runner(logits_processors=logits_processors)
-        return PlanDriver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        return PlanDriver(
+            runner,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_groups=len(self.ours.facts.groups),
+        )
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
     made: dict[str, TinyModel] = {}
 
-    def get(family: str) -> TinyModel:
-        if family not in made:
-            folder: Path = tmp_path_factory.mktemp(family)
+    def get(family: str, model_impl: str = "auto") -> TinyModel:
+        name = f"{family}-{model_impl}"
+        if name not in made:
+            folder: Path = tmp_path_factory.mktemp(name)
             theirs = make_checkpoint(family, folder)
-            made[family] = TinyModel(theirs, load_model(folder, num_threads=1))
-        return made[family]
+            made[name] = TinyModel(
+                theirs, load_model(folder, LoadWishes(num_threads=1, model_impl=model_impl))
+            )
+        return made[name]
 
     return get

@@ -18,7 +18,7 @@ class DrivenRequest:
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)  # per group of layers
     num_computed_tokens: int = 0
     is_admitted: bool = False
 
@@ -32,10 +32,14 @@ class DrivenRequest:
 
 
 class PlanDriver:
-    """Holds requests and a pool of shuffled blocks; `step` plans the given grants and runs them."""
+    """Holds requests and a pool of shuffled blocks; `step` plans the given grants and runs them.
 
-    def __init__(self, runner: ModelRunner, *, num_blocks: int, block_size: int) -> None:
+    Groups of layers share the pool; here no window gives back what it has passed.
+    """
+
+    def __init__(self, runner: ModelRunner, *, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
         self._runner = runner
+        self._num_groups = num_groups
         self._block_size = block_size
         self.free_blocks = list(range(num_blocks))
         random.Random(1).shuffle(self.free_blocks)
@@ -55,7 +59,7 @@ class PlanDriver:
         self.num_steps += 1
         for request_id, num_tokens in grants.items():
             self._plan_row(plan, self.requests[request_id], num_tokens)
-        result = self._runner.execute(plan)
+        result = self._runner.execute(plan).result()
         for index, (request_id, num_tokens) in enumerate(grants.items()):
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
@@ -64,7 +68,8 @@ class PlanDriver:
 
     def preempt(self, request_id: str) -> None:
         request = self.requests[request_id]
-        self.free_blocks += request.block_ids
+        for table in request.block_ids:
+            self.free_blocks += table
         request.block_ids, request.num_computed_tokens, request.is_admitted = [], 0, False
         self._released.append(request_id)
 
@@ -74,9 +79,10 @@ class PlanDriver:
 
     def _plan_row(self, plan: StepPlan, request: DrivenRequest, num_tokens: int) -> None:
         total = request.num_computed_tokens + num_tokens
-        num_new = -(-total // self._block_size) - len(request.block_ids)
-        new_blocks = [self.free_blocks.pop(0) for _ in range(num_new)]
-        plan.new_block_ids.append([new_blocks] if new_blocks else [])
+        request.block_ids = request.block_ids or [[] for _ in range(self._num_groups)]
+        num_new = -(-total // self._block_size) - len(request.block_ids[0])
+        new_blocks = [[self.free_blocks.pop(0) for _ in range(num_new)] for _ in request.block_ids]
+        plan.new_block_ids.append(new_blocks if num_new else [])
         if not request.is_admitted:
             request.is_admitted = True
             plan.admitted.append(
@@ -85,10 +91,11 @@ class PlanDriver:
                     list(request.token_ids),
                     request.num_prompt_tokens,
                     request.sampling,
-                    [list(request.block_ids)],
+                    [list(table) for table in request.block_ids],
                 )
             )
-        request.block_ids += new_blocks
+        for table, gained in zip(request.block_ids, new_blocks, strict=True):
+            table += gained
         plan.request_ids.append(request.request_id)
         plan.num_tokens.append(num_tokens)
         plan.num_computed_tokens.append(request.num_computed_tokens)

@@ -1,21 +1,43 @@
-"""The inline executor runs a plan where and when it is launched."""
+"""Where plans run: in the caller's thread, or in one beside it, and what becomes of their results."""
 
 from __future__ import annotations
 
-from engine_svc.runner.executor import InlineExecutor
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.step import StepPlan, StepResult
 
 
+@dataclass
+class FinishedStep:
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        return self.step_result
+
+
 class RecordingRunner:
+    """Notes the steps it runs and their threads; waits at `gate`, fails at step 13."""
+
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> FinishedStep:
+        self.gate.wait(10)
+        self.threads.add(threading.current_thread().name)
+        if plan.step_number == 13:
+            raise RuntimeError("bad luck")
         self.steps.append(plan.step_number)
-        return StepResult(plan.step_number, sampled=[[plan.step_number]])
+        return FinishedStep(StepResult(plan.step_number, sampled=[[plan.step_number]]))
 
 
-def test_a_launched_step_is_over_and_keeps_its_result():
+def test_an_inline_step_is_over_when_it_is_launched_and_keeps_its_result():
     runner = RecordingRunner()
     executor = InlineExecutor(runner)
     first, second = executor.launch(StepPlan(1)), executor.launch(StepPlan(2))
@@ -23,3 +45,34 @@ def test_a_launched_step_is_over_and_keeps_its_result():
     assert second.result().sampled == [[2]]
     assert first.result().sampled == [[1]]
     executor.shutdown()
+
+
+def test_a_launch_returns_before_the_step_beside_it_is_over():
+    runner = RecordingRunner()
+    runner.gate.clear()
+    executor = ThreadExecutor(runner)
+    steps = [executor.launch(StepPlan(number)) for number in (1, 2)]
+    assert runner.steps == []
+    runner.gate.set()
+    assert [step.result().step_number for step in steps] == [1, 2]
+    assert runner.threads == {"model"}
+    executor.shutdown()
+
+
+def test_an_error_in_the_thread_is_raised_to_who_waits_for_that_step():
+    executor = ThreadExecutor(RecordingRunner())
+    steps = [executor.launch(StepPlan(number)) for number in (12, 13, 14)]
+    assert steps[0].result().step_number == 12
+    with pytest.raises(RuntimeError, match="bad luck"):
+        steps[1].result()
+    assert steps[2].result().step_number == 14
+    executor.shutdown()
+
+
+def test_the_thread_ends_behind_the_last_plan():
+    executor = ThreadExecutor(RecordingRunner())
+    step = executor.launch(StepPlan(5))
+    executor.shutdown()
+    assert step.result().step_number == 5
+    executor.join(10)
+    assert "model" not in {thread.name for thread in threading.enumerate()}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan
 
 
 def small_batch(**sizes: int) -> InputBatch:
-    defaults = {"max_num_seqs": 3, "max_model_len": 32, "block_size": 4, "vocab_size": 50}
+    defaults = {"max_num_seqs": 3, "max_model_len": 32, "block_size": 4}
     return InputBatch(**{**defaults, **sizes})
 
 
@@ -47,11 +49,11 @@ def test_tokens_of_all_rows_lie_flat_with_their_positions_and_slots():
     inputs = batch.gather(step)
     assert inputs.token_ids.tolist() == [10, 11, 12, 14, 15]
     assert inputs.positions.tolist() == [0, 1, 2, 4, 5]
-    assert inputs.slot_mapping.tolist() == [28, 29, 30, 4, 5]
+    assert inputs.slot_mappings[0].tolist() == [28, 29, 30, 4, 5]
     assert inputs.logit_rows.tolist() == [4]
-    assert inputs.attention.query_lengths.tolist() == [3, 2]
-    assert inputs.attention.total_lengths.tolist() == [3, 6]
-    assert inputs.attention.block_tables.tolist() == [[7, 2], [5, 1]]
+    assert inputs.attention[0].query_lengths.tolist() == [3, 2]
+    assert inputs.attention[0].total_lengths.tolist() == [3, 6]
+    assert inputs.attention[0].block_tables.tolist() == [[7, 2], [5, 1]]
 
 
 def test_blocks_that_hold_computed_tokens_are_not_fresh():
@@ -59,52 +61,47 @@ def test_blocks_that_hold_computed_tokens_are_not_fresh():
     step = plan(
         [("a", 2, 8, [2]), ("b", 5, 0, [6, 7])], admitted=[admitted("a", 10, [3, 1]), admitted("b", 5)]
     )
-    assert batch.apply(step) == [2, 6, 7]
-    assert batch.apply(plan([("a", 1, 10, []), ("b", 1, 5, [])])) == []
-    assert batch.apply(plan([("b", 1, 8, [9])])) == [9]
+    assert batch.apply(step)[2] == [2, 6, 7]
+    assert batch.apply(plan([("a", 1, 10, []), ("b", 1, 5, [])]))[2] == []
+    assert batch.apply(plan([("b", 1, 8, [9])]))[2] == [9]
 
 
 def test_appended_tokens_are_the_next_steps_input():
     batch = small_batch()
     batch.apply(plan([("a", 4, 0, [0])], admitted=[admitted("a", 4)]))
     step = plan([("a", 4, 0, [])])
-    rows = batch.gather(step).sampling_rows
-    batch.append(rows, rows * 0 + 44)
+    inputs = batch.gather(step)
+    assert inputs.sampling_positions.tolist() == [4]
+    batch.append(inputs.sampling_rows, inputs.sampling_positions, torch.tensor([44]))
     later = plan([("a", 1, 4, [8])])
     batch.apply(later)
     assert batch.gather(later).token_ids.tolist() == [44]
-    assert batch.lengths[rows].tolist() == [5]
 
 
 def test_a_released_row_is_entered_by_the_next_request_without_what_was_in_it():
     batch = small_batch(max_num_seqs=1)
-    batch.apply(
-        plan([("a", 8, 0, [0, 1])], admitted=[admitted("a", 8, min_tokens=3, eos_token_id=4, top_k=9)])
-    )
+    batch.apply(plan([("a", 8, 0, [0, 1])], admitted=[admitted("a", 8)]))
     step = plan([("b", 2, 0, [6])], released=["a"], admitted=[admitted("b", 2)])
-    batch.apply(step)
+    left, entered, fresh = batch.apply(step)
+    assert (left, [row for row, _ in entered], fresh) == ([0], [0], [6])
+    assert batch.gather(step).slot_mappings[0].tolist() == [24, 25]
+    assert batch.table(0, 0) == [6]
+
+
+def test_every_group_of_layers_has_block_tables_of_its_own():
+    batch = small_batch(num_groups=2)
+    step = plan([("a", 5, 0, [])], admitted=[admitted("a", 5)])
+    step.new_block_ids = [[[7, 2], [3, 5]]]
+    step.admitted[0].block_ids = [[], []]
+    assert batch.apply(step)[2] == [7, 2, 3, 5]
     inputs = batch.gather(step)
-    assert inputs.slot_mapping.tolist() == [24, 25]
-    row = int(inputs.sampling_rows[0])
-    assert (batch.min_lengths[row], batch.top_k[row], batch.end_token_ids[row]) == (0, 0, [])
+    assert [slots.tolist() for slots in inputs.slot_mappings] == [[28, 29, 30, 31, 8], [12, 13, 14, 15, 20]]
+    assert [each.block_tables.tolist() for each in inputs.attention] == [[[7, 2]], [[3, 5]]]
 
 
 def test_a_request_may_leave_and_return_in_one_plan():
     batch = small_batch(max_num_seqs=1)
     batch.apply(plan([("a", 2, 0, [0])], admitted=[admitted("a", 2)]))
     step = plan([("a", 3, 0, [5])], released=["a"], admitted=[admitted("a", 3)])
-    assert batch.apply(step) == [5]
-    assert batch.gather(step).slot_mapping.tolist() == [20, 21, 22]
-
-
-def test_seeds_keep_all_their_bits_and_foreign_ends_are_dropped():
-    batch = small_batch()
-    step = plan(
-        [("a", 2, 0, [0])],
-        admitted=[admitted("a", 2, seed=2**64 - 2, min_tokens=1, stop_token_ids=frozenset({49, 50, -1}))],
-    )
-    batch.apply(step)
-    row = int(batch.gather(step).sampling_rows[0])
-    assert int(batch.seeds[row]) == -2
-    assert batch.end_token_ids[row] == [49]
-    assert batch.min_lengths[row] == 3
+    assert batch.apply(step)[2] == [5]
+    assert batch.gather(step).slot_mappings[0].tolist() == [20, 21, 22]

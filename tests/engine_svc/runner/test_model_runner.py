@@ -15,6 +15,8 @@ FAMILIES = [
     "deepseek_v3",
 ]  # fmt: skip
 
+NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"]
+
 
 def prompt_of(length: int, *, seed: int) -> list[int]:
     choose = random.Random(seed)
@@ -67,9 +69,12 @@ def run_in_random_steps(driver, *, num_tokens: int, seed: int, preempt: bool) ->
             driver.step(grants)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_chunked_and_resumed_steps_yield_what_transformers_generates(tiny_model, family):
-    model = tiny_model(family)
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [(family, "transformers") for family in FAMILIES] + [(family, "native") for family in NATIVE_FAMILIES],
+)
+def test_mixed_chunked_and_resumed_steps_yield_what_transformers_generates(tiny_model, family, model_impl):
+    model = tiny_model(family, model_impl)
     driver = model.driver()
     prompts = {f"r{i}": prompt_of(length, seed=i) for i, length in enumerate([1, 3, 17, 40, 70])}
     for name, prompt in prompts.items():
@@ -95,7 +100,7 @@ def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(tiny
     first = driver.add("first", shared + prompt_of(5, seed=2))
     driver.step({"first": 21})
     second = driver.add("second", shared + prompt_of(9, seed=3))
-    second.block_ids, second.num_computed_tokens = first.block_ids[:4], 16
+    second.block_ids, second.num_computed_tokens = [first.block_ids[0][:4]], 16
     driver.step({"first": 1, "second": 9})
     for _ in range(10):
         driver.step({"first": 1, "second": 1})
@@ -113,7 +118,7 @@ def test_a_chunk_that_does_not_reach_the_last_token_samples_nothing(tiny_model):
 
 def test_a_plan_without_rows_yields_nothing(tiny_model):
     runner = tiny_model("llama").runner()
-    result = runner.execute(StepPlan(7))
+    result = runner.execute(StepPlan(7)).result()
     assert (result.step_number, result.sampled) == (7, [])
 
 
@@ -159,7 +164,7 @@ def test_a_row_with_nan_logits_is_reported_and_leaves_the_others_alone(tiny_mode
     model = tiny_model("llama")
     calls = []
 
-    def spoil(logits, batch, rows):
+    def spoil(logits, rows):
         calls.append(rows)
         if len(calls) == 3:
             logits[1, 7] = float("nan")
@@ -184,14 +189,14 @@ def test_nan_left_in_a_block_does_not_reach_its_next_owner(tiny_model):
     embedding[token] = float("nan")
     assert driver.step({"spoiled": 14}).non_finite == [0]
     embedding[token] = kept
-    blocks = list(spoiled.block_ids)
+    blocks = list(spoiled.block_ids[0])
     driver.finish("spoiled")
     driver.free_blocks[:0] = blocks
     prompt = prompt_of(6, seed=2)
     clean = driver.add("clean", prompt)
     for _ in range(10):
         driver.step({"clean": clean.num_pending_tokens})
-    assert clean.block_ids[: len(blocks)] == blocks
+    assert clean.block_ids[0][: len(blocks)] == blocks
     assert_same_stream(model.theirs, prompt, clean.output_token_ids)
 
 

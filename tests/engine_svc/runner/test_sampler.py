@@ -1,116 +1,178 @@
-"""Rows of one batch, each sampled as it wishes."""
+"""Rows of one batch, each sampled as it wishes, and as if it were alone."""
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
 import torch
 
-from engine_svc.runner.input_batch import InputBatch
-from engine_svc.runner.sampler import Sampler
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan
+from engine_svc.runner.sampler import LogprobsMode
+from engine_svc.runner.sampling.logprobs import SampledLogprobs
+from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig, random_logits
 
-VOCAB_SIZE = 30
-
-
-def batch_of(wishes: list[dict[str, object]], *, num_tokens: int = 5) -> tuple[InputBatch, np.ndarray]:
-    """A batch with one row per entry and all its rows, in order."""
-    num_rows = len(wishes)
-    batch = InputBatch(max_num_seqs=num_rows, max_model_len=64, block_size=4, vocab_size=VOCAB_SIZE)
-    names = [str(index) for index in range(num_rows)]
-    step = StepPlan(
-        0,
-        admitted=[
-            AdmittedRequest(
-                name, [1] * num_tokens, num_tokens, SamplingParams(**{"max_tokens": 9, **wish}), [[]]
-            )
-            for name, wish in zip(names, wishes, strict=True)
-        ],
-        request_ids=names,
-        num_tokens=[num_tokens] * num_rows,
-        num_computed_tokens=[0] * num_rows,
-        new_block_ids=[[[2 * index, 2 * index + 1]] for index in range(num_rows)],
-        draft_token_ids=[[] for _ in names],
-        samples=[True] * num_rows,
-    )
-    batch.apply(step)
-    return batch, batch.gather(step).sampling_rows
+# Every feature, alone and with others.
+WISHES = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_k": 5, "seed": 2**63 + 9},
+    {"temperature": 1.3, "top_p": 0.6, "seed": 5},
+    {"temperature": 1.0, "min_p": 0.2, "seed": 6},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "seed": 7, "logprobs": 3},
+    {"presence_penalty": 1.5, "logprobs": 0},
+    {"frequency_penalty": -0.7, "temperature": 1.0, "seed": 8},
+    {"repetition_penalty": 1.9, "logprobs": -1},
+    {"presence_penalty": 2.0, "frequency_penalty": 0.3, "repetition_penalty": 0.5, "temperature": 0.5},
+    {"logit_bias": ((4, 8.0), (9, -3.5)), "temperature": 1.0, "seed": 9},
+    {"allowed_token_ids": frozenset({3, 8, 41}), "temperature": 1.0, "seed": 10, "logprobs": 3},
+    {"bad_words": ((5,), (7, 9), (1, 7, 9, 11), (2, 11)), "temperature": 2.0, "seed": 11},
+    {"min_tokens": 9, "eos_token_id": 2, "stop_token_ids": frozenset({6}), "logprob_token_ids": (2, 6)},
+    {
+        "temperature": 1.1, "top_k": 30, "top_p": 0.95, "min_p": 0.001, "seed": 12, "presence_penalty": 0.4,
+        "repetition_penalty": 1.2, "logit_bias": ((7, 2.0),), "bad_words": ((3, 4), (8,)), "min_tokens": 3,
+        "eos_token_id": 2, "allowed_token_ids": frozenset(range(30)), "logprobs": 5,
+    },
+]  # fmt: skip
+OUTPUTS = [[4, 7, 9], [9, 9, 9, 3], [], [1, 7, 9]]
 
 
-def random_logits(num_rows: int, *, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+def told(logprobs: SampledLogprobs | None) -> dict:
+    return {} if logprobs is None else logprobs.by_index()
+
+
+@pytest.mark.parametrize("mode", LogprobsMode)
+def test_a_row_of_a_batch_that_mixes_all_features_equals_that_row_alone(mode):
+    num = len(WISHES)
+    mixed = SamplerRig(max_num_seqs=num, mode=mode)
+    order = [(7 * index) % num for index in range(num)]
+    rows_of = dict(zip(order, range(num), strict=True))
+    for index, wish in enumerate(WISHES):
+        mixed.enter(rows_of[index], prompt=[1, index, 3], output=OUTPUTS[index % 4], **wish)
+    logits = random_logits(num)
+    written = logits.clone()
+    together = mixed.choose(written, [rows_of[index] for index in range(num)])
+    of_together = told(together.logprobs)
+    assert set(of_together) == {5, 6, 8, 11, 13, 14}
+    for index, wish in enumerate(WISHES):
+        alone = SamplerRig(max_num_seqs=2, mode=mode)
+        alone.enter(1, prompt=[1, index, 3], output=OUTPUTS[index % 4], **wish)
+        alone_written = logits[index : index + 1].clone()
+        sampled = alone.choose(alone_written, [1])
+        assert int(sampled.token_ids) == int(together.token_ids[index])
+        assert torch.equal(alone_written[0], written[index])
+        assert told(sampled.logprobs).get(0) == of_together.get(index)
+
+
+def test_rows_of_a_large_vocabulary_are_bitwise_those_alone():
+    vocab_size = 33_000
+    rig = SamplerRig(vocab_size=vocab_size)
+    for row in range(8):
+        rig.enter(
+            row, prompt=[5, 6, row], temperature=0.5 + row / 8, top_k=40 * (row % 3), top_p=1.0 - row / 16,
+            min_p=row * 1e-4, seed=row, logprobs=row, repetition_penalty=1.0 + row / 8,
+        )  # fmt: skip
+    logits = random_logits(8, vocab_size=vocab_size)
+    together = rig.choose(logits.clone(), range(8))
+    for row in range(8):
+        alone = rig.choose(logits[row : row + 1].clone(), [row])
+        assert int(alone.token_ids) == int(together.token_ids[row])
+        assert told(alone.logprobs)[0] == told(together.logprobs)[row]
 
 
 def test_temperature_zero_takes_the_largest_logit():
-    batch, rows = batch_of([{"temperature": 0.0}] * 4)
+    rig = SamplerRig()
+    for row in range(4):
+        rig.enter(row, top_k=1 + row, top_p=0.5, min_p=0.5)
     logits = random_logits(4)
-    tokens, is_valid = Sampler().choose(logits, batch, rows)
-    assert tokens.tolist() == logits.argmax(-1).tolist()
-    assert is_valid.all()
+    sampled = rig.choose(logits.clone(), range(4))
+    assert sampled.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert sampled.is_finite.all()
+    assert sampled.logprobs is None
 
 
-def test_a_row_draws_the_same_token_in_every_company():
+def test_a_batch_without_features_leaves_the_logits_as_they_are():
+    rig = SamplerRig()
+    rig.enter(0)
+    rig.enter(1, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=4)
+    logits = random_logits(2)
+    assert torch.equal(rig.changed(logits, [0, 1]), logits)
+
+
+def test_rows_without_a_finite_largest_logit_have_no_token_and_others_have_theirs():
+    spoiled = {0: (3, float("nan")), 1: (49, float("inf")), 3: (7, float("nan"))}
     wishes = [
-        {"temperature": 0.5 * i, "top_k": 3 * i, "top_p": 1.0 - 0.1 * i, "seed": 11 * i} for i in range(6)
+        {},
+        {"temperature": 1.0, "top_k": 4},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.7, "logprobs": 2},
+        {"temperature": 0.5, "presence_penalty": 1.0, "min_p": 0.1, "logprobs": 2},
+        {"repetition_penalty": 1.5, "logprobs": 2},
     ]
-    logits = random_logits(6)
-    batch, rows = batch_of(wishes)
-    together, _ = Sampler().choose(logits.clone(), batch, rows)
-    for index, wish in enumerate(wishes):
-        alone_batch, alone_rows = batch_of([wish])
-        alone, _ = Sampler().choose(logits[index : index + 1].clone(), alone_batch, alone_rows)
-        assert alone[0] == together[index]
+    rig = SamplerRig()
+    for row, wish in enumerate(wishes):
+        rig.enter(row, output=[7, 7], **wish)
+    logits = random_logits(5)
+    clean = rig.choose(logits.clone(), range(5))
+    for row, (token, value) in spoiled.items():
+        logits[row, token] = value
+    sampled = rig.choose(logits, range(5))
+    assert sampled.is_finite.tolist() == [False, False, True, False, True]
+    for row in (2, 4):
+        assert sampled.token_ids[row] == clean.token_ids[row]
+        assert told(sampled.logprobs)[row] == told(clean.logprobs)[row]
 
 
-def test_draws_follow_the_softmax_over_seeds_and_over_positions():
-    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    logits = torch.full((1, VOCAB_SIZE), float("-inf"))
-    logits[0, 3:7] = probabilities.log()
-    num = 4000
-    batch, rows = batch_of([{"seed": seed} for seed in range(num)])
-    by_seed, _ = Sampler().choose(logits.expand(num, -1).clone(), batch, rows)
-    by_position = []
-    batch, rows = batch_of([{"seed": 5}])
-    for position in range(num):
-        batch.lengths[rows] = position
-        by_position.append(int(Sampler().choose(logits.clone(), batch, rows)[0][0]))
-    for tokens in (torch.from_numpy(by_seed), torch.tensor(by_position)):
-        counts = torch.bincount(tokens, minlength=VOCAB_SIZE)[3:7]
-        assert int(counts.sum()) == num
-        assert ((counts - probabilities * num) ** 2 / (probabilities * num)).sum() < 16.3
+def test_a_row_with_no_token_left_has_none():
+    rig = SamplerRig()
+    rig.enter(0, allowed_token_ids=frozenset({2}), min_tokens=1, eos_token_id=2)
+    rig.enter(1)
+    assert rig.choose(random_logits(2), [0, 1]).is_finite.tolist() == [False, True]
 
 
-def test_rows_without_a_finite_largest_logit_have_no_token():
-    batch, rows = batch_of([{"temperature": 0.0}, {}, {}, {}])
-    logits = random_logits(4)
-    logits[0, 3], logits[1, 29], logits[2, :] = float("nan"), float("inf"), float("-inf")
-    tokens, is_valid = Sampler().choose(logits, batch, rows)
-    assert is_valid.tolist() == [False, False, False, True]
-    assert 0 <= tokens[3] < VOCAB_SIZE
+def test_a_row_that_left_takes_nothing_along():
+    rig = SamplerRig(max_num_seqs=1)
+    logits = random_logits(1)
+    for wish in WISHES:
+        rig.enter(0, **wish)
+        rig.choose(logits.clone(), [0])
+        rig.leave(0)
+        rig.enter(0)
+        assert torch.equal(rig.changed(logits, [0]), logits)
+        assert rig.choose(logits.clone(), [0]).logprobs is None
+        rig.leave(0)
 
 
-def test_ends_cannot_be_chosen_before_min_tokens_and_can_after():
-    wish = {"temperature": 0.0, "min_tokens": 2, "eos_token_id": 7, "stop_token_ids": frozenset({8})}
-    batch, rows = batch_of([wish, {**wish, "ignore_eos": True}, {**wish, "min_tokens": 0}])
-    logits = random_logits(3)
-    logits[:, 7], logits[:, 8], logits[:, 9] = 9.0, 8.0, 7.0
-    assert Sampler().choose(logits.clone(), batch, rows)[0].tolist() == [9, 7, 7]
-    batch.lengths[rows] += 2
-    assert Sampler().choose(logits.clone(), batch, rows)[0].tolist() == [7, 7, 7]
+@pytest.mark.parametrize("index", range(len(WISHES)))
+def test_a_resumed_request_continues_as_if_it_had_never_left(index):
+    steps = [random_logits(1, seed=seed) for seed in range(12)]
+    prompt, wish = [4, 9, 1], WISHES[index]
+    whole = SamplerRig()
+    whole.enter(0, prompt=prompt, **wish)
+    tokens = whole.generate(0, steps)
+    for cut in (1, 5, 11):
+        resumed = SamplerRig()
+        resumed.enter(3, prompt=prompt, output=tokens[:cut], **wish)
+        assert resumed.generate(3, steps[cut:]) == tokens[cut:]
 
 
 def test_processors_change_what_is_sampled_from_in_order():
-    def only_four(logits, _batch, rows):
-        assert rows == [0, 1]
-        masked = torch.full_like(logits, float("-inf"))
+    def only_four(logits, rows):
+        assert rows.tolist() == [1, 0]
+        masked = torch.full((VOCAB_SIZE, 2), float("-inf")).T
         masked[:, 4] = 0.0
         return masked
 
-    def then_five(logits, _batch, _rows):
+    def then_five(logits, rows):
         logits[1, 5] = 100.0
         return logits
 
-    batch, rows = batch_of([{}, {}])
-    order = rows.argsort()
-    tokens, _ = Sampler([only_four, then_five]).choose(random_logits(2), batch, rows[order])
-    assert tokens.tolist() == [4, 5]
+    rig = SamplerRig(processors=(only_four, then_five))
+    rig.enter(0, logit_bias=((6, 1.0),))
+    rig.enter(1)
+    assert rig.choose(random_logits(2), [1, 0]).token_ids.tolist() == [4, 5]
+
+
+def test_logits_of_half_precision_are_sampled_from_and_not_written():
+    rig = SamplerRig()
+    rig.enter(0, logit_bias=((6, 50.0),))
+    logits = random_logits(1).bfloat16()
+    kept = logits.clone()
+    assert int(rig.choose(logits, [0]).token_ids) == 6
+    assert torch.equal(logits, kept)

@@ -112,6 +112,30 @@ def test_repetition_detection_goes_to_the_engine_complete_and_only_where_it_is_o
     assert detection_of(min_count=3) is None
 
 
+def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
+    def sampling_of(**fields: object) -> sampling_pb2.SamplingParams:
+        request = make_request([5], **fields)
+        check_request(request, model, LIMITS)
+        return build_entry(request, [5], model).entry.sampling
+
+    plain = sampling_of()
+    assert (plain.min_p, plain.presence_penalty, plain.frequency_penalty) == (0.0, 0.0, 0.0)
+    assert plain.repetition_penalty == 1.0
+    assert not plain.logit_bias
+    assert not plain.allowed_token_ids
+    wishes = {
+        "min_p": 0.25,
+        "presence_penalty": -2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 0.5,
+        "logit_bias": [sampling_pb2.LogitBias(token_id=3, bias=-100.0)],
+        "allowed_token_ids": [3, 5],
+    }
+    asked = sampling_of(**wishes)
+    assert {name: getattr(asked, name) for name in wishes} == wishes
+    assert list(sampling_of(allowed_token_ids=[3, 5, 3]).allowed_token_ids) == [3, 5]
+
+
 def test_all_breaches_are_told_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
@@ -136,11 +160,7 @@ def test_min_tokens_beyond_max_tokens_is_a_breach(model):
         ({"n": 2}, "sampling.n"),
         ({"logprobs": 0}, "sampling.logprobs"),
         ({"prompt_logprobs": 1}, "sampling.prompt_logprobs"),
-        ({"frequency_penalty": 1.0}, "sampling.frequency_penalty"),
-        ({"repetition_penalty": 1.1}, "sampling.repetition_penalty"),
-        ({"min_p": 0.1}, "sampling.min_p"),
-        ({"logit_bias": [{"token_id": 1, "bias": 1.0}]}, "sampling.logit_bias"),
-        ({"allowed_token_ids": [1]}, "sampling.allowed_token_ids"),
+        ({"logprob_token_ids": [1]}, "sampling.logprob_token_ids"),
         ({"bad_words": ["x"]}, "sampling.bad_words"),
         ({"structured_output": {"regex": "a"}}, "sampling.structured_output"),
         ({"thinking_token_budget": 1}, "sampling.thinking_token_budget"),
@@ -160,6 +180,11 @@ def test_what_is_not_served_is_refused_by_name(model, fields, name):
         ({"logit_bias": [{"token_id": 1, "bias": float("inf")}]}, r"sampling\.logit_bias\[0\] is inf"),
         ({"logit_bias": [{"token_id": 600}]}, r"sampling\.logit_bias\[0\] is 600"),
         ({"bad_words": ["x"] * 129}, "bad_words has 129 words"),
+        ({"min_p": 1.5}, r"sampling\.min_p is 1.5, must be in 0\.\.1"),
+        ({"presence_penalty": -2.5}, r"sampling\.presence_penalty is -2.5, must be in -2\.\.2"),
+        ({"frequency_penalty": float("nan")}, r"sampling\.frequency_penalty is nan"),
+        ({"repetition_penalty": 0.0}, r"sampling\.repetition_penalty is 0.0, must be finite and above 0"),
+        ({"allowed_token_ids": [1, 600]}, r"sampling\.allowed_token_ids\[1\] is 600"),
         ({"stop_token_ids": [600]}, r"sampling\.stop_token_ids\[0\] is 600"),
         ({"stop": [""]}, r"sampling\.stop\[0\] has 0"),
         ({"stop": ["x"], "detokenize": False}, "sampling.detokenize"),

@@ -1,8 +1,7 @@
-"""Every op in plain torch: the specification, and what runs where no faster kernel is at hand.
+"""Attention over the paged cache, in plain torch.
 
 Written for the CPU: rows that compute one token are gathered and multiplied together, padded to a few fixed
 lengths, so that no Python runs per row and a row's result does not depend on its neighbours.
-Knows no model, no request and no device but its tensors' own.
 """
 
 from __future__ import annotations
@@ -17,25 +16,6 @@ from triptych_kernels.attention_batch import AttentionBatch
 
 _MIN_PADDED_LENGTH = 64
 _QUERY_TILE = 256
-# Greedy but for ties, and far from making logits overflow.
-_MIN_TEMPERATURE = 1e-6
-_CDF_CHUNK = 128
-_NUM_NUCLEUS_CANDIDATES = 1024
-
-
-def kv_write(
-    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Store this step's keys and values at their slots.
-
-    keys: [T, G, D], values: [T, G, E], any strides.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous, written.
-    slot_mapping: [T] int64, all different, slot = block_id * S + offset.
-    """
-    num_kv_heads, _, _, key_dim = key_cache.shape
-    key_cache.view(num_kv_heads, -1, key_dim).index_copy_(1, slot_mapping, keys.transpose(0, 1))
-    value_dim = value_cache.shape[-1]
-    value_cache.view(num_kv_heads, -1, value_dim).index_copy_(1, slot_mapping, values.transpose(0, 1))
 
 
 def paged_attention(
@@ -112,12 +92,12 @@ def _make_decode_groups(
     first_block, last_block = first_visible // size, (lengths - 1) // size
     ladder = _padded_block_counts(int((last_block - first_block).max()) + 1, size)
     rungs = torch.bucketize(last_block - first_block + 1, torch.tensor(ladder, device=lengths.device))
-    tokens = (batch.query_lengths.cumsum(0) - 1)[single_rows]
+    tokens = (batch.query_starts[1:].long() - 1)[single_rows]
     head_offsets = torch.arange(num_kv_heads, device=lengths.device)[:, None] * num_blocks
     groups = []
     for rung in rungs.unique().tolist():
         members = (rungs == rung).nonzero().flatten()
-        is_whole_step = members.numel() == batch.query_lengths.numel()
+        is_whole_step = members.numel() == batch.num_rows
         # Padding repeats the row's own last block: NaN that another row holds must not reach this one.
         steps = torch.arange(ladder[rung], device=lengths.device)
         columns = torch.minimum(first_block[members, None] + steps, last_block[members, None])
@@ -308,85 +288,3 @@ def _attend_tile_densely(
     weights = _softmax(products, bias, scale, head_sinks, soft_cap).to(query.dtype)
     attended = torch.matmul(weights, values.unsqueeze(1))
     return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
-
-
-def uniform_noise(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
-    """One uniform number in [0, 1) a row: a pure function of (seed, position, draw), equal on every machine.
-
-    The output function of SplitMix64, applied to the seed, then after adding the position, then the draw.
-    seeds: [N] int64, the bits of an unsigned seed.  positions: [N] int64.  draw: which use at a position.
-    Returns [N] float64, a multiple of 2^-52.
-    Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
-    """
-    state = _mix(_mix(_mix(seeds) + positions) + draw)
-    return _logical_shift(state, 12).double() * 2.0**-52
-
-
-def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's step on [N] int64 with wrap-around; the published constants as signed numbers."""
-    state = state + -0x61C8864680B583EB
-    state = (state ^ _logical_shift(state, 30)) * -0x40A7B892E31B1A47
-    state = (state ^ _logical_shift(state, 27)) * -0x6B2FB644ECCEEE15
-    return state ^ _logical_shift(state, 31)
-
-
-def _logical_shift(bits: Tensor, places: int) -> Tensor:
-    return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row from softmax(logits / temperature), cut to top-k, then to top-p.
-
-    By inverse CDF in vocabulary order. Top-k keeps the k largest, top-p of these the fewest largest that
-    reach top_p of their mass; ties of the smallest kept stay in. A row's token is a pure function of the row.
-    logits: [N, V] fp32, finite maximum.  temperature: [N] fp32 above 0.  top_k: [N] int64, 0 = all.
-    top_p: [N] fp32 in (0, 1].  uniforms: [N] float64 in [0, 1).  Returns [N] int64.
-    """
-    weights = torch.softmax(logits / temperature.clamp(min=_MIN_TEMPERATURE)[:, None], dim=-1)
-    vocab_size = logits.shape[1]
-    is_cut = (top_k > 0) & (top_k < vocab_size)
-    if is_cut.any():
-        limits = torch.where(is_cut, top_k, vocab_size)
-        largest = weights.topk(int(top_k[is_cut].max()), dim=-1).values
-        smallest_kept = largest.gather(1, limits.clamp(max=largest.shape[1])[:, None] - 1)
-        weights = weights.masked_fill((weights < smallest_kept) & is_cut[:, None], 0.0)
-    if (top_p < 1.0).any():
-        weights = weights.masked_fill(weights < _smallest_in_nucleus(weights, top_p)[:, None], 0.0)
-    return _inverse_cdf(weights, uniforms)
-
-
-def _smallest_in_nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """[N] the smallest weight that top-p keeps, 0 for rows that keep all."""
-    vocab_size = weights.shape[1]
-    needed = weights.sum(-1, dtype=torch.float64) * top_p
-    num_candidates = min(_NUM_NUCLEUS_CANDIDATES, vocab_size)
-    while True:
-        largest = weights.topk(num_candidates, dim=-1).values
-        reached = largest.cumsum(-1, dtype=torch.float64)
-        is_open = (reached[:, -1] < needed) & (top_p < 1.0)
-        if num_candidates == vocab_size or not is_open.any():
-            break
-        num_candidates = vocab_size
-    index = (reached < needed[:, None]).sum(-1).clamp_(max=num_candidates - 1)
-    smallest = largest.gather(1, index[:, None]).squeeze(1)
-    return torch.where(top_p < 1.0, smallest, 0.0)
-
-
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[N] the first token where the running sum of weights exceeds uniform * total: by chunk, then inside."""
-    num_rows, vocab_size = weights.shape
-    num_chunks = -(-vocab_size // _CDF_CHUNK)
-    if vocab_size < num_chunks * _CDF_CHUNK:
-        weights = F.pad(weights, (0, num_chunks * _CDF_CHUNK - vocab_size))
-    chunks = weights.view(num_rows, num_chunks, _CDF_CHUNK)
-    reached = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = uniforms[:, None] * reached[:, -1:]
-    chunk = (reached <= target).sum(-1, keepdim=True)
-    before = torch.where(chunk > 0, reached.gather(1, (chunk - 1).clamp(min=0)), 0.0)
-    inner = chunks[torch.arange(num_rows, device=weights.device), chunk.squeeze(1)].cumsum(
-        -1, dtype=torch.float64
-    )
-    place = (inner <= target - before).sum(-1)
-    # Sums taken in two orders differ by a rounding: never step past the chunk's last token with weight.
-    last = (inner < inner[:, -1:]).sum(-1)
-    return chunk.squeeze(1) * _CDF_CHUNK + torch.minimum(place, last)

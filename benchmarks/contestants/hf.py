@@ -1,0 +1,36 @@
+"""PYTHON benchmarks/contestants/hf.py MODEL DTYPE: `generate` of transformers, one static batch a job."""
+
+from __future__ import annotations
+
+import sys
+
+from jobs import Prompts, serve
+
+
+def main() -> None:
+    """Serve jobs with transformers on one thread."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model_path, dtype = sys.argv[1:3]
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+    ).eval()
+
+    def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
+        longest = max(map(len, prompts))
+        rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        wishes = GenerationConfig(
+            max_new_tokens=num_output_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        output = model.generate(rows, attention_mask=mask, generation_config=wishes)
+        return [output.shape[1] - longest] * len(prompts)
+
+    serve("hf", generate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a contestant is asked, and what it answers, in JSON lines. Imports nothing that a peer might lack."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+# Ids that every vocabulary compared here has, and that are no special tokens.
+_FIRST_ID, _END_ID = 10, 16_000
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Requests that all come at once, greedy, each with exactly `num_output_tokens` of output."""
+
+    prompt_lengths: list[int]
+    num_output_tokens: int
+    seed: int
+
+    def prompts(self) -> Prompts:
+        """The prompts: the same for every contestant, and none that an earlier job had."""
+        choose = random.Random(self.seed)
+        return [
+            [choose.randrange(_FIRST_ID, _END_ID) for _ in range(length)] for length in self.prompt_lengths
+        ]
+
+
+def serve(name: str, generate: Callable[[Prompts, int], list[int]]) -> None:
+    """Say that it is ready, then do jobs until the input ends.
+
+    `generate` takes prompts and a number of output tokens; it returns the number of tokens that each got.
+    """
+    print(json.dumps({"ready": name}), flush=True)
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        prompts = job.prompts()
+        started_at = time.perf_counter()
+        counts = generate(prompts, job.num_output_tokens)
+        seconds = time.perf_counter() - started_at
+        if counts != [job.num_output_tokens] * len(prompts):
+            raise SystemExit(f"{name} generated {counts} tokens instead of {job.num_output_tokens} each")
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+def line_of(job: Job) -> str:
+    """The job as a line of input."""
+    return json.dumps(asdict(job)) + "\n"

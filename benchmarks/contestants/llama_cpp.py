@@ -1,0 +1,84 @@
+"""llama.cpp with all sequences in one batch a step: PYTHON llama_cpp.py FILE.gguf MAX_SEQUENCES.
+
+Uses the C interface that llama-cpp-python publishes; the largest logit is found with numpy.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import llama_cpp
+import numpy as np
+from jobs import Prompts, serve
+
+_BATCH_TOKENS = 4096
+_CELLS_OF_SEQUENCE = 256
+
+
+class Context:
+    """A loaded model with room for some sequences of at most 256 tokens."""
+
+    def __init__(self, path: str, max_sequences: int) -> None:
+        llama_cpp.llama_backend_init()
+        model_options = llama_cpp.llama_model_default_params()
+        model_options.n_gpu_layers = 0
+        model_options.use_mmap = False
+        self._model = llama_cpp.llama_model_load_from_file(path.encode(), model_options)
+        if not self._model:
+            raise SystemExit(f"llama.cpp cannot load {path}")
+        self._num_logits = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = _CELLS_OF_SEQUENCE * max_sequences
+        options.n_batch = _BATCH_TOKENS
+        options.n_seq_max = max_sequences
+        options.n_threads = options.n_threads_batch = 1
+        options.kv_unified = False
+        self._context = llama_cpp.llama_init_from_model(self._model, options)
+        self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+
+    def generate(self, prompts: Prompts, num_output_tokens: int) -> list[int]:
+        """Greedy tokens of each prompt; returns how many each has."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        newest: dict[int, int] = {}
+        waiting = list(enumerate(prompts))
+        while waiting:
+            taken = []
+            while waiting and sum(len(prompt) for _, prompt in [*taken, waiting[0]]) <= _BATCH_TOKENS:
+                taken.append(waiting.pop(0))
+            newest |= self._step([(sequence, 0, prompt) for sequence, prompt in taken])
+        for step in range(num_output_tokens - 1):
+            rows = [(row, len(prompts[row]) + step, [token]) for row, token in newest.items()]
+            newest = self._step(rows)
+        return [num_output_tokens for _ in prompts]
+
+    def _step(self, rows: list[tuple[int, int, list[int]]]) -> dict[int, int]:
+        """Compute (sequence, first position, tokens) rows; the next token of each sequence."""
+        batch, place = self._batch, 0
+        last: dict[int, int] = {}
+        for sequence, start, tokens in rows:
+            for offset, token in enumerate(tokens):
+                batch.token[place] = token
+                batch.pos[place] = start + offset
+                batch.n_seq_id[place] = 1
+                batch.seq_id[place][0] = sequence
+                batch.logits[place] = offset == len(tokens) - 1
+                place += 1
+            last[sequence] = place - 1
+        batch.n_tokens = place
+        if llama_cpp.llama_decode(self._context, batch):
+            raise SystemExit("llama.cpp failed to decode")
+        return {sequence: self._best_token(place) for sequence, place in last.items()}
+
+    def _best_token(self, place: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, place)
+        return int(np.ctypeslib.as_array(logits, shape=(self._num_logits,)).argmax())
+
+
+def main() -> None:
+    """Serve jobs with llama.cpp on one thread."""
+    context = Context(sys.argv[1], int(sys.argv[2]))
+    serve("llama.cpp", context.generate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""PYTHON benchmarks/contestants/vllm_cpu.py MODEL DTYPE eager|compile: vLLM's offline engine, CPU build.
+
+Runs in vLLM's own environment, so it imports nothing of ours but its neighbour.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from jobs import Prompts, serve
+
+
+def main() -> None:
+    """Serve jobs with vLLM; the process's environment says how many threads and where."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    model, dtype, mode = sys.argv[1:4]
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        enforce_eager=mode == "eager",
+        max_model_len=2176,
+        max_num_seqs=256,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=True,
+    )
+
+    def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
+        wishes = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = llm.generate(inputs, wishes, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    serve(f"vllm-cpu-{mode}", generate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From the configuration to what runs on the device. Imports torch, so build.py imports it late, and it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine_svc.config import EngineConfig
+from engine_svc.engine import Executor
+from engine_svc.model.decoder import Model
+from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.parallel import Parallel
+from engine_svc.runner.control import runner_calls
+from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
+from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
+from engine_svc.runner.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory import free_device_memory, free_host_memory
+from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.sleep import WeightSource
+from service_kit.config import ConfigError
+
+Progress = Callable[[str, int, int], None]
+
+# A prompt of usual size: every kernel is used, and all weights are read once.
+WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSide:
+    """What the rest of the engine must know of the side that runs plans. Block counts are without the placeholder."""
+
+    executor: Executor
+    model: ModelFacts
+    windows: tuple[int | None, ...]  # per group of layers
+    max_model_len: int
+    num_kv_blocks: int
+    steps_in_flight: int
+    kernel_mode: str
+
+
+def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
+    """Load the model, size its cache, and start what runs plans. ValueError, in words for people, where it cannot be."""
+    loaded = load_model(config.model, load_wishes(config), progress=progress)
+    max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
+    progress("warm-up", 0, 1)
+    runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing)
+    runner.warm_up(WARM_UP_TOKENS)
+    progress("warm-up", 1, 1)
+    calls = runner_calls(runner)
+    # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
+    is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
+    return RunnerSide(
+        executor=ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls),
+        model=loaded.facts,
+        windows=tuple(group.window for group in loaded.facts.groups),
+        max_model_len=max_model_len,
+        num_kv_blocks=sizing.num_blocks,
+        steps_in_flight=config.steps_in_flight,
+        kernel_mode=kernel_mode(config, loaded),
+    )
+
+
+def load_wishes(config: EngineConfig) -> LoadWishes:
+    """How the configuration wants its model."""
+    return LoadWishes(
+        dtype=config.dtype,
+        device=config.device,
+        model_impl=config.model_impl,
+        quantization="" if config.quantization == "none" else config.quantization,
+        num_threads=config.num_threads,
+        is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
+    )
+
+
+def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
+    """What decides the roundings of a logit: engines that differ in it are not interchangeable."""
+    return "-".join((loaded.road, loaded.ops.name, config.quantization))
+
+
+def make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    max_model_len: int,
+    sizing: KVSizing,
+    parallel: Parallel | None = None,
+) -> ModelRunner:
+    """The runner of this rank, with its cache; `sizing` is without the placeholder block."""
+    sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
+    facts, ops = loaded.facts, loaded.ops
+    kv = KVTensors(facts, sizing, loaded.device)
+
+    # Neither keeps `loaded`: what sleeps could not give up its weights.
+    def load(folder: Path) -> tuple[Model, ModelFacts]:
+        again = load_model(folder, load_wishes(config), parallel=parallel, ops=ops)
+        return again.model, again.facts
+
+    def record(model: Model) -> DecodeGraphs | None:
+        return _graphs(config, model, facts, kv, max_model_len)
+
+    return ModelRunner(
+        loaded.model,
+        facts,
+        kv,
+        RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
+        ops,
+        graphs=record(loaded.model),
+        source=WeightSource(Path(config.model), load, record),
+    )
+
+
+@torch.inference_mode()
+def _graphs(
+    config: EngineConfig, model: Model, facts: ModelFacts, kv: KVTensors, max_model_len: int
+) -> DecodeGraphs | None:
+    # The models of transformers may wait for the device inside a forward, which cannot be recorded.
+    if kv.device.type != "cuda" or not config.cuda_graphs or not isinstance(model, NativeDecoder):
+        return None
+    return DecodeGraphs(
+        model,
+        kv.layers,
+        sizes=decode_sizes(config.max_num_seqs),
+        num_groups=len(facts.groups),
+        vocab_size=facts.vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        device=kv.device,
+        record=CudaRecorder(),
+    )
+
+
+def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tuple[int, KVSizing]:
+    """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
+    if config.max_model_len is not None and config.max_model_len > facts.max_position:
+        raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {facts.max_position}")
+    wishes = KVWishes(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens * config.steps_in_flight,
+        kv_cache_memory=config.kv_cache_memory,
+        num_kv_blocks=config.num_kv_blocks,
+    )
+    max_model_len = config.max_model_len or fit_max_model_len(facts, wishes, free)
+    return max_model_len, size_kv_cache(facts, wishes, max_model_len=max_model_len, free=free)
+
+
+def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
+    """What this rank's device has left for the KV cache."""
+    if loaded.device.type == "cpu":
+        return free_host_memory()
+    return free_device_memory(
+        loaded.model,
+        loaded.facts,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        utilization=config.gpu_memory_utilization,
+    )

@@ -1,0 +1,247 @@
+"""From a spec and weights to a native decoder: which tensors make which part, and this rank's share of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.facts import KVShape
+from engine_svc.model.native.decoder import NativeDecoder, TokenEmbedding
+from engine_svc.model.native.layers import (
+    Attention,
+    DecoderLayer,
+    FeedForward,
+    GatedFeedForward,
+    MixtureOfExperts,
+)
+from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
+from engine_svc.model.parallel import Parallel
+from engine_svc.model.weights import WeightReader
+from triptych_kernels import Linear, Ops
+
+
+@dataclass(slots=True)
+class DecoderBuilder:
+    """Reads what this rank needs, tensor by tensor, and lays it out for its device."""
+
+    spec: DecoderSpec
+    weights: WeightReader
+    ops: Ops
+    parallel: Parallel
+    dtype: torch.dtype
+    quantization: str = ""  # of the layers' projections
+    num_parameters: int = 0
+    num_bytes: int = 0
+
+    def build(self, name: str, cos_sin: Tensor) -> NativeDecoder:
+        """The decoder of this rank. Raises CheckpointError for missing or misshapen weights."""
+        self._check_divides()
+        spec, parallel = self.spec, self.parallel
+        is_first, is_last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
+        first = spec.num_layers * parallel.pp_rank // parallel.pp_size
+        end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
+        embedding = self._embedding() if is_first else None
+        layers = [self._layer(index, index - first) for index in range(first, end)]
+        num_kv_heads = self._num_kv_heads
+        return NativeDecoder(
+            name=name,
+            ops=self.ops,
+            parallel=parallel,
+            embedding=embedding,
+            layers=layers,
+            final_norm=self._vector("model.norm.weight", spec.hidden_size) if is_last else None,
+            head=self._head() if is_last else None,
+            cos_sin=cos_sin,
+            kv_shapes=tuple(
+                KVShape(num_kv_heads, spec.head_dim, spec.head_dim, window)
+                for window in spec.windows[first:end]
+            ),
+            hidden_size=spec.hidden_size,
+            dtype=self.dtype,
+            num_parameters=self.num_parameters,
+            num_bytes=self.num_bytes,
+        )
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return max(1, self.spec.num_kv_heads // self.parallel.tp_size)
+
+    def _check_divides(self) -> None:
+        spec, ranks = self.spec, self.parallel.tp_size
+        for what, number in (
+            ("attention heads", spec.num_heads),
+            ("intermediate size", spec.intermediate_size),
+            ("vocabulary", spec.vocab_size),
+        ):
+            if number % ranks:
+                raise UnsupportedModel(f"{number} {what} do not divide over {ranks} tensor-parallel ranks")
+        if spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
+            raise UnsupportedModel(f"{spec.num_kv_heads} KV heads do not divide over {ranks} ranks")
+        if self.parallel.pp_size > spec.num_layers:
+            raise UnsupportedModel(f"{spec.num_layers} layers do not make {self.parallel.pp_size} stages")
+
+    def _embedding(self) -> TokenEmbedding:
+        spec, parallel = self.spec, self.parallel
+        share = spec.vocab_size // parallel.tp_size
+        first = share * parallel.tp_rank
+        weight = self._read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), 0, first, share)
+        self._count(weight, weight.nbytes)
+        return TokenEmbedding(weight, first, parallel)
+
+    def _head(self) -> Linear:
+        spec, parallel = self.spec, self.parallel
+        name = "lm_head.weight"
+        if spec.ties_embeddings or name not in self.weights.names:
+            name = "model.embed_tokens.weight"
+        share = spec.vocab_size // parallel.tp_size
+        weight = self._read(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)
+        head = self.ops.pack_linear(weight, out_dtype=torch.float32)
+        is_counted = name.startswith("model.") and parallel.pp_rank == 0
+        self.num_parameters += 0 if is_counted else weight.numel()
+        self.num_bytes += head.num_bytes
+        return head
+
+    def _layer(self, index: int, place: int) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}.", self.spec.hidden_size
+        experts = self.spec.experts[index]
+        return DecoderLayer(
+            ops=self.ops,
+            parallel=self.parallel,
+            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            attention=self._attention(prefix + "self_attn.", index, place),
+            post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            feed_forward=self._dense(prefix + "mlp.") if experts is None else self._mixture(prefix, experts),
+            eps=self.spec.eps,
+        )
+
+    def _attention(self, prefix: str, index: int, place: int) -> Attention:
+        spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
+        num_heads, num_kv_heads, dim = spec.num_heads // ranks, self._num_kv_heads, spec.head_dim
+        # Where there are fewer KV heads than ranks, neighbours hold the same one.
+        first_kv_head = rank * spec.num_kv_heads // ranks
+        parts = (
+            ("q_proj", spec.num_heads, rank * num_heads, num_heads),
+            ("k_proj", spec.num_kv_heads, first_kv_head, num_kv_heads),
+            ("v_proj", spec.num_kv_heads, first_kv_head, num_kv_heads),
+        )
+        rows = [(prefix + name, total * dim, first * dim, count * dim) for name, total, first, count in parts]
+        return Attention(
+            ops=self.ops,
+            layer=place,
+            qkv=self._rows_linear(rows, spec.hidden_size),
+            out=self._columns_linear(
+                prefix + "o_proj",
+                spec.hidden_size,
+                spec.num_heads * dim,
+                rank * num_heads * dim,
+                num_heads * dim,
+            ),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=dim,
+            window=spec.windows[index],
+            query_norm=self._vector(prefix + "q_norm.weight", dim) if spec.has_qk_norm else None,
+            key_norm=self._vector(prefix + "k_norm.weight", dim) if spec.has_qk_norm else None,
+            eps=spec.eps,
+        )
+
+    def _dense(self, prefix: str) -> FeedForward:
+        spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
+        total, share = spec.intermediate_size, spec.intermediate_size // ranks
+        rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
+        return GatedFeedForward(
+            ops=self.ops,
+            gate_up=self._rows_linear(rows, spec.hidden_size),
+            down=self._columns_linear(prefix + "down_proj", spec.hidden_size, total, rank * share, share),
+        )
+
+    def _mixture(self, prefix: str, experts: ExpertsSpec) -> FeedForward:
+        hidden, parallel = self.spec.hidden_size, self.parallel
+        if experts.num_experts % parallel.ep_size:
+            raise UnsupportedModel(
+                f"{experts.num_experts} experts do not divide over {parallel.ep_size} ranks"
+            )
+        count = experts.num_experts // parallel.ep_size
+        first = count * parallel.ep_rank
+        # Whole experts by rank, or a share of every expert.
+        ranks, rank = (1, 0) if parallel.ep_size > 1 else (parallel.tp_size, parallel.tp_rank)
+        total = experts.intermediate_size
+        if total % ranks:
+            raise UnsupportedModel(f"an expert's {total} channels do not divide over {ranks} ranks")
+        share = total // ranks
+        gate_up, down = [], []
+        for expert in range(first, first + count):
+            names = [
+                prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
+            ]
+            gate_up.append(
+                torch.cat([self._read(name, (total, hidden), 0, rank * share, share) for name in names])
+            )
+            name = prefix + experts.down_name.format(expert) + ".weight"
+            down.append(self._read(name, (hidden, total), 1, rank * share, share))
+        packed = self.ops.pack_experts(torch.stack(gate_up), torch.stack(down), first_expert=first)
+        self.num_parameters += 3 * count * share * hidden
+        self.num_bytes += packed.num_bytes
+        router = self._read(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
+        return MixtureOfExperts(
+            router=self._packed(router, None, quantization=""),
+            experts=packed,
+            num_chosen=experts.num_chosen,
+            normalizes=experts.normalizes,
+        )
+
+    def _rows_linear(self, parts: list[tuple[str, int, int, int]], num_columns: int) -> Linear:
+        """One projection of several, each given as (name, rows in all, first row, rows of this rank)."""
+        weight = torch.cat(
+            [
+                self._read(name + ".weight", (total, num_columns), 0, first, count)
+                for name, total, first, count in parts
+            ]
+        )
+        bias = None
+        if parts[0][0] + ".bias" in self.weights.names:
+            bias = torch.cat(
+                [self._read(name + ".bias", (total,), 0, first, count) for name, total, first, count in parts]
+            )
+        return self._packed(weight, bias, self.quantization)
+
+    def _columns_linear(self, name: str, num_rows: int, total: int, first: int, count: int) -> Linear:
+        """A projection of which each rank holds a share of the inputs, so that their results add up."""
+        weight = self._read(name + ".weight", (num_rows, total), 1, first, count)
+        bias = None
+        if name + ".bias" in self.weights.names:
+            bias = self._read(name + ".bias", (num_rows,))
+            if self.parallel.tp_rank:
+                # Once in the sum.
+                bias = torch.zeros_like(bias)
+        return self._packed(weight, bias, self.quantization)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, quantization: str) -> Linear:
+        linear = self.ops.pack_linear(weight, bias, quantization=quantization)
+        self.num_parameters += weight.numel() + (0 if bias is None else bias.numel())
+        self.num_bytes += linear.num_bytes
+        return linear
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        vector = self._read(name, (size,))
+        self._count(vector, vector.nbytes)
+        return vector
+
+    def _count(self, tensor: Tensor, num_bytes: int) -> None:
+        self.num_parameters += tensor.numel()
+        self.num_bytes += num_bytes
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], dim: int = 0, first: int = 0, count: int | None = None
+    ) -> Tensor:
+        if name not in self.weights.names:
+            raise CheckpointError(f"the checkpoint lacks {name}")
+        found = self.weights.shape(name)
+        if found != shape:
+            raise CheckpointError(f"{name} has shape {found}, config.json says {shape}")
+        if count is None or count == shape[dim]:
+            return self.weights.read(name)
+        return self.weights.read_slice(name, dim, first, first + count)

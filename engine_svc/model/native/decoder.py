@@ -1,0 +1,82 @@
+"""A native decoder: a step's tokens through all layers of this rank. Knows no checkpoint files and no request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.facts import KVShape
+from engine_svc.model.native.layers import DecoderLayer
+from engine_svc.model.parallel import Parallel
+from triptych_kernels import Linear, Ops
+
+
+@dataclass(slots=True)
+class TokenEmbedding:
+    """The rows of the embedding that this rank holds."""
+
+    weight: Tensor  # [V / ranks, hidden]
+    first_token_id: int
+    parallel: Parallel
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [T] int64. Returns [T, hidden], new memory."""
+        if self.parallel.tp_size == 1:
+            return F.embedding(token_ids, self.weight)
+        places = token_ids - self.first_token_id
+        is_here = (places >= 0) & (places < self.weight.shape[0])
+        rows = F.embedding(places.clamp_(0, self.weight.shape[0] - 1), self.weight)
+        return self.parallel.all_reduce(rows.masked_fill_(~is_here[:, None], 0.0))
+
+
+@dataclass(slots=True)
+class NativeDecoder:
+    """The layers of one pipeline stage; the first stage embeds, the last yields logits."""
+
+    name: str
+    ops: Ops
+    parallel: Parallel
+    embedding: TokenEmbedding | None  # of the first stage
+    layers: list[DecoderLayer]
+    final_norm: Tensor | None  # of the last stage, like the head
+    head: Linear | None
+    cos_sin: Tensor  # [max_positions, head_dim] fp32
+    kv_shapes: tuple[KVShape, ...]
+    hidden_size: int
+    dtype: torch.dtype
+    num_parameters: int
+    num_bytes: int  # of this rank's parameters
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
+
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step. On a stage that is not the
+        last the result is empty.
+        """
+        residual = self._enter(token_ids)
+        x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
+        rows = logit_rows if self.head is not None else None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(
+                x, residual, positions, self.cos_sin, context, rows if index == last else None
+            )
+            if index < last:
+                following = self.layers[index + 1]
+                x = self.ops.add_rms_norm(x, residual, following.input_norm, following.eps)
+        if self.head is None or self.final_norm is None:
+            self.parallel.send(residual.add_(x))
+            return residual.new_empty(0, 0, dtype=torch.float32)
+        x = self.ops.add_rms_norm(x, residual, self.final_norm, self.layers[-1].eps)
+        return self.parallel.all_gather(self.head(x))
+
+    def _enter(self, token_ids: Tensor) -> Tensor:
+        if self.embedding is not None:
+            return self.embedding(token_ids)
+        return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)

@@ -1,0 +1,130 @@
+"""The parts of a native decoder layer. Each runs on the ops of its device; what ranks share, `parallel` joins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.parallel import Parallel
+from triptych_kernels import Experts, Linear, Ops
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """Queries, keys and values in one projection; attention over the cache; the projection back."""
+
+    ops: Ops
+    layer: int  # of this rank's attention layers
+    qkv: Linear
+    out: Linear
+    num_heads: int  # of this rank, like num_kv_heads
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], this rank's share; of the tokens at `rows` alone where given."""
+        cache = context.layers[self.layer]
+        qkv = self.qkv(x)
+        self.ops.rotary_kv_write(
+            qkv,
+            positions,
+            cos_sin,
+            context.slot_mappings[cache.group],
+            cache.key_cache,
+            cache.value_cache,
+            num_heads=self.num_heads,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            eps=self.eps,
+        )
+        num_tokens, num_heads, head_dim = x.shape[0], self.num_heads, self.head_dim
+        heads = qkv.view(num_tokens, num_heads + 2 * self.num_kv_heads, head_dim)
+        attended = self.ops.paged_attention(
+            heads[:, :num_heads],
+            cache.key_cache,
+            cache.value_cache,
+            context.attention[cache.group],
+            scale=head_dim**-0.5,
+            window=self.window,
+        ).reshape(num_tokens, num_heads * head_dim)
+        return self.out(attended if rows is None else attended[rows])
+
+
+@dataclass(slots=True)
+class GatedFeedForward:
+    """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
+
+    ops: Ops
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+
+
+@dataclass(slots=True)
+class MixtureOfExperts:
+    """A router that chooses experts for each token, and their weighted sum. Every rank routes every token."""
+
+    router: Linear
+    experts: Experts
+    num_chosen: int
+    normalizes: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], the part of this rank's experts."""
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        weights, expert_ids = torch.topk(scores, self.num_chosen, dim=-1)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts(x, expert_ids, weights)
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Attention and a feed-forward network, each behind a norm that also takes in what came before it."""
+
+    ops: Ops
+    parallel: Parallel
+    input_norm: Tensor
+    attention: Attention
+    post_attention_norm: Tensor
+    feed_forward: FeedForward
+    eps: float
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        context: ForwardContext,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: [T, hidden], normed. residual: [T, hidden], written. Returns what to add to the residual, and it.
+
+        Where `rows` are given, nobody reads the other tokens' result: only theirs is computed.
+        """
+        attended = self.parallel.all_reduce(self.attention(x, positions, cos_sin, context, rows))
+        if rows is not None:
+            residual = residual[rows]
+        x = self.ops.add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        return self.parallel.all_reduce(self.feed_forward(x)), residual

@@ -1,0 +1,155 @@
+"""What a native decoder is built from, read off a checkpoint's config. Knows no weights and no tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# How each family names the parts of its mixture of experts, below a layer: router, gate, up, down.
+_MIXTRAL_EXPERTS = (
+    "block_sparse_moe.gate",
+    "block_sparse_moe.experts.{}.w1",
+    "block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+_QWEN_EXPERTS = (
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+)
+# With these, a row's angles depend on the longest row of the batch, or on its own length.
+_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The mixture of experts that takes the place of a layer's feed-forward network."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalizes: bool  # the chosen experts' weights add up to 1
+    router_name: str
+    gate_name: str  # with a place for the expert's index, like the next two
+    up_name: str
+    down_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """The shape of a decoder, and which of the optional parts it has."""
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    eps: float
+    has_qk_norm: bool
+    ties_embeddings: bool
+    windows: tuple[int | None, ...]  # per layer
+    experts: tuple[ExpertsSpec | None, ...]  # per layer; None has a dense network
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has a mixture of experts."""
+        return any(self.experts)
+
+
+class NotNative(ValueError):
+    """The config asks for something that the native decoder does not compute; the message names it."""
+
+
+def read_spec(config: PreTrainedConfig) -> DecoderSpec:
+    """The spec of `config`. Raises NotNative, with the reason, where the native decoder would be wrong."""
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+        raise NotNative(f"there is no native decoder for model type {config.model_type}")
+    if config.hidden_act != "silu":
+        raise NotNative(f"hidden_act is {config.hidden_act}, the native decoder has silu")
+    rope = _rope_parameters(config)
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise NotNative(f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotNative("rope turns a part of each head only")
+    num_layers = config.num_hidden_layers
+    return DecoderSpec(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        num_layers=num_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        has_qk_norm=config.model_type.startswith("qwen3"),
+        ties_embeddings=bool(config.tie_word_embeddings),
+        windows=_windows(config),
+        experts=tuple(_experts(config, layer) for layer in range(num_layers)),
+    )
+
+
+def rotary_table(config: PreTrainedConfig, num_positions: int) -> Tensor:
+    """[num_positions, head_dim] fp32, the cosines of each position's angles, then the sines.
+
+    Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
+    """
+    rope = _rope_parameters(config)
+    if rope["rope_type"] == "default":
+        head_dim = _head_dim(config)
+        frequencies = 1.0 / (
+            rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        )
+        scale = 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
+
+
+def _rope_parameters(config: PreTrainedConfig) -> Mapping[str, object]:
+    parameters: Mapping[str, object] | None = getattr(config, "rope_parameters", None)
+    if not parameters or "rope_type" not in parameters:
+        raise NotNative("the config has no single set of rope parameters")
+    return parameters
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _experts(config: PreTrainedConfig, layer: int) -> ExpertsSpec | None:
+    if config.model_type == "mixtral":
+        return ExpertsSpec(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.intermediate_size,
+            True,
+            *_MIXTRAL_EXPERTS,
+        )
+    if config.model_type == "qwen3_moe":
+        is_dense = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
+        if not is_dense and config.num_experts > 0:
+            return ExpertsSpec(
+                config.num_experts,
+                config.num_experts_per_tok,
+                config.moe_intermediate_size,
+                bool(config.norm_topk_prob),
+                *_QWEN_EXPERTS,
+            )
+    return None

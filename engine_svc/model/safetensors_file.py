@@ -1,0 +1,130 @@
+"""Where the tensors of one safetensors file lie, and their bytes. Knows no model and no folder."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine_svc.model.errors import CheckpointError
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+
+class _Entry(TypedDict):
+    """What the header says of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as it lies in its file, row-major."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte, from the beginning of the file
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """One file, checked when it is opened. Tensors are read past the page mapping: nothing stays mapped.
+
+    Raises CheckpointError for a file that is no safetensors file, is cut short, or has a dtype torch lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.num_bytes = path.stat().st_size
+            # The library checks the header: offsets in order, without gaps, and up to the end of the file.
+            with safe_open(path, framework="pt"):
+                pass
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+                self.header = file.read(length)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self._data_offset = _LENGTH_BYTES + length
+        entries: dict[str, _Entry] = json.loads(self.header)
+        self.tensors = {name: self._stored(name, entries[name]) for name in entries if name != _METADATA}
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The whole tensor, as stored, in memory of its own."""
+        return self._read_at(stored, stored.offset, stored.shape)
+
+    def read_slice(self, stored: StoredTensor, dim: int, start: int, end: int) -> Tensor:
+        """Places start to end of dimension `dim`, contiguous; the rest is not kept in memory."""
+        shape = (*stored.shape[:dim], end - start, *stored.shape[dim + 1 :])
+        if dim == 0:
+            row_bytes = stored.num_bytes // stored.shape[0] if stored.shape[0] else 0
+            return self._read_at(stored, stored.offset + start * row_bytes, shape)
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                part: Tensor = file.get_slice(stored.name)[(*[slice(None)] * dim, slice(start, end))]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def sample(self, stored: StoredTensor, num_bytes: int) -> bytes:
+        """At most so many bytes of the tensor, from its middle on."""
+        middle = stored.num_bytes // 2
+        with self.path.open("rb") as file:
+            file.seek(stored.offset + middle)
+            return file.read(min(num_bytes, stored.num_bytes - middle))
+
+    def _stored(self, name: str, entry: _Entry) -> StoredTensor:
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {name} has dtype {entry['dtype']}, which is not read")
+        start, end = entry["data_offsets"]
+        return StoredTensor(name, dtype, tuple(entry["shape"]), self._data_offset + start, end - start)
+
+    def _read_at(self, stored: StoredTensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=stored.dtype)
+        if not tensor.numel():
+            return tensor
+        bytes_of_it: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+        room = memoryview(bytes_of_it)  # type: ignore[arg-type]  # The stubs do not know that arrays are buffers.
+        num_read = 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                # One call reads 2 GiB at most.
+                while num_read < len(room):
+                    num_new = file.readinto(room[num_read:])
+                    if not num_new:
+                        raise CheckpointError(f"{self.path} ended inside of {stored.name}: it has changed")
+                    num_read += num_new
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return tensor

@@ -1,0 +1,110 @@
+"""Which tokens a token sees, read off the masks that a model asks transformers for.
+
+A mask is a function of two places, so that it can be asked about places far behind any sample: a window of
+thousands is found exactly, and what is neither causal nor a window is noticed. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Further apart than any two tokens of a sequence: a window as long as this is none.
+_FAR = 1 << 20
+
+# (batch, head, query place, key place) -> whether it is seen, all broadcast.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class OddMask(ValueError):
+    """A mask under which a token sees something else than the tokens before it, or the last few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    mask: Tensor
+    function: MaskFunction
+    window: int | None  # as transformers says it beside the function
+
+
+class MaskBook:
+    """Makes the masks of one forward, as transformers would, and remembers what each of them means."""
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+
+    def make_mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: MaskFunction,
+        local_size: int | None = None,
+        device: torch.device | str = "cpu",
+        **_: object,
+    ) -> Tensor:
+        """[1, 1, q_length, kv_length] bool, True where seen. The arguments are those of transformers."""
+        queries = torch.arange(q_length, device=device)[:, None]
+        try:
+            mask = _ask(mask_function, queries, torch.arange(kv_length, device=device)).clone()
+        except (RuntimeError, IndexError) as error:
+            raise OddMask(f"has a mask that cannot be asked about places: {error}") from error
+        self._made.append(_Made(mask, mask_function, local_size))
+        return mask
+
+    def window_of(self, mask: Tensor) -> int | None:
+        """How many tokens a token sees under a mask that was made here, itself included; None: all before it.
+
+        Raises OddMask for any other mask.
+        """
+        for made in self._made:
+            # A layer may get a slice of it, or a view.
+            if made.mask.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
+                return _window(made)
+        raise OddMask("adds a mask of its own to attention")
+
+
+def _window(made: _Made) -> int | None:
+    try:
+        return _far_window(made.function, made.mask.device)
+    except IndexError:
+        # The function looks places of the sample up, e.g. whether they are text, which all of them are.
+        return _near_window(made)
+
+
+def _near_window(made: _Made) -> int | None:
+    """The window that transformers names, if the sample shows nothing else."""
+    num_queries, num_keys = made.mask.shape[-2:]
+    distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
+    expected = (distance >= 0) & (distance < (made.window or num_keys))
+    if not torch.equal(made.mask[0, 0].cpu(), expected):
+        raise OddMask("lets tokens see other tokens than themselves and the ones before them")
+    return made.window
+
+
+def _far_window(function: MaskFunction, device: torch.device) -> int | None:
+    last = _FAR - 1
+    num_seen = int(_seen_from(function, last, device).sum())
+    queries = {0, 1, num_seen - 1, num_seen, num_seen + 1, last // 2, last - 1, last}
+    for query in sorted(query for query in queries if 0 <= query <= last):
+        seen = _seen_from(function, query, device)
+        first = max(0, query - num_seen + 1)
+        if not (seen[first : query + 1].all() and int(seen.sum()) == query + 1 - first):
+            raise OddMask(f"lets token {query} see other tokens than itself and the ones before it")
+    return None if num_seen == _FAR else num_seen
+
+
+def _seen_from(function: MaskFunction, query: int, device: torch.device) -> Tensor:
+    """[query + 2] bool, up to the place behind the query's."""
+    places = torch.arange(query + 2, device=device)
+    return _ask(function, torch.full((1, 1), query, device=device), places)[0, 0, 0]
+
+
+def _ask(function: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
+    """[1, 1, Q, K] for queries [Q, 1] and keys [K]."""
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=keys.device)
+    seen = function(zero, zero, queries[None, None], keys[None, None, None])
+    return seen.expand(1, 1, queries.shape[0], keys.shape[0])

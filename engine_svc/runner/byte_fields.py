@@ -1,0 +1,109 @@
+"""Fields of a message, written one behind the other and read in that order. Knows no plan and no result."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_LENGTH = struct.Struct("<I")
+_INT32 = np.dtype("<i4")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message of this version: the two sides do not run the same code."""
+
+
+class FieldWriter:
+    """Collects the fields of one message."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def fixed(self, layout: struct.Struct, *values: int) -> None:
+        """Numbers of a fixed layout."""
+        self._parts.append(layout.pack(*values))
+
+    def ints(self, values: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """32-bit numbers, of which the reader knows how many there are."""
+        self._parts.append(np.asarray(values, dtype=_INT32).tobytes())
+
+    def counted_ints(self, values: Sequence[int]) -> None:
+        """32-bit numbers, and before them how many there are."""
+        self._parts.append(_LENGTH.pack(len(values)))
+        self.ints(values)
+
+    def floats(self, values: Sequence[float]) -> None:
+        """64-bit floating point numbers, and before them how many there are."""
+        self._parts.append(_LENGTH.pack(len(values)))
+        self._parts.append(np.asarray(values, dtype="<f8").tobytes())
+
+    def raw(self, data: bytes) -> None:
+        """Bytes, and before them how many there are."""
+        self._parts.append(_LENGTH.pack(len(data)))
+        self._parts.append(data)
+
+    def text(self, text: str) -> None:
+        """Text, and before it how many bytes it takes."""
+        self.raw(text.encode("utf-8", "surrogatepass"))
+
+    def message(self) -> bytes:
+        """All of them."""
+        return b"".join(self._parts)
+
+
+class FieldReader:
+    """Reads the fields of one message. Raises MessageError where it ends too early, or too late."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        self._offset = 0
+
+    def fixed(self, layout: struct.Struct) -> tuple[int, ...]:
+        """Numbers of a fixed layout."""
+        return layout.unpack_from(self._message, self._take(layout.size))
+
+    def ints(self, count: int) -> npt.NDArray[np.int32]:
+        """So many 32-bit numbers."""
+        return np.frombuffer(self._message, _INT32, count, self._take(4 * count))
+
+    def counted_ints(self) -> list[int]:
+        """32-bit numbers, as many as is written before them."""
+        values: list[int] = self.ints(self._length()).tolist()
+        return values
+
+    def floats(self) -> list[float]:
+        """64-bit floating point numbers, as many as is written before them."""
+        count = self._length()
+        values: list[float] = np.frombuffer(self._message, "<f8", count, self._take(8 * count)).tolist()
+        return values
+
+    def raw(self) -> bytes:
+        """Bytes, as many as is written before them."""
+        count = self._length()
+        start = self._take(count)
+        return self._message[start : start + count]
+
+    def text(self) -> str:
+        """Text."""
+        return self.raw().decode("utf-8", "surrogatepass")
+
+    def finish(self) -> None:
+        """Nothing may be left."""
+        if self._offset != len(self._message):
+            raise MessageError(f"a message has {len(self._message)} bytes, {self._offset} were expected")
+
+    def _length(self) -> int:
+        (count,) = self.fixed(_LENGTH)
+        return count
+
+    def _take(self, count: int) -> int:
+        start = self._offset
+        if start + count > len(self._message):
+            raise MessageError(
+                f"a message has {len(self._message)} bytes, at least {start + count} were expected"
+            )
+        self._offset = start + count
+        return start

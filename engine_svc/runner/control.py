@@ -1,0 +1,149 @@
+"""What is asked of all ranks of an engine beside steps: sleep, wake, other weights, profiles.
+
+The engine's half is `RunnerControl`, a rank's half `runner_calls`; between them go plain values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.executor import Call
+from engine_svc.runner.sleep import WakeTag
+
+_REFUSAL = "refusal"
+
+
+class Refused(ValueError):
+    """What was asked for cannot be had; the message says why, and everything is as it was."""
+
+
+class RanksDisagree(RuntimeError):
+    """Some ranks did what others refused: they no longer hold one model, and the engine has to end."""
+
+
+class ControlledRunner(Protocol):
+    """The runner of one rank."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back."""
+
+    def wake(self, tags: Collection[WakeTag]) -> None:
+        """Take it again."""
+
+    def reload_weights(self, folder: Path | None) -> ModelFacts:
+        """Put other weights in the place of these."""
+        ...
+
+    def start_profile(self, folder: Path, prefix: str) -> Path:
+        """Begin to record steps, for this file."""
+        ...
+
+    def stop_profile(self) -> Path:
+        """Write the file."""
+        ...
+
+
+class Executor(Protocol):
+    """Whoever reaches all ranks."""
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
+        """Have each rank do this behind the steps launched so far; their answers, in order."""
+        ...
+
+
+def runner_calls(runner: ControlledRunner) -> dict[str, Call]:
+    """What a rank does when it is called by name."""
+
+    def wake(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        tags = arguments["tags"]
+        assert isinstance(tags, list)
+        runner.wake([WakeTag(tag) for tag in tags])
+        return {}
+
+    def sleep(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        level = arguments["level"]
+        assert isinstance(level, int)
+        runner.sleep(level)
+        return {}
+
+    def reload_weights(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        folder = arguments["folder"]
+        facts = runner.reload_weights(None if folder is None else Path(str(folder)))
+        return {"weights_digest": facts.weights_digest}
+
+    def start_profile(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        return {"file": str(runner.start_profile(Path(str(arguments["folder"])), str(arguments["prefix"])))}
+
+    def stop_profile(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        return {"file": str(runner.stop_profile())}
+
+    calls = {
+        "sleep": sleep,
+        "wake": wake,
+        "reload_weights": reload_weights,
+        "start_profile": start_profile,
+        "stop_profile": stop_profile,
+    }
+    return {name: _answering(call) for name, call in calls.items()}
+
+
+class RunnerControl:
+    """Asks all ranks for one thing, and tells what became of it. Refused where none of them could."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def sleep(self, level: int) -> None:
+        """0 gives nothing back, 1 the KV cache and a GPU's weights, which the host keeps, 2 all.
+
+        No step may be under way, no request may hold blocks, and what is cached has to be forgotten.
+        """
+        self._ask("sleep", level=level)
+
+    def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
+        """Bring back what the tags name; the KV cache comes back empty."""
+        self._ask("wake", tags=[tag.value for tag in tags])
+
+    def reload_weights(self, folder: Path | None = None) -> str:
+        """Put the weights of `folder`, or the present ones' anew, in place; returns their digest.
+
+        What is cached is of the old ones and has to be forgotten. Refused leaves the old ones.
+        """
+        (digest,) = {
+            str(answer["weights_digest"])
+            for answer in self._ask("reload_weights", folder=None if folder is None else str(folder))
+        }
+        return digest
+
+    def start_profile(self, folder: Path, prefix: str = "engine") -> list[Path]:
+        """Record what steps do from now on; the files, one a rank, that the stop will write."""
+        answers = self._ask("start_profile", folder=str(folder), prefix=prefix)
+        return [Path(str(answer["file"])) for answer in answers]
+
+    def stop_profile(self) -> list[Path]:
+        """End that, and write them."""
+        return [Path(str(answer["file"])) for answer in self._ask("stop_profile")]
+
+    def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+        answers = self._executor.call(name, arguments)
+        refusals = [str(answer[_REFUSAL]) for answer in answers if _REFUSAL in answer]
+        if not refusals:
+            return answers
+        if len(refusals) < len(answers):
+            raise RanksDisagree(f"{name} was done by some ranks, and others say: {refusals[0]}")
+        raise Refused(refusals[0])
+
+
+def _answering(call: Call) -> Call:
+    """The call, whose refusals are answers too: a rank outlives what people can mend."""
+
+    def answer(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        try:
+            return call(arguments)
+        except (ValueError, OSError) as error:
+            return {_REFUSAL: str(error)}
+
+    return answer

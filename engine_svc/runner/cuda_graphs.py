@@ -1,0 +1,141 @@
+"""Decode steps recorded once for a few batch sizes, and replayed: a step costs one launch instead of hundreds.
+
+Knows no plan and no request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine_svc.model.context import ForwardContext, LayerCache
+from engine_svc.runner.input_batch import StepInputs
+from triptych_kernels import AttentionBatch
+
+# Records what a function does on the device; what it returns does that again.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class _Model(Protocol):
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor: ...
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that are recorded: 1, 2, 4, then every eighth, wider apart from 256 on."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 32, 32)]
+    return sorted({min(size, max_num_seqs) for size in sizes})
+
+
+class DecodeGraphs:
+    """A recorded forward for each size; a batch is padded to the next one.
+
+    Padding rows have one token, at place 0 of the placeholder block, and store nothing.
+    """
+
+    def __init__(
+        self,
+        model: _Model,
+        layers: Sequence[LayerCache],
+        *,
+        sizes: Sequence[int],
+        num_groups: int,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        record: Record,
+    ) -> None:
+        largest = max(sizes)
+        self._model, self._layers = model, layers
+        self._sizes = sorted(sizes)
+        self._block_size, self._max_model_len = block_size, max_model_len
+        num_columns = -(-(max_model_len + 2) // block_size)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._token_ids, self._positions = zeros(largest), zeros(largest)
+        self._slots = [zeros(largest).fill_(-1) for _ in range(num_groups)]
+        self._tables = [zeros(largest, num_columns, dtype=torch.int32) for _ in range(num_groups)]
+        self._totals = zeros(largest, dtype=torch.int32).fill_(1)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(largest, device=device)
+        # One buffer for all sizes: a result of its own each would stay allocated as long as its graph.
+        self._logits = zeros(largest, vocab_size, dtype=torch.float32)
+        # The largest first, so that the smaller ones find its memory and use it again.
+        self._replays = {size: self._record(size, record) for size in reversed(self._sizes)}
+
+    def has_room(self, num_rows: int) -> bool:
+        """Whether a batch of so many rows can be replayed."""
+        return num_rows <= self._sizes[-1]
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Logits [N, V] of the rows that sample; valid until the next call."""
+        num_rows = len(inputs.rows)
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        self._fill(inputs, num_rows, size)
+        self._replays[size]()
+        return self._logits[inputs.logit_rows]
+
+    def _fill(self, inputs: StepInputs, num_rows: int, size: int) -> None:
+        self._token_ids[:num_rows] = inputs.token_ids
+        self._positions[:num_rows] = inputs.positions
+        self._positions[num_rows:size] = 0
+        self._totals[:num_rows] = inputs.attention[0].total_lengths
+        self._totals[num_rows:size] = 1
+        for group, attention in enumerate(inputs.attention):
+            self._slots[group][:num_rows] = inputs.slot_mappings[group]
+            self._slots[group][num_rows:size] = -1
+            self._tables[group][:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+            self._tables[group][num_rows:size, 0] = 0
+
+    def _record(self, size: int, record: Record) -> Callable[[], None]:
+        def forward() -> None:
+            self._logits[:size] = self._model.forward(
+                self._token_ids[:size], self._positions[:size], self._rows[:size], self._context(size)
+            )
+
+        return record(forward)
+
+    def _context(self, size: int) -> ForwardContext:
+        # Anew for each run: what an op keeps in a batch for all layers has to be part of the recording.
+        return ForwardContext(
+            self._layers,
+            [slots[:size] for slots in self._slots],
+            [
+                AttentionBatch(
+                    block_tables=table[:size],
+                    query_starts=self._starts[: size + 1],
+                    total_lengths=self._totals[:size],
+                    block_size=self._block_size,
+                    max_query_length=1,
+                    max_total_length=self._max_model_len,
+                )
+                for table in self._tables
+            ],
+        )
+
+
+class CudaRecorder:
+    """Records with CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run `work` once, so that kernels are compiled, then record it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay

@@ -1,0 +1,74 @@
+"""What a device has free for the KV cache once the model is there and a step has had what it needs."""
+
+from __future__ import annotations
+
+import torch
+
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
+from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.kv_sizing import FreeMemory
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from triptych_kernels import AttentionBatch
+
+# Of the memory that the machine has free: other engines and the operating system live there too.
+_HOST_SHARE = 0.25
+_MIB = 1 << 20
+# Logits in fp32, their probabilities, and what top-k and top-p sort of them.
+_COPIES_OF_LOGITS = 4
+
+
+def free_host_memory() -> FreeMemory:
+    """A share of what the machine has free."""
+    # Here and not above: a GPU needs none of it.
+    import psutil
+
+    free = psutil.virtual_memory().available
+    return FreeMemory(int(free * _HOST_SHARE), f"{_HOST_SHARE:.0%} of {free // _MIB} MiB free memory")
+
+
+@torch.inference_mode()
+def free_device_memory(
+    model: Model, facts: ModelFacts, *, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
+) -> FreeMemory:
+    """What is left of `utilization` of the GPU's memory beside the largest step, which is run to see what it takes.
+
+    utilization: share of the whole memory that this process may use.
+    """
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _run_largest_step(model, facts, max_num_seqs, max_num_batched_tokens, device)
+    logits = max_num_seqs * facts.vocab_size * torch.float32.itemsize
+    peak = torch.cuda.max_memory_allocated() - before + (_COPIES_OF_LOGITS - 1) * logits
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    # What others hold counts against the share as well: it is not there to be taken.
+    left = int(total * utilization) - (total - free) - peak
+    how = (
+        f"{utilization:.0%} of {total // _MIB} MiB, less {(total - free) // _MIB} in use "
+        f"and {peak // _MIB} for a step,"
+    )
+    return FreeMemory(left, how)
+
+
+def _run_largest_step(
+    model: Model, facts: ModelFacts, max_num_seqs: int, max_num_tokens: int, device: torch.device
+) -> None:
+    num_rows = min(max_num_seqs, max_num_tokens)
+    length = min(max_num_tokens // num_rows, facts.max_position)
+    num_tokens = num_rows * length
+    kv = KVTensors(facts, KVSizing(num_blocks=1, block_size=16, bytes_per_block=0), device)
+    # Nothing is stored, and everything is read from one block.
+    tables = torch.zeros(num_rows, -(-length // 16), dtype=torch.int32, device=device)
+    groups = range(len(facts.groups))
+    context = ForwardContext(
+        kv.layers,
+        [torch.full((num_tokens,), -1, device=device) for _ in groups],
+        [AttentionBatch.of(tables, [length] * num_rows, [length] * num_rows, 16) for _ in groups],
+    )
+    positions = torch.arange(length, device=device).repeat(num_rows)
+    last = torch.arange(1, num_rows + 1, device=device) * length - 1
+    model.forward(torch.zeros_like(positions), positions, last, context)
+    torch.cuda.synchronize()

@@ -1,0 +1,68 @@
+"""The places of prompts that a step is to tell of: which logits they need, and what these say.
+
+Knows no cache and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.runner.input_batch import StepInputs
+from engine_svc.runner.sampler import Sampler
+from engine_svc.runner.sampling.logprobs import PromptLogprobs
+from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row of the plan whose prompt is told of."""
+
+    index: int  # in the plan
+    row: int  # of the batch
+    places: range  # each is told of by the logits of the place before it
+    first_token: int  # where in the step the token of the place before the first one is
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What a step tells of one prompt. On the host, to be read once the device is done."""
+
+    index: int
+    first_position: int
+    logprobs: PromptLogprobs
+
+
+def find_prompt_rows(plan: StepPlan, inputs: StepInputs, sampler: Sampler) -> list[PromptRow]:
+    """Who is told of its prompt in this step."""
+    found = []
+    starts = (inputs.counts.cumsum() - inputs.counts).tolist()
+    for index, (row, start) in enumerate(zip(inputs.rows.tolist(), plan.num_computed_tokens, strict=True)):
+        places = sampler.prompt_places(row, start, start + plan.num_tokens[index])
+        if places is not None:
+            found.append(PromptRow(index, row, places, starts[index]))
+    return found
+
+
+def with_prompt_logits(inputs: StepInputs, prompts: Sequence[PromptRow], device: torch.device) -> StepInputs:
+    """The inputs with the logits that `prompts` need, behind those of the rows that sample."""
+    parts = [np.arange(prompt.first_token, prompt.first_token + len(prompt.places)) for prompt in prompts]
+    more = to_device(np.concatenate(parts), device)
+    return replace(inputs, logit_rows=torch.cat([inputs.logit_rows, more]))
+
+
+def tell_prompts(
+    prompts: Sequence[PromptRow], logits: Tensor, token_ids: Tensor, sampler: Sampler
+) -> list[PromptPart]:
+    """What the logits [M, V] of all places, prompt by prompt, say of the tokens that follow them."""
+    told = []
+    for prompt, part in zip(prompts, logits.split([len(one.places) for one in prompts]), strict=True):
+        following = token_ids[prompt.row, prompt.places.start : prompt.places.stop].long()
+        logprobs = sampler.prompt_logprobs(part, following, prompt.row)
+        told.append(PromptPart(prompt.index, prompt.places.start, logprobs))
+    return told

@@ -1,0 +1,280 @@
+"""The ranks as processes: their start, what they say, their signs of life and their end. Knows no plans.
+
+One thread owns them. It is their parent for the kernel too: should it end, whatever the reason, they end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from engine_svc.runner.progress_board import ProgressBoard
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_RECEIVE_BYTES = 1 << 16
+_KILL_WAIT_S = 10.0
+
+# What a rank says on its line: one JSON object a message.
+RankMessage = dict[str, object]
+
+
+class RankLost(RuntimeError):
+    """A rank ended, hung or failed, so that the engine cannot go on; all its ranks are being ended."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}")
+        self.rank = rank
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """How a rank is started: the module to run, its first message, and what it inherits."""
+
+    module: str
+    spec: Mapping[str, object]
+    pass_fds: tuple[int, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """How long ranks may be silent. A long step is no silence, as another thread gives the signs of life."""
+
+    hang_s: float = 4.5
+    start_hang_s: float = 60.0  # until all are ready: imports may keep a process busy for seconds
+    stop_s: float = 5.0  # from being asked to end to being killed
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank's process and the parent's end of its line."""
+
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    line: socket.socket
+    unread: bytes = b""
+    beats: int = 0
+    silent_s: float = 0.0
+    is_line_open: bool = True
+
+
+class RankWatch:
+    """Starts ranks and watches them until `stop`, or until one is lost; then none is left."""
+
+    def __init__(
+        self,
+        starts: Sequence[RankStart],
+        board: ProgressBoard,
+        *,
+        limits: WatchLimits,
+        on_lost: Callable[[RankLost], object] = lambda lost: None,
+    ) -> None:
+        self._starts = tuple(starts)
+        self._board = board
+        self._limits = limits
+        self._on_lost = on_lost
+        self._messages: SimpleQueue[tuple[int, RankMessage] | RankLost] = SimpleQueue()
+        self._ranks: list[_Rank] = []
+        # Readable from the moment when nothing is to be waited for any more.
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.lost: RankLost | None = None
+        self._blamed: RankLost | None = None
+        self._is_stopping = False
+        self._grace_s = limits.stop_s
+        self._are_all_ready = False
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+        self._thread.start()
+
+    def next_message(self, timeout_s: float) -> tuple[int, RankMessage]:
+        """What a rank says next. Raises RankLost, and TimeoutError after timeout_s."""
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError(f"no rank said anything for {timeout_s:g} s") from None
+        if isinstance(message, RankLost):
+            raise message
+        return message
+
+    def say(self, rank: int, message: Mapping[str, object]) -> None:
+        """Send a rank a message; only while it starts, as it listens to nothing but the end after that."""
+        # Short, and the rank waits for it, so it does not block.
+        try:
+            self._ranks[rank].line.sendall(_line(message))
+        except OSError as error:
+            # The watching thread finds out what happened to it.
+            logger.debug("a rank is not listening", extra={"rank": rank, "error": str(error)})
+
+    def all_are_ready(self) -> None:
+        """From now on silence is a hang."""
+        self._are_all_ready = True
+
+    def blame(self, rank: int, why: str) -> RankLost:
+        """Give the ranks up because of what the caller has seen; returns what is lost when none is left."""
+        self._blamed = RankLost(rank, why)
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        assert self.lost is not None, "the watch ended without having lost a rank or having been stopped"
+        return self.lost
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """End all ranks, those that have not ended after grace_s by force, and wait until none is left."""
+        if grace_s is not None:
+            self._grace_s = grace_s
+        self._is_stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        for fd in (self.lost_fd, self._wake_fd):
+            os.close(fd)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of every rank that was started, in order."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def _run(self) -> None:
+        lost: RankLost | None = None
+        try:
+            self._ranks = [_start(start) for start in self._starts]
+            for rank, start in enumerate(self._starts):
+                self.say(rank, start.spec)
+            lost = self._watch()
+        except OSError as error:
+            lost = RankLost(len(self._ranks), f"cannot be started: {error}")
+        finally:
+            # Whatever ended the watch: nobody is left behind.
+            self._ask_to_end()
+            if lost is not None:
+                self._kill_all()
+                self._tell(lost)
+            self._wait_for_ends(self._grace_s)
+
+    def _tell(self, lost: RankLost) -> None:
+        logger.error("a rank is lost", extra={"rank": lost.rank, "why": lost.why})
+        self.lost = lost
+        self._messages.put(lost)
+        os.eventfd_write(self.lost_fd, 1)
+        self._on_lost(lost)
+
+    def _watch(self) -> RankLost | None:
+        """Until it is told to stop, or a rank is lost, which it returns."""
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        for rank in self._ranks:
+            poll.register(rank.pidfd, select.POLLIN)
+            poll.register(rank.line, select.POLLIN)
+        looked_at = time.monotonic()
+        while not self._is_stopping:
+            ready = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
+            now = time.monotonic()
+            # When this process itself did not run, nobody can be blamed for having been silent meanwhile.
+            elapsed, looked_at = min(now - looked_at, 2 * _POLL_S), now
+            failed = self._blamed
+            for index, rank in enumerate(self._ranks):
+                if rank.line.fileno() in ready:
+                    failed = self._read(index, rank) or failed
+                    if not rank.is_line_open:
+                        poll.unregister(rank.line)
+            if failed is not None and failed is not self._blamed:
+                # Ranks fail when another one is killed, and may be heard of before it.
+                poll.poll(_POLL_S * 1000)
+            killed, ended = self._find_ended()
+            lost = killed or failed or ended or self._find_silent(elapsed)
+            if lost is not None and not self._is_stopping:
+                return lost
+        return None
+
+    def _read(self, index: int, rank: _Rank) -> RankLost | None:
+        """Pass on what a rank says; an error it reports is its loss."""
+        data = _receive(rank.line)
+        rank.is_line_open = bool(data)
+        *lines, rank.unread = (rank.unread + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "failed" in message:
+                return RankLost(index, str(message["failed"]))
+            self._messages.put((index, message))
+        return None
+
+    def _find_ended(self) -> tuple[RankLost | None, RankLost | None]:
+        """The first rank that was killed, and the first that ended by itself."""
+        killed: RankLost | None = None
+        ended: RankLost | None = None
+        for index, rank in enumerate(self._ranks):
+            code = rank.process.poll()
+            if code is not None and code < 0:
+                killed = killed or RankLost(index, f"was ended by {signal.Signals(-code).name}")
+            elif code is not None:
+                ended = ended or RankLost(index, f"ended with exit code {code}")
+        return killed, ended
+
+    def _find_silent(self, elapsed: float) -> RankLost | None:
+        limit = self._limits.hang_s if self._are_all_ready else self._limits.start_hang_s
+        silent: list[int] = []
+        for index, rank in enumerate(self._ranks):
+            beats = self._board.beats(index)
+            rank.silent_s = 0.0 if beats != rank.beats else rank.silent_s + elapsed
+            rank.beats = beats
+            if rank.silent_s >= limit:
+                silent.append(index)
+        return RankLost(silent[0], f"gave no sign of life for {limit:g} s") if silent else None
+
+    def _ask_to_end(self) -> None:
+        for rank in self._ranks:
+            rank.line.close()
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGKILL)
+
+    def _wait_for_ends(self, grace_s: float) -> None:
+        """Wait until no rank is left; those that have not ended after grace_s are killed."""
+        deadline = time.monotonic() + grace_s
+        for rank in self._ranks:
+            poll = select.poll()
+            poll.register(rank.pidfd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                rank.process.send_signal(signal.SIGKILL)
+        for rank in self._ranks:
+            try:
+                rank.process.wait(_KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                logger.error("a killed rank does not end", extra={"process_id": rank.process.pid})
+            os.close(rank.pidfd)
+
+
+def _start(start: RankStart) -> _Rank:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", start.module, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(*start.pass_fds, theirs.fileno()),
+            env=dict(start.environment),
+        )
+    return _Rank(process, os.pidfd_open(process.pid), mine)
+
+
+def _receive(line: socket.socket) -> bytes:
+    try:
+        return line.recv(_RECEIVE_BYTES)
+    except ConnectionResetError:
+        return b""
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

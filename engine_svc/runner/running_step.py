@@ -1,0 +1,64 @@
+"""A step on the device, and the result it leaves on the host. Knows no rows and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine_svc.runner.prompt_rows import PromptPart
+from engine_svc.runner.sampler import Sampled
+from engine_svc.step import PromptPlaces, StepPlan, StepResult
+
+
+class RunningStep:
+    """What a plan will have yielded. Its copies to the host are under way; `result` waits for them."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sampled | None,
+        device: torch.device,
+        prompts: Sequence[PromptPart] = (),
+    ) -> None:
+        self._plan = plan
+        self._prompts = prompts
+        self._sampled = sampled
+        self._done: torch.cuda.Event | None = None
+        if sampled is not None:
+            self._token_ids = _to_host(sampled.token_ids)
+            self._is_finite = _to_host(sampled.is_finite)
+        if device.type == "cuda" and (sampled is not None or prompts):
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        """What the step yielded; waits until it is done."""
+        plan = self._plan
+        result = StepResult(plan.step_number, sampled=[[] for _ in plan.request_ids])
+        if self._done is not None:
+            self._done.synchronize()
+        for part in self._prompts:
+            result.prompt_logprobs[part.index] = PromptPlaces(part.first_position, part.logprobs.tell())
+        if self._sampled is None:
+            return result
+        indices = [index for index, samples in enumerate(plan.samples) if samples]
+        for index, token, is_finite in zip(
+            indices, self._token_ids.tolist(), self._is_finite.tolist(), strict=True
+        ):
+            if is_finite:
+                result.sampled[index] = [token]
+            else:
+                result.non_finite.append(index)
+        if self._sampled.logprobs is not None:
+            for place, told in self._sampled.logprobs.by_index().items():
+                result.logprobs[indices[place]] = told
+        return result
+
+
+def _to_host(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return values
+    room = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return room.copy_(values, non_blocking=True)

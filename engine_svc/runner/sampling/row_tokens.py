@@ -1,0 +1,74 @@
+"""Token ids kept for some rows, found again as places in a step's logits. Knows not what happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine_svc.runner.sampling.transfer import to_device
+
+_Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitPlaces:
+    """Where in the flattened logits of a step the kept ids are.
+
+    rows: [P] int64, the logits' rows that have any.  flat: [S] int64, row * V + id.  amounts: [S] fp32.
+    """
+
+    rows: Tensor
+    flat: Tensor
+    amounts: Tensor
+
+
+class RowTokens:
+    """A list of ids a row, each with an amount. Ids outside of the vocabulary are left out."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._kept: dict[int, tuple[_Ints, _Floats]] = {}
+        # Steps mostly have the rows of the step before.
+        self._latest_rows = b""
+        self._latest: LogitPlaces | None = None
+
+    def put(self, row: int, token_ids: Iterable[int], amounts: Iterable[float] | None = None) -> None:
+        """Keep ids, each at most once, for a row."""
+        ids = np.fromiter(token_ids, dtype=np.int64)
+        values = np.zeros(len(ids), np.float32) if amounts is None else np.fromiter(amounts, np.float32)
+        is_known = (ids >= 0) & (ids < self._vocab_size)
+        self._kept[row] = ids[is_known], values[is_known]
+        self._latest_rows = b""
+
+    def drop(self, row: int) -> None:
+        """Keep nothing for a row any more."""
+        if self._kept.pop(row, None) is not None:
+            self._latest_rows = b""
+
+    def places(self, rows: _Ints) -> LogitPlaces | None:
+        """Where the ids of `rows` are in logits [N, V], entry n of which is of rows[n]; None: nowhere."""
+        if not self._kept:
+            return None
+        key = rows.tobytes()
+        if key != self._latest_rows:
+            self._latest_rows, self._latest = key, self._find(rows)
+        return self._latest
+
+    def _find(self, rows: _Ints) -> LogitPlaces | None:
+        found = [index for index, row in enumerate(rows.tolist()) if row in self._kept]
+        if not found:
+            return None
+        kept = [self._kept[int(rows[index])] for index in found]
+        flat = [ids + index * self._vocab_size for index, (ids, _) in zip(found, kept, strict=True)]
+        return LogitPlaces(
+            to_device(np.array(found, dtype=np.int64), self._device),
+            to_device(np.concatenate(flat), self._device),
+            to_device(np.concatenate([amounts for _, amounts in kept]), self._device),
+        )

@@ -1,0 +1,80 @@
+"""Which tokens a row may choose, and which it shall favour: allowed ids, bans, bad words, bias.
+
+Ends are banned below `min_tokens`; then the row leaves that rule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine_svc.runner.sampling.bad_words import BadWords
+from engine_svc.runner.sampling.row_tokens import RowTokens
+from engine_svc.sampling_params import SamplingParams
+
+_Ints = npt.NDArray[np.int64]
+
+_FORBIDDEN = float("-inf")
+
+
+class TokenRules:
+    """The rules of all rows; a rule that no row has costs a look at an empty dictionary."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._allowed = RowTokens(vocab_size, device)
+        self._banned = RowTokens(vocab_size, device)
+        self._bias = RowTokens(vocab_size, device)
+        self._bad_words = BadWords(vocab_size, device)
+        self._early_ends = RowTokens(vocab_size, device)
+        self._min_lengths: dict[int, int] = {}  # of rows in _early_ends
+
+    def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
+        """Note what a row may choose."""
+        if sampling.allowed_token_ids is not None:
+            self._allowed.put(row, sorted(sampling.allowed_token_ids))
+        if sampling.logit_bias:
+            ids, amounts = zip(*sampling.logit_bias, strict=True)
+            self._bias.put(row, ids, amounts)
+        if sampling.bad_words:
+            banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+            if banned:
+                self._banned.put(row, sorted(banned))
+            words = [word for word in sampling.bad_words if len(word) > 1]
+            self._bad_words.enter(row, words, num_prompt_tokens)
+        if sampling.min_tokens and sampling.end_token_ids:
+            self._early_ends.put(row, sorted(sampling.end_token_ids))
+            self._min_lengths[row] = num_prompt_tokens + sampling.min_tokens
+
+    def leave(self, row: int) -> None:
+        """Forget a row."""
+        for rule in (self._allowed, self._banned, self._bias):
+            rule.drop(row)
+        self._bad_words.leave(row)
+        self._release_ends(row)
+
+    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
+        """Change logits [N, V] fp32, contiguous, in place. token_ids[rows[n], :positions[n]] are known."""
+        if (places := self._allowed.places(rows)) is not None:
+            kept = logits.view(-1)[places.flat]
+            logits.index_fill_(0, places.rows, _FORBIDDEN)
+            logits.view(-1)[places.flat] = kept
+        if (places := self._banned.places(rows)) is not None:
+            logits.view(-1).index_fill_(0, places.flat, _FORBIDDEN)
+        self._bad_words.apply(logits, rows, positions, token_ids)
+        if self._min_lengths:
+            self._release_who_may_end(rows, positions)
+            if (places := self._early_ends.places(rows)) is not None:
+                logits.view(-1).index_fill_(0, places.flat, _FORBIDDEN)
+        if (places := self._bias.places(rows)) is not None:
+            logits.view(-1).index_add_(0, places.flat, places.amounts)
+
+    def _release_who_may_end(self, rows: _Ints, positions: _Ints) -> None:
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            if position >= self._min_lengths.get(row, position + 1):
+                self._release_ends(row)
+
+    def _release_ends(self, row: int) -> None:
+        if self._min_lengths.pop(row, None) is not None:
+            self._early_ends.drop(row)

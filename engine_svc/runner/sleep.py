@@ -1,0 +1,206 @@
+"""What a runner keeps on its device and can give back for a while: weights, recorded steps, the KV cache.
+
+Knows no plan and no request: who sleeps must have no step under way, and must forget which KV was cached.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine_svc.model.decoder import Model
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.parked_memory import ParkedMemory, return_free_memory, tensors_of
+
+if TYPE_CHECKING:
+    from engine_svc.runner.cuda_graphs import DecodeGraphs
+    from engine_svc.runner.kv_tensors import KVTensors
+
+logger = logging.getLogger(__name__)
+
+# What another checkpoint must share with the one that it replaces: caches and rows are made for it.
+_FORM = ("architecture", "kv_shapes", "vocab_size", "max_position", "dtype")
+
+
+class WakeTag(enum.Enum):
+    """What can be woken by itself; the value is its name on the wire. A runner has no part in scheduling."""
+
+    SCHEDULING = "scheduling"
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class Place(enum.Enum):
+    """Where the weights or the KV cache are."""
+
+    DEVICE = "device"
+    HOST = "host"  # of a GPU's machine
+    NOWHERE = "nowhere"
+
+
+_TRANSITIONS: dict[Place, frozenset[Place]] = {
+    Place.DEVICE: frozenset({Place.HOST, Place.NOWHERE}),
+    Place.HOST: frozenset({Place.DEVICE, Place.NOWHERE}),
+    Place.NOWHERE: frozenset({Place.DEVICE}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where a runner's weights come from, and what has to be made anew once they are there."""
+
+    folder: Path
+    load: Callable[[Path], tuple[Model, ModelFacts]]  # a folder's model, in the way of the first one
+    record: Callable[[Model], DecodeGraphs | None]  # its decode steps: tensors need not lie where they did
+
+
+class Resident:
+    """A model, its recorded steps and its KV cache, in memory or not. Without a source weights stay."""
+
+    def __init__(
+        self,
+        model: Model,
+        facts: ModelFacts,
+        kv: KVTensors,
+        *,
+        graphs: DecodeGraphs | None = None,
+        source: WeightSource | None = None,
+    ) -> None:
+        self.facts = facts
+        self.graphs = graphs
+        self._model: Model | None = model
+        self._kv = kv
+        self._source = source
+        self._places = dict.fromkeys((WakeTag.WEIGHTS, WakeTag.KV_CACHE), Place.DEVICE)
+        self._parked: dict[WakeTag, ParkedMemory] = {}
+
+    @property
+    def asleep(self) -> frozenset[WakeTag]:
+        """What is not on the device."""
+        return frozenset(tag for tag, place in self._places.items() if place is not Place.DEVICE)
+
+    def awake_model(self) -> Model:
+        """The model. RuntimeError while any part of what a step needs is away."""
+        if self._model is None or self._parked:
+            away = ", ".join(sorted(tag.value for tag in self.asleep))
+            raise RuntimeError(f"a step cannot run: asleep are {away}")
+        return self._model
+
+    def sleep(self, level: int) -> None:
+        """Give memory back. What is away stays away; nothing happens to what is deeper asleep.
+
+        0: none.  1: the KV cache's; of a GPU also the weights', which are kept in the host's memory, while a
+        CPU has no other place for them and keeps them.  2: that of both, and weights have to be loaded again.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"sleep level is {level}, it has to be 0, 1 or 2")
+        if level == 0:
+            return
+        if level == 2 and self._source is None:
+            raise ValueError("sleep level 2 gives weights up, and there is nothing to load them from")
+        self.graphs = None
+        if self._places[WakeTag.KV_CACHE] is Place.DEVICE:
+            self._move(WakeTag.KV_CACHE, Place.NOWHERE)
+            self._parked[WakeTag.KV_CACHE] = ParkedMemory(self._kv.stacks, keep=False)
+        if level == 2 and self._places[WakeTag.WEIGHTS] is not Place.NOWHERE:
+            self._give_up_weights()
+        elif self._places[WakeTag.WEIGHTS] is Place.DEVICE and self._kv.device.type != "cpu":
+            self._move(WakeTag.WEIGHTS, Place.HOST)
+            tensors = tensors_of(self._model, self._kv.device.type)
+            self._parked[WakeTag.WEIGHTS] = ParkedMemory(tensors, keep=True)
+        return_free_memory(self._kv.device)
+        logger.info("asleep", extra={"level": level, "parts": sorted(tag.value for tag in self.asleep)})
+
+    def wake(self, tags: Iterable[WakeTag] = tuple(WakeTag)) -> None:
+        """Bring back the parts named, where they are away. The KV cache comes back empty.
+
+        Raises CheckpointError, and changes nothing, where weights cannot be loaded again or are others now.
+        """
+        wanted = self.asleep.intersection(tags)
+        if WakeTag.WEIGHTS in wanted:
+            self._bring_back_weights()
+        if WakeTag.KV_CACHE in wanted:
+            self._move(WakeTag.KV_CACHE, Place.DEVICE)
+            self._parked.pop(WakeTag.KV_CACHE).restore()
+        self._record_again()
+        if wanted:
+            logger.info("awake", extra={"parts": sorted(tag.value for tag in wanted)})
+
+    def reload(self, folder: Path | None = None) -> ModelFacts:
+        """Put the weights of `folder`, by default those of the same as before, in place of the present ones.
+
+        Where they cannot be taken, CheckpointError or UnsupportedModel is raised and the old ones are there
+        again. The weights are on the device afterwards, whatever is asleep beside them.
+        """
+        if self._source is None:
+            raise ValueError("weights cannot be reloaded: there is nothing to load them from")
+        source = replace(self._source, folder=folder or self._source.folder)
+        had_weights = self._places[WakeTag.WEIGHTS] is not Place.NOWHERE
+        if had_weights:
+            self.graphs = None
+            self._give_up_weights()
+            return_free_memory(self._kv.device)
+        try:
+            self._take(*self._loaded(source))
+        except (ValueError, OSError):
+            if had_weights:
+                self._bring_back_weights()
+                self._record_again()
+            raise
+        self._source = source
+        self._record_again()
+        logger.info(
+            "weights reloaded", extra={"folder": str(source.folder), "digest": self.facts.weights_digest}
+        )
+        return self.facts
+
+    def _move(self, part: WakeTag, place: Place) -> None:
+        assert place in _TRANSITIONS[self._places[part]], (
+            f"{part} cannot go from {self._places[part]} to {place}"
+        )
+        self._places[part] = place
+
+    def _give_up_weights(self) -> None:
+        self._move(WakeTag.WEIGHTS, Place.NOWHERE)
+        self._parked.pop(WakeTag.WEIGHTS, None)
+        self._model = None
+
+    def _bring_back_weights(self) -> None:
+        parked = self._parked.pop(WakeTag.WEIGHTS, None)
+        if parked is not None:
+            self._move(WakeTag.WEIGHTS, Place.DEVICE)
+            parked.restore()
+            return
+        assert self._source is not None, "nobody gives up what he cannot load again"
+        model, facts = self._loaded(self._source)
+        if facts.weights_digest != self.facts.weights_digest:
+            raise CheckpointError(
+                f"{self._source.folder} has other weights than when it was loaded: "
+                "reload them, or restore the folder"
+            )
+        self._take(model, facts)
+
+    def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
+        model, facts = source.load(source.folder)
+        ours, theirs = _form(self.facts), _form(facts)
+        for name, old, new in zip(_FORM, ours, theirs, strict=True):
+            if old != new:
+                raise CheckpointError(f"{source.folder} has {name} {new}, the weights to replace have {old}")
+        return model, facts
+
+    def _take(self, model: Model, facts: ModelFacts) -> None:
+        self._move(WakeTag.WEIGHTS, Place.DEVICE)
+        self._model, self.facts = model, facts
+
+    def _record_again(self) -> None:
+        if self._source is not None and self.graphs is None and not self.asleep:
+            self.graphs = self._source.record(self.awake_model())
+
+
+def _form(facts: ModelFacts) -> tuple[object, ...]:
+    return facts.architecture, facts.kv_shapes, facts.vocab_size, facts.max_position, facts.dtype

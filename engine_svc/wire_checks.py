@@ -1,0 +1,27 @@
+"""How what a frontend sends is refused: by field, value and limit. Knows no field by name."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from service_kit.errors import InvalidArgument, Unimplemented
+
+
+def check(holds: bool, name: str, value: float, limit: str) -> None:
+    """Raise InvalidArgument that says what was wrong, unless `holds`."""
+    if not holds:
+        raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)
+
+
+def refuse_unserved(message: Message, names: tuple[str, ...]) -> None:
+    """Raise Unimplemented for the first field of these names that is set."""
+    for descriptor, _ in message.ListFields():
+        if descriptor.name in names:
+            raise unserved(descriptor.name)
+
+
+def unserved(name: str) -> Unimplemented:
+    """The error that says that this engine does not serve what `name` asks for."""
+    return Unimplemented(
+        f"{name} is not served by this engine", reason="UNIMPLEMENTED_FIELD", metadata={"field": name}
+    )

@@ -1,0 +1,134 @@
+// Attention over the paged cache, for rows that compute one token and for chunks alike.
+//
+// The sums of attention_kernels.h run in the order of the places, and a place that a token must not see takes no part
+// in its sums. So a token's result has the same bits whatever its row's chunks are, whatever else is in the step,
+// wherever its blocks lie and however many threads run.
+
+#include "arguments.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "pool.h"
+
+#include "attention_task.h"
+
+extern PyMethodDef attention_methods[];
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+namespace {
+
+constexpr int64_t kRowsOfTask = 64;            // queries times heads that share a turned tile
+constexpr int64_t kScoreBytesOfTask = 2 << 20;  // of scores: more would leave the caches
+
+// The tokens of each row in groups that share their tiles, or an error's text.
+const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
+    const int64_t size = call.block_size;
+    for (int64_t row = 0; row < call.num_rows; ++row) {
+        const int64_t start = call.starts[row], end = call.starts[row + 1], total = call.totals[row];
+        if (start < 0 || end < start || end > call.num_tokens) return "query_starts do not fit the query";
+        if (start == end) continue;
+        if (end - start > total) return "a row computes more tokens than it has";
+        const int64_t first_position = total - (end - start), last_column = (total - 1) / size;
+        if (last_column >= call.num_table_columns) return "a row is longer than its block table";
+        for (int64_t column = call.first_visible(first_position) / size; column <= last_column; ++column) {
+            const int32_t id = call.tables[row * call.table_stride + column];
+            if (id < 0 || id >= call.num_blocks) return "a block table names a block that does not exist";
+        }
+        const int64_t most_seen = std::min(total, call.window + kRowsOfTask) + 2 * kTile;
+        const int64_t most = std::min(kRowsOfTask, kScoreBytesOfTask / (4 * most_seen)) / call.share;
+        const int64_t step = std::max<int64_t>(1, most);
+        for (int64_t token = start; token < end; token += step)
+            blocks.push_back({row, token, first_position + token - start, std::min(step, end - token)});
+    }
+    return nullptr;
+}
+
+// KV heads of a block of tokens, or of neighbouring blocks: tasks from first to end - 1. `following` is the task that
+// this thread will probably get next.
+template <class Kind>
+bool run_tasks_of(
+    const Call& call, const std::vector<QueryBlock>& blocks, int64_t first, int64_t end, int64_t following) {
+    const int64_t size = call.num_kv_heads, last = static_cast<int64_t>(blocks.size()) * size - 1;
+    bool has_memory = true;
+    for (int64_t index = first; index < end; ++index) {
+        const int64_t next_index = std::min(index + 1 < end ? index + 1 : following, last);
+        const QueryBlock& block = blocks[index / size];
+        const Stream stream(call, block, index % size);
+        const Stream next(call, blocks[next_index / size], next_index % size);
+        has_memory &= Task<Kind>(call, block, index % size, stream, next).run();
+    }
+    return has_memory;
+}
+
+// Computes every task; an error's text or nullptr.
+const char* attend(const Call& call) {
+    std::vector<QueryBlock> blocks;
+    blocks.reserve(call.num_rows);
+    const char* fault = cut_rows(call, blocks);
+    if (fault != nullptr) return fault;
+    // Tokens behind the last row pad the step; they get numbers that harm nobody.
+    const int64_t num_used = call.num_rows == 0 ? 0 : call.starts[call.num_rows];
+    const int64_t token_bytes = call.num_heads * call.value_dim * (call.is_bf16 ? 2 : 4);
+    std::memset(call.output + num_used * token_bytes, 0, (call.num_tokens - num_used) * token_bytes);
+    std::atomic<bool> has_memory{true};
+    const int64_t num_blocks = blocks.size(), num_threads = triptych::num_threads();
+    // Whole blocks of tokens where there are enough for every thread: what is read next is then known.
+    const int64_t run = num_blocks >= 4 * num_threads ? call.num_kv_heads : 1;
+    parallel_for(num_blocks * call.num_kv_heads / run, [&](int64_t task) {
+        const int64_t first = task * run, end = first + run, following = first + num_threads * run;
+        const bool is_done = call.is_bf16 ? run_tasks_of<Bf16Attention>(call, blocks, first, end, following)
+                                          : run_tasks_of<Fp32Attention>(call, blocks, first, end, following);
+        if (!is_done) has_memory.store(false, std::memory_order_relaxed);
+    });
+    return has_memory.load() ? nullptr : "out of memory";
+}
+
+PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[22];
+    if (count < 2 || !read_numbers("paged_attention", arguments, count - 2, n, 22)) return nullptr;
+    Call call;
+    call.scale = static_cast<float>(PyFloat_AsDouble(arguments[22]));
+    call.soft_cap = static_cast<float>(PyFloat_AsDouble(arguments[23]));
+    if (PyErr_Occurred()) return nullptr;
+    call.query = reinterpret_cast<const char*>(n[0]);
+    call.keys = reinterpret_cast<const char*>(n[1]);
+    call.values = reinterpret_cast<const char*>(n[2]);
+    call.output = reinterpret_cast<char*>(n[3]);
+    call.sinks = reinterpret_cast<const float*>(n[4]);
+    call.token_stride = n[5], call.head_stride = n[6], call.num_tokens = n[7], call.num_heads = n[8];
+    call.num_kv_heads = n[9], call.num_blocks = n[10], call.block_size = n[11];
+    call.key_dim = n[12], call.value_dim = n[13], call.is_bf16 = n[14] != 0;
+    // 0 is no window: one that no row outgrows, and that may be added to without overflow.
+    call.window = n[15] > 0 ? n[15] : int64_t{1} << 40;
+    call.tables = reinterpret_cast<const int32_t*>(n[16]);
+    call.starts = reinterpret_cast<const int32_t*>(n[17]);
+    call.totals = reinterpret_cast<const int32_t*>(n[18]);
+    call.num_rows = n[19], call.num_table_columns = n[20], call.table_stride = n[21];
+    call.derive();
+    const char* fault = nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    fault = attend(call);
+    Py_END_ALLOW_THREADS;
+    if (fault != nullptr) {
+        PyErr_SetString(PyExc_ValueError, fault);
+        return nullptr;
+    }
+    Py_RETURN_NONE;
+}
+
+}  // namespace
+}  // namespace triptych
+
+PyMethodDef attention_methods[] = {
+    TRIPTYCH_METHOD(paged_attention, "paged_attention(addresses, strides, sizes, scale, soft_cap): see attention.py."),
+    {nullptr, nullptr, 0, nullptr}};
+
+#else
+
+PyMethodDef attention_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+#endif

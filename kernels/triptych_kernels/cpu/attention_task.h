@@ -1,0 +1,382 @@
+// One task of attention: a KV head of a few neighbouring tokens of a row, with all query heads that read it.
+//
+// It goes over the places that the tokens see three times: scores, weights, values. Knows no Python and no threads.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "pool.h"
+
+#include "attention_kernels.h"
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+
+// How many bytes ahead of their use tiles are asked for: blocks lie anywhere, and no hardware guesses the next.
+constexpr int64_t kBytesAhead = 8 << 10;
+
+// The arguments of a call; strides in elements.
+struct Call {
+    const char *query, *keys, *values;
+    char* output;
+    const int32_t *tables, *starts, *totals;
+    const float* sinks;
+    int64_t token_stride, head_stride, table_stride, num_table_columns;
+    int64_t num_rows, num_tokens, num_heads, num_kv_heads, num_blocks, block_size, key_dim, value_dim, window;
+    bool is_bf16;
+    float scale, soft_cap;
+    // Derived.
+    int64_t share, key_bytes, value_bytes, tiles_ahead;
+    int block_shift;  // the logarithm of block_size, -1 where it has none
+
+    void derive() {
+        share = num_heads / num_kv_heads;
+        key_bytes = key_dim * (is_bf16 ? 2 : 4), value_bytes = value_dim * (is_bf16 ? 2 : 4);
+        tiles_ahead = std::max<int64_t>(2, kBytesAhead / (16 * std::max(key_bytes, value_bytes)));
+        block_shift = (block_size & (block_size - 1)) == 0 ? __builtin_ctzll(block_size) : -1;
+    }
+
+    int64_t first_visible(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
+
+    // Where a place of a row is, counted in places of a KV head.
+    int64_t slot(const int32_t* table, int64_t place) const {
+        if (block_shift >= 0)
+            return (static_cast<int64_t>(table[place >> block_shift]) << block_shift) | (place & (block_size - 1));
+        return table[place / block_size] * block_size + place % block_size;
+    }
+};
+
+// Tokens of one row: `token` is the first's place in the step, `position` its place in the row.
+struct QueryBlock {
+    int64_t row, token, position, num_tokens;
+};
+
+// The places from first to end - 1.
+struct Range {
+    int64_t first, end;
+};
+
+// What a task reads: tiles of keys, then of values.
+class Stream {
+public:
+    Stream(const Call& call, const QueryBlock& block, int64_t kv_head)
+        : call_(call), table_(call.tables + block.row * call.table_stride),
+          keys_(call.keys + kv_head * call.num_blocks * call.block_size * call.key_bytes),
+          values_(call.values + kv_head * call.num_blocks * call.block_size * call.value_bytes),
+          visible_{call.first_visible(block.position), block.position + block.num_tokens},
+          first_tile_(visible_.first / kTile), num_tiles_((visible_.end + kTile - 1) / kTile - first_tile_) {}
+
+    Range visible() const { return visible_; }  // places that any token of the task sees
+    int64_t first_tile() const { return first_tile_; }
+    int64_t num_tiles() const { return num_tiles_; }
+
+    const char* key(int64_t place) const { return keys_ + call_.slot(table_, place) * call_.key_bytes; }
+    const char* value(int64_t place) const { return values_ + call_.slot(table_, place) * call_.value_bytes; }
+
+    // Asks for a tile, counted over keys and then values; behind them comes the `next` task's.
+    void prefetch(int64_t tile, const Stream* next) const {
+        if (call_.block_size % kTile != 0) return;
+        if (tile < num_tiles_) {
+            prefetch_bytes(key((first_tile_ + tile) * kTile), kTile * call_.key_bytes);
+        } else if (tile < 2 * num_tiles_) {
+            prefetch_bytes(value((first_tile_ + tile - num_tiles_) * kTile), kTile * call_.value_bytes);
+        } else if (next != nullptr && tile < 2 * num_tiles_ + next->num_tiles_) {
+            next->prefetch(tile - 2 * num_tiles_, nullptr);
+        }
+    }
+
+private:
+    static void prefetch_bytes(const char* from, int64_t num_bytes) {
+        // Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
+        for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(from[line]));
+    }
+
+    const Call& call_;
+    const int32_t* const table_;
+    const char *const keys_, *const values_;
+    const Range visible_;
+    const int64_t first_tile_, num_tiles_;
+};
+
+template <class Kind>
+class Task {
+    using Element = typename Kind::Element;
+    static constexpr int64_t kPlaces = Kind::kPlacesPerStep;
+    static constexpr int64_t kSteps = kTile / kPlaces;  // of a tile
+
+public:
+    // next: what this thread will probably read after it.
+    Task(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
+        : call_(call), block_(block), kv_head_(kv_head), stream_(stream), next_(next),
+          num_rows_(block.num_tokens * call.share), num_tiles_(stream.num_tiles()), first_tile_(stream.first_tile()),
+          num_chunks_((call.key_bytes + 15) / 16), num_units_(num_chunks_ * 4),
+          num_columns_((call.value_dim + 31) / 32 * 32),
+          num_vectors_(kPlaces == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16),
+          // An odd number of lines keeps the rows of a group in different sets of the cache.
+          stride_((num_tiles_ | 1) * kTile) {}
+
+    // False when there is no memory.
+    bool run() {
+        if (!find_memory()) return false;
+        lay_queries();
+        score();
+        weigh();
+        if (block_.num_tokens == 1 && call_.block_size % kTile == 0 && call_.value_dim % 32 == 0) {
+            add_from_cache();
+        } else {
+            add();
+        }
+        Element* out = reinterpret_cast<Element*>(call_.output) +
+                       (block_.token * call_.num_heads + kv_head_ * call_.share) * call_.value_dim;
+        for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
+            for (int64_t head = 0; head < call_.share; ++head, ++r)
+                store_result(
+                    Kind(), sums_ + r * num_columns_, totals_[r], call_.value_dim, out + head * call_.value_dim);
+            out += call_.num_heads * call_.value_dim;
+        }
+        return true;
+    }
+
+private:
+    bool find_memory() {
+        int64_t size = 0;
+        const auto reserve = [&](int64_t num_bytes) {
+            const int64_t at = size;
+            size += (num_bytes + 63) / 64 * 64;
+            return at;
+        };
+        const int64_t queries = reserve(num_rows_ * num_units_ * 4), keys = reserve(kTilesTogether * num_units_ * 64);
+        const int64_t padded = reserve(kTile * num_chunks_ * 16);
+        const int64_t values = reserve(kTilesTogether * kSteps * num_columns_ * 4);
+        const int64_t sums = reserve(num_rows_ * num_columns_ * 4), highest = reserve(num_rows_ * 64);
+        const int64_t totals = reserve(num_rows_ * 4), seen = reserve(num_rows_ * sizeof(Range));
+        const int64_t scores = reserve(num_rows_ * stride_ * 4);
+        char* memory = static_cast<char*>(scratch(kScratchAttention, size));
+        if (memory == nullptr) return false;
+        queries_ = reinterpret_cast<int32_t*>(memory + queries);
+        keys_ = reinterpret_cast<int32_t*>(memory + keys);
+        padded_ = memory + padded;
+        values_ = reinterpret_cast<int32_t*>(memory + values);
+        sums_ = reinterpret_cast<float*>(memory + sums);
+        highest_ = reinterpret_cast<float*>(memory + highest);
+        totals_ = reinterpret_cast<float*>(memory + totals);
+        seen_ = reinterpret_cast<Range*>(memory + seen);
+        scores_ = reinterpret_cast<float*>(memory + scores);
+        return true;
+    }
+
+    void lay_queries() {
+        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
+            const int64_t position = block_.position + token;
+            const Range seen{call_.first_visible(position), position + 1};
+            const Element* from = reinterpret_cast<const Element*>(call_.query) +
+                                  (block_.token + token) * call_.token_stride +
+                                  kv_head_ * call_.share * call_.head_stride;
+            for (int64_t head = 0; head < call_.share; ++head, ++r) {
+                std::memset(queries_ + (r + 1) * num_units_ - 4, 0, 16);
+                std::memcpy(queries_ + r * num_units_, from + head * call_.head_stride, call_.key_bytes);
+                seen_[r] = seen;
+                _mm512_store_ps(highest_ + r * 16, lowest);
+            }
+        }
+        std::memset(sums_, 0, num_rows_ * num_columns_ * 4);
+    }
+
+    void lay_keys(int64_t tile, int32_t* out) const {
+        const int64_t place = tile * kTile, num_bytes = call_.key_bytes;
+        if (call_.block_size % kTile == 0 && num_bytes % 16 == 0) {
+            turn_tile(stream_.key(place), num_bytes, num_chunks_, out);
+            return;
+        }
+        // Scores of places that nobody sees are replaced: any of the row's keys will do there.
+        const Range visible = stream_.visible();
+        const int64_t padded_bytes = num_chunks_ * 16;
+        std::memset(padded_, 0, kTile * padded_bytes);
+        for (int64_t i = 0; i < kTile; ++i)
+            std::memcpy(
+                padded_ + i * padded_bytes,
+                stream_.key(std::min(std::max(place + i, visible.first), visible.end - 1)), num_bytes);
+        turn_tile(padded_, padded_bytes, num_chunks_, out);
+    }
+
+    void lay_values(int64_t tile, int32_t* out) const {
+        const int64_t place = tile * kTile;
+        const Range visible = stream_.visible();
+        if (call_.block_size % kTile == 0 && place >= visible.first && place + kTile <= visible.end) {
+            const auto* first = reinterpret_cast<const Element*>(stream_.value(place));
+            lay_tile(Kind(), first, call_.value_dim, out, num_columns_);
+            return;
+        }
+        for (int64_t p = place; p < place + kTile; p += kPlaces, out += num_columns_) {
+            const Element* rows[kPlaces];
+            for (int64_t i = 0; i < kPlaces; ++i) {
+                const bool is_seen = p + i >= visible.first && p + i < visible.end;
+                rows[i] = is_seen ? reinterpret_cast<const Element*>(stream_.value(p + i)) : nullptr;
+            }
+            lay_step(Kind(), rows, call_.value_dim, out);
+        }
+    }
+
+    // Tiles, counted from the task's first, that a row or rows r to r + count - 1 see any place of.
+    Range tiles_of(int64_t r, int64_t count) const {
+        return {seen_[r].first / kTile - first_tile_, (seen_[r + count - 1].end + kTile - 1) / kTile - first_tile_};
+    }
+
+    void score() {
+        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
+            for (int64_t t = tile; t < end_tile; ++t) {
+                stream_.prefetch(t + call_.tiles_ahead, &next_);
+                lay_keys(first_tile_ + t, keys_ + (t - tile) * num_units_ * 16);
+            }
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
+                const Range tiles = tiles_of(r, count);
+                const int64_t from = std::max(tile, tiles.first), to = std::min(end_tile, tiles.end);
+                if (from >= to) continue;
+                const bool is_plain = call_.soft_cap == 0.0f &&
+                                      seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
+                                      seen_[r].end >= (first_tile_ + to) * kTile;
+                Loops<Kind>::kDotTiles[count - 1][to - from - 1](
+                    queries_ + r * num_units_, keys_ + (from - tile) * num_units_ * 16, num_units_, call_.scale,
+                    scores_ + r * stride_ + from * kTile, stride_, is_plain ? highest_ + r * 16 : nullptr);
+                for (int64_t i = r; i < r + count && !is_plain; ++i) finish_scores(i, from, to);
+            }
+        }
+    }
+
+    // Caps and hides the scores of tiles from to to - 1, and keeps the highest of each lane.
+    void finish_scores(int64_t r, int64_t from, int64_t to) {
+        const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        const __m512 cap = _mm512_set1_ps(call_.soft_cap);
+        __m512 highest = _mm512_load_ps(highest_ + r * 16);
+        for (int64_t t = from; t < to; ++t) {
+            float* scores = scores_ + r * stride_ + t * kTile;
+            __m512 score = _mm512_load_ps(scores);
+            if (call_.soft_cap > 0.0f) score = mul(tanh16(_mm512_div_ps(score, cap)), cap);
+            const int64_t place = (first_tile_ + t) * kTile;
+            const __mmask16 seen = first_lanes(seen_[r].end - place) & ~first_lanes(seen_[r].first - place);
+            score = _mm512_mask_mov_ps(hidden, seen, score);
+            highest = _mm512_max_ps(score, highest);
+            _mm512_store_ps(scores, score);
+        }
+        _mm512_store_ps(highest_ + r * 16, highest);
+    }
+
+    // Turns scores into weights, in place.
+    void weigh() {
+        for (int64_t r = 0; r < num_rows_; ++r) {
+            float highest = _mm512_reduce_max_ps(_mm512_load_ps(highest_ + r * 16));
+            const int64_t head = kv_head_ * call_.share + r % call_.share;
+            const float* sink = call_.sinks == nullptr ? nullptr : call_.sinks + head;
+            if (sink != nullptr) highest = std::max(highest, *sink);
+            const __m512 subtracted = _mm512_set1_ps(highest);
+            float* scores = scores_ + r * stride_;
+            int32_t* units = reinterpret_cast<int32_t*>(scores);
+            __m512 total = _mm512_setzero_ps();
+            const Range tiles = tiles_of(r, 1);
+            for (int64_t t = tiles.first; t < tiles.end; ++t)
+                total = _mm512_add_ps(
+                    total, weigh_tile(Kind(), scores + t * kTile, subtracted, units + t * kSteps));
+            totals_[r] = _mm512_reduce_add_ps(total);
+            if (sink != nullptr)
+                totals_[r] += _mm512_cvtss_f32(exp16(_mm512_sub_ps(_mm512_set1_ps(*sink), subtracted)));
+        }
+    }
+
+    void add() {
+        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
+            for (int64_t t = tile; t < end_tile; ++t) {
+                stream_.prefetch(num_tiles_ + t + call_.tiles_ahead, &next_);
+                lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
+            }
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
+                add_to_group(r, std::min<int64_t>(kRowsTogether, num_rows_ - r), tile, end_tile);
+        }
+    }
+
+    // add() for a single token: a tile that it sees all of is not laid out first.
+    void add_from_cache() {
+        for (int64_t tile = 0; tile < num_tiles_; ++tile) {
+            stream_.prefetch(num_tiles_ + tile + call_.tiles_ahead, &next_);
+            const int64_t place = (first_tile_ + tile) * kTile;
+            const bool is_whole = place >= stream_.visible().first && place + kTile <= stream_.visible().end;
+            const char* values = stream_.value(place);
+            if (!is_whole) lay_values(first_tile_ + tile, values_);
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
+                if (!is_whole) {
+                    add_to_group(r, count, tile, tile + 1);
+                    continue;
+                }
+                const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
+                for (int64_t column = 0; column < call_.value_dim; column += 64)
+                    Loops<Kind>::kAddTile[count - 1][column + 64 <= call_.value_dim](
+                        weights, stride_, values + column * sizeof(Element), call_.value_dim,
+                        sums_ + r * num_columns_ + column, num_columns_);
+            }
+        }
+    }
+
+    // Adds the values of some tiles to neighbouring rows: steps that all see whole together, the others by row.
+    void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
+        const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
+        const auto clip = [&](int64_t place) { return std::min(std::max<int64_t>(place - base, 0), size); };
+        if (block_.num_tokens == 1) {
+            // All rows see the same, and values that they do not see are laid as zeros.
+            const int64_t first = clip(seen_[r].first) / kPlaces, end = (clip(seen_[r].end) + kPlaces - 1) / kPlaces;
+            add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
+            return;
+        }
+        // Later rows see later places.
+        const int64_t first = (clip(seen_[r + count - 1].first) + kPlaces - 1) / kPlaces;
+        const int64_t end = clip(seen_[r].end) / kPlaces;
+        if (first >= end) {
+            for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), clip(seen_[i].end));
+            return;
+        }
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), first * kPlaces);
+        add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPlaces, clip(seen_[i].end));
+    }
+
+    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step in bf16 may be hidden.
+    void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
+        if (from >= to) return;
+        int64_t step = from / kPlaces;
+        if (from % kPlaces != 0) {
+            add_steps(Loops<Kind>::kAddMasked, r, tile, step, step + 1, static_cast<int32_t>(0xffff0000));
+            ++step;
+        }
+        if (step < to / kPlaces) add_steps(Loops<Kind>::kAddValues[0], r, tile, step, to / kPlaces, -1);
+        if (to % kPlaces != 0 && to / kPlaces >= step)
+            add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPlaces, to / kPlaces + 1, 0x0000ffff);
+    }
+
+    void add_steps(const AddValues (&loops)[4], int64_t r, int64_t tile, int64_t first, int64_t end, int32_t kept) {
+        const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
+        for (int64_t v = 0; v < num_vectors_; v += 4)
+            loops[std::min<int64_t>(4, num_vectors_ - v) - 1](
+                weights, stride_, values_ + v * 16, num_columns_, first, end, kept,
+                sums_ + r * num_columns_ + v * 16, num_columns_);
+    }
+
+    const Call& call_;
+    const QueryBlock& block_;
+    const int64_t kv_head_;
+    const Stream &stream_, &next_;
+    // Rows are tokens times heads, heads within a token.
+    const int64_t num_rows_, num_tiles_, first_tile_, num_chunks_, num_units_, num_columns_, num_vectors_, stride_;
+    int32_t *queries_, *keys_, *values_;
+    char* padded_;
+    float *sums_, *highest_, *totals_, *scores_;
+    Range* seen_;  // places, by row
+};
+
+}  // namespace triptych
+
+#endif

@@ -1,0 +1,318 @@
+// Ops that go over each token's numbers once: norms, rotary positions, stores of KV, activations, greedy choice.
+//
+// Sums have one order, by a number's place in its row, so a row's result has the same bits in every batch.
+
+#include "arguments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "pool.h"
+
+#include "vector_math.h"
+
+extern PyMethodDef elementwise_methods[];
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+namespace {
+
+constexpr int64_t kNumbersOfTask = 1 << 15;  // what a thread takes at a time: a few microseconds of work
+
+// body(row) for all rows, in tasks that are worth a thread.
+template <class Body>
+void for_rows(int64_t num_rows, int64_t width, const Body& body) {
+    const int64_t step = std::max<int64_t>(1, kNumbersOfTask / std::max<int64_t>(1, width));
+    parallel_for((num_rows + step - 1) / step, [&](int64_t task) {
+        for (int64_t row = task * step; row < std::min(num_rows, (task + 1) * step); ++row) body(row);
+    });
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual stands for x and is stored in residual first.
+template <class Kind, bool ADD>
+void norm_row(
+    const typename Kind::Element* x, typename Kind::Element* residual, const typename Kind::Element* weight,
+    int64_t width, float eps, typename Kind::Element* out) {
+    __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t i = 0; i < width; i += 16) {
+        const __mmask16 mask = first_lanes(width - i);
+        __m512 value = Kind::load(x + i, mask);
+        if (ADD) {
+            value = Kind::rounded(_mm512_add_ps(Kind::load(residual + i, mask), value));
+            Kind::store(residual + i, mask, value);
+        }
+        sums[i / 16 % 4] = _mm512_fmadd_ps(value, value, sums[i / 16 % 4]);
+    }
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
+    const float mean = _mm512_reduce_add_ps(sum) / static_cast<float>(width);
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+    for (int64_t i = 0; i < width; i += 16) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __m512 value = Kind::load((ADD ? residual : x) + i, mask);
+        Kind::store(out + i, mask, mul(mul(value, scale), Kind::load(weight + i, mask)));
+    }
+}
+
+struct Norm {
+    int64_t x, residual, weight, out, num_outer, num_inner, outer_stride, inner_stride, residual_stride, width;
+    float eps;
+};
+
+template <class Kind>
+void norm_rows(const Norm& call) {
+    using Element = typename Kind::Element;
+    const auto* x = reinterpret_cast<const Element*>(call.x);
+    auto* residual = reinterpret_cast<Element*>(call.residual);
+    const auto* weight = reinterpret_cast<const Element*>(call.weight);
+    auto* out = reinterpret_cast<Element*>(call.out);
+    for_rows(call.num_outer * call.num_inner, call.width, [&](int64_t row) {
+        const Element* from =
+            x + row / call.num_inner * call.outer_stride + row % call.num_inner * call.inner_stride;
+        if (residual == nullptr) {
+            norm_row<Kind, false>(from, nullptr, weight, call.width, call.eps, out + row * call.width);
+        } else {
+            norm_row<Kind, true>(
+                from, residual + row * call.residual_stride, weight, call.width, call.eps, out + row * call.width);
+        }
+    });
+}
+
+PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[11];
+    if (count < 1 || !read_numbers("rms_norm", arguments, count - 1, n, 11)) return nullptr;
+    const double eps = PyFloat_AsDouble(arguments[11]);
+    if (PyErr_Occurred()) return nullptr;
+    const Norm call{n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], static_cast<float>(eps)};
+    Py_BEGIN_ALLOW_THREADS;
+    n[10] ? norm_rows<Bf16>(call) : norm_rows<Fp32>(call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// out = gate / (1 + e^-gate) * up.  x: [T, 2 F], gates first.
+template <class Kind>
+void silu_rows(int64_t from, int64_t to, int64_t num_rows, int64_t width, int64_t stride) {
+    using Element = typename Kind::Element;
+    for_rows(num_rows, width, [&](int64_t row) {
+        const Element* gates = reinterpret_cast<const Element*>(from) + row * stride;
+        Element* out = reinterpret_cast<Element*>(to) + row * width;
+        const __m512 one = _mm512_set1_ps(1.0f);
+        for (int64_t i = 0; i < width; i += 16) {
+            const __mmask16 mask = first_lanes(width - i);
+            const __m512 gate = Kind::load(gates + i, mask), up = Kind::load(gates + width + i, mask);
+            const __m512 decay = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+            Kind::store(out + i, mask, mul(_mm512_div_ps(gate, _mm512_add_ps(one, decay)), up));
+        }
+    });
+}
+
+PyObject* silu_and_mul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[6];
+    if (!read_numbers("silu_and_mul", arguments, count, n, 6)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    n[5] ? silu_rows<Bf16>(n[0], n[1], n[2], n[3], n[4]) : silu_rows<Fp32>(n[0], n[1], n[2], n[3], n[4]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// Copies each token's heads to their slots: heads of num_bytes each, out of strided rows. All in bytes but the slots.
+void store_heads(
+    int64_t from, int64_t token_stride, int64_t head_stride, int64_t cache, int64_t num_bytes, int64_t num_heads,
+    int64_t num_slots, const int64_t* slots, int64_t token) {
+    if (slots[token] < 0) return;
+    for (int64_t head = 0; head < num_heads; ++head) {
+        std::memcpy(
+            reinterpret_cast<char*>(cache) + (head * num_slots + slots[token]) * num_bytes,
+            reinterpret_cast<const char*>(from) + token * token_stride + head * head_stride, num_bytes);
+    }
+}
+
+bool fit(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
+    return std::all_of(slots, slots + num_tokens, [&](int64_t slot) { return slot < num_slots; });
+}
+
+PyObject* kv_write(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[14];
+    if (!read_numbers("kv_write", arguments, count, n, 14)) return nullptr;
+    const auto* slots = reinterpret_cast<const int64_t*>(n[10]);
+    const int64_t num_tokens = n[11], num_heads = n[12], num_slots = n[13];
+    if (!fit(slots, num_tokens, num_slots)) {
+        PyErr_Format(PyExc_IndexError, "a slot is not below %lld", static_cast<long long>(num_slots));
+        return nullptr;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    for_rows(num_tokens, num_heads * (n[4] + n[9]) / 2, [&](int64_t token) {
+        store_heads(n[0], n[1], n[2], n[3], n[4], num_heads, num_slots, slots, token);
+        store_heads(n[5], n[6], n[7], n[8], n[9], num_heads, num_slots, slots, token);
+    });
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+struct Rotary {
+    int64_t qkv, positions, cos_sin, slots, keys, values, query_norm, key_norm, row_stride, num_tokens;
+    int64_t num_heads, num_kv_heads, head_dim, rotary_dim, num_slots, max_positions;
+    float eps;
+};
+
+constexpr int64_t kMaxHeadDim = 1024;
+
+// Norms a head where weight is given, turns its first values, and stores it; `to` may be `from`.
+template <class Kind>
+void turn_head(
+    const Rotary& call, const typename Kind::Element* from, int64_t norm, const float* cosines,
+    typename Kind::Element* to) {
+    using Element = typename Kind::Element;
+    Element normed[kMaxHeadDim];
+    if (norm != 0) {
+        const auto* weight = reinterpret_cast<const Element*>(norm);
+        norm_row<Kind, false>(from, nullptr, weight, call.head_dim, call.eps, normed);
+        from = normed;
+    }
+    const int64_t half = call.rotary_dim / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const __mmask16 mask = first_lanes(half - i);
+        const __m512 a = Kind::load(from + i, mask), b = Kind::load(from + half + i, mask);
+        const __m512 cosine = _mm512_maskz_loadu_ps(mask, cosines + i);
+        const __m512 sine = _mm512_maskz_loadu_ps(mask, cosines + half + i);
+        Kind::store(to + i, mask, _mm512_sub_ps(mul(a, cosine), mul(b, sine)));
+        Kind::store(to + half + i, mask, _mm512_add_ps(mul(b, cosine), mul(a, sine)));
+    }
+    if (to != from)
+        std::memcpy(
+            to + call.rotary_dim, from + call.rotary_dim, (call.head_dim - call.rotary_dim) * sizeof(Element));
+}
+
+template <class Kind>
+void turn_rows(const Rotary& call) {
+    using Element = typename Kind::Element;
+    const auto* slots = reinterpret_cast<const int64_t*>(call.slots);
+    const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
+    for_rows(call.num_tokens, (call.num_heads + 2 * call.num_kv_heads) * call.head_dim, [&](int64_t token) {
+        Element* row = reinterpret_cast<Element*>(call.qkv) + token * call.row_stride;
+        const float* cosines = reinterpret_cast<const float*>(call.cos_sin) + positions[token] * call.rotary_dim;
+        for (int64_t head = 0; head < call.num_heads; ++head)
+            turn_head<Kind>(
+                call, row + head * call.head_dim, call.query_norm, cosines, row + head * call.head_dim);
+        if (slots[token] < 0) return;
+        const Element* keys = row + call.num_heads * call.head_dim;
+        const Element* values = keys + call.num_kv_heads * call.head_dim;
+        for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+            const int64_t place = (head * call.num_slots + slots[token]) * call.head_dim;
+            Element* to = reinterpret_cast<Element*>(call.keys) + place;
+            turn_head<Kind>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
+            std::memcpy(
+                reinterpret_cast<Element*>(call.values) + place, values + head * call.head_dim,
+                call.head_dim * sizeof(Element));
+        }
+    });
+}
+
+PyObject* rotary_kv_write(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[17];
+    if (count < 1 || !read_numbers("rotary_kv_write", arguments, count - 1, n, 17)) return nullptr;
+    const double eps = PyFloat_AsDouble(arguments[17]);
+    if (PyErr_Occurred()) return nullptr;
+    const Rotary call{n[0], n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
+                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], static_cast<float>(eps)};
+    const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
+    const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
+    if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
+        !fit(reinterpret_cast<const int64_t*>(call.slots), call.num_tokens, call.num_slots)) {
+        PyErr_Format(
+            PyExc_IndexError, "a position is not below %lld, a slot not below %lld, or the head above %lld",
+            static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),
+            static_cast<long long>(kMaxHeadDim));
+        return nullptr;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    n[16] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// The largest of a row, by chunks: only the chunk that raised it last is searched for its place.
+template <class Kind>
+void choose_row(const typename Kind::Element* logits, int64_t width, float* highest, int64_t* token) {
+    constexpr int64_t kChunk = 1024;
+    const float lowest = -std::numeric_limits<float>::infinity();
+    float best = lowest;
+    int64_t best_chunk = 0;
+    for (int64_t start = 0; start < width; start += kChunk) {
+        const int64_t end = std::min(width, start + kChunk);
+        __m512 largest[4];
+        for (__m512& lanes : largest) lanes = _mm512_set1_ps(lowest);
+        __mmask16 nans[4] = {0, 0, 0, 0};
+        int64_t i = start;
+        for (; i + 64 <= end; i += 64) {
+            for (int k = 0; k < 4; ++k) {
+                const __m512 x = Kind::load(logits + i + 16 * k);
+                largest[k] = _mm512_max_ps(x, largest[k]);
+                nans[k] |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+            }
+        }
+        for (; i < end; i += 16) {
+            const __mmask16 mask = first_lanes(end - i);
+            const __m512 x = Kind::load(logits + i, mask);
+            largest[0] = _mm512_mask_max_ps(largest[0], mask, x, largest[0]);
+            nans[0] |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        }
+        if (nans[0] | nans[1] | nans[2] | nans[3]) {
+            *highest = std::numeric_limits<float>::quiet_NaN();
+            *token = start;
+            return;
+        }
+        const __m512 lanes =
+            _mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3]));
+        const float chunk_highest = _mm512_reduce_max_ps(lanes);
+        if (chunk_highest > best) best = chunk_highest, best_chunk = start;
+    }
+    *highest = best;
+    for (int64_t i = best_chunk; i < width; i += 16) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __mmask16 equal =
+            _mm512_mask_cmp_ps_mask(mask, Kind::load(logits + i, mask), _mm512_set1_ps(best), _CMP_EQ_OQ);
+        if (equal != 0) {
+            *token = i + __builtin_ctz(equal);
+            return;
+        }
+    }
+}
+
+template <class Kind>
+void choose_rows(const int64_t (&n)[7]) {
+    for_rows(n[3], n[4], [&](int64_t row) {
+        choose_row<Kind>(
+            reinterpret_cast<const typename Kind::Element*>(n[0]) + row * n[5], n[4],
+            reinterpret_cast<float*>(n[1]) + row, reinterpret_cast<int64_t*>(n[2]) + row);
+    });
+}
+
+PyObject* greedy(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t n[7];
+    if (!read_numbers("greedy", arguments, count, n, 7)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    n[6] ? choose_rows<Bf16>(n) : choose_rows<Fp32>(n);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+}  // namespace
+}  // namespace triptych
+
+PyMethodDef elementwise_methods[] = {
+    TRIPTYCH_METHOD(rms_norm, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."),
+    TRIPTYCH_METHOD(silu_and_mul, "silu_and_mul(addresses, sizes, stride): see elementwise.py."),
+    TRIPTYCH_METHOD(kv_write, "kv_write(addresses, strides and sizes in bytes): see elementwise.py."),
+    TRIPTYCH_METHOD(rotary_kv_write, "rotary_kv_write(addresses, sizes, eps): see elementwise.py."),
+    TRIPTYCH_METHOD(greedy, "greedy(addresses, sizes, stride): see elementwise.py."),
+    {nullptr, nullptr, 0, nullptr}};
+
+#else
+
+PyMethodDef elementwise_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+#endif

@@ -1,0 +1,364 @@
+// Mixtures of experts: each chosen expert's two projections over the tokens that chose it, summed token by
+// token. Knows Python and addresses; experts.py checks what they mean.
+
+#include "arguments.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+#include "avx512.h"
+
+extern PyMethodDef experts_methods[];
+
+#ifdef TRIPTYCH_AVX512
+
+#include "gemm.h"
+#include "vector_math.h"
+
+namespace triptych {
+namespace {
+
+constexpr const char* kPlanName = "triptych.experts";
+constexpr int64_t kGroupPanels = 4;               // of one task: two of gates, two of the same columns' ups
+constexpr int64_t kChunkRows = 8 * kMaxTileRows;  // whose gates and ups stay in the first caches
+constexpr int64_t kMaxPlaces = 4096;              // tokens times experts a token that are taken at once
+
+// gate_up: [E] panels that alternate, 32 gates and the same columns' 32 ups; F padded with zeros to whole
+// panels.
+struct ExpertsPlan {
+    PackedWeight gate_up, down;  // of the first expert
+    int64_t num_experts, first_expert;
+
+    int64_t hidden() const { return gate_up.in_features; }
+    bool is_fp32() const { return gate_up.rows_are_fp32; }
+    int64_t padded_ffn() const { return gate_up.out_features / 2; }
+    PackedWeight of(const PackedWeight& first, int64_t expert) const {
+        PackedWeight weight = first;
+        weight.panels += expert * first.num_panels() * first.panel_bytes();
+        return weight;
+    }
+};
+
+struct Call {
+    const char* x;
+    int64_t x_stride_bytes;
+    const char* ids;
+    bool ids_are_int64;
+    const float* weights;
+    char* out;
+    int64_t num_tokens, experts_a_token;
+
+    int64_t id(int64_t place) const {
+        return ids_are_int64 ? reinterpret_cast<const int64_t*>(ids)[place]
+                             : reinterpret_cast<const int32_t*>(ids)[place];
+    }
+};
+
+// Which place (token times k plus which of its experts) is in which row; the rows of an expert are
+// neighbours.
+struct Routing {
+    int64_t* first_row;  // [E + 1]
+    int64_t* place_of;   // [rows]
+    int64_t* chosen;     // [num_chosen] experts that have rows
+    int64_t num_chosen, num_rows;
+
+    int64_t rows_of(int64_t expert) const { return first_row[expert + 1] - first_row[expert]; }
+};
+
+bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
+    const int64_t num_places = call.num_tokens * call.experts_a_token, num_experts = plan.num_experts;
+    auto* memory =
+        static_cast<int64_t*>(scratch(kScratchExpertsIndex, 8 * (2 * num_experts + 2 + num_places)));
+    if (memory == nullptr) {
+        return false;
+    }
+    routing.first_row = memory;
+    routing.chosen = memory + num_experts + 1;
+    routing.place_of = routing.chosen + num_experts + 1;
+    std::memset(routing.first_row, 0, 8 * (num_experts + 1));
+    for (int64_t place = 0; place < num_places; ++place) {
+        const int64_t expert = call.id(place) - plan.first_expert;
+        if (expert >= 0 && expert < num_experts) {
+            ++routing.first_row[expert];
+        }
+    }
+    routing.num_chosen = routing.num_rows = 0;
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+        const int64_t rows = routing.first_row[expert];
+        if (rows > 0) {
+            routing.chosen[routing.num_chosen++] = expert;
+        }
+        routing.first_row[expert] = routing.num_rows;
+        routing.num_rows += rows;
+    }
+    for (int64_t place = 0; place < num_places; ++place) {
+        const int64_t expert = call.id(place) - plan.first_expert;
+        if (expert >= 0 && expert < num_experts) {
+            routing.place_of[routing.first_row[expert]++] = place;
+        }
+    }
+    // Filling moved each start to its end, which is the next one's start.
+    for (int64_t expert = num_experts; expert > 0; --expert) {
+        routing.first_row[expert] = routing.first_row[expert - 1];
+    }
+    routing.first_row[0] = 0;
+    return true;
+}
+
+// Rows first to first + count - 1, each at the address row_at gives, in blocks for the microkernel.
+template <class RowAt>
+void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32_t* out,
+                const RowAt& row_at) {
+    const RowBlocks blocks(count);
+    for (int64_t block = 0; block < blocks.num_blocks; ++block) {
+        const char* rows[kMaxTileRows];
+        const int64_t start = blocks.first_row(block);
+        for (int r = 0; r < blocks.size(block); ++r) {
+            rows[r] = row_at(first + start + r);
+        }
+        pack_rows(rows, blocks.size(block), weight.row_bytes(), weight.num_units(),
+                  out + start * weight.num_units(), blocks.size(block));
+    }
+}
+
+template <class Dtype>
+void silu_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
+    for (int64_t column = 0; column < kPanelColumns; column += 16) {
+        const __m512 g = _mm512_loadu_ps(gate + column);
+        const __m512 decay = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
+        const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), decay));
+        Dtype::store(out + column, mul(silu, _mm512_loadu_ps(up + column)));
+    }
+}
+
+// Memory of one call, by rows in the routing's order.
+struct Workspace {
+    uint32_t* x;       // [rows] packed
+    char* activated;   // [rows, padded F] in x's dtype
+    uint32_t* packed;  // [rows] activated, packed
+    float* parts;      // [places, hidden]
+};
+
+bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_places, Workspace& space) {
+    const int64_t element_bytes = plan.is_fp32() ? 4 : 2;
+    const int64_t sizes[4] = {
+        routing.num_rows * plan.gate_up.num_units() * 4,
+        routing.num_rows * plan.padded_ffn() * element_bytes,
+        routing.num_rows * plan.down.num_units() * 4,
+        num_places * plan.hidden() * 4,
+    };
+    int64_t starts[5] = {0};
+    for (int i = 0; i < 4; ++i) {
+        starts[i + 1] = starts[i] + (sizes[i] + 63) / 64 * 64;
+    }
+    char* memory = static_cast<char*>(scratch(kScratchExperts, starts[4] + 64));
+    if (memory == nullptr) {
+        return false;
+    }
+    space.x = reinterpret_cast<uint32_t*>(memory);
+    space.activated = memory + starts[1];
+    space.packed = reinterpret_cast<uint32_t*>(memory + starts[2]);
+    space.parts = reinterpret_cast<float*>(memory + starts[3]);
+    return true;
+}
+
+// silu(gate) * up of a group of panels for all rows of an expert.
+template <class Dtype>
+bool activate_group(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
+                    int64_t first_panel) {
+    const PackedWeight weight = plan.of(plan.gate_up, expert);
+    const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
+    constexpr int64_t kWidth = kGroupPanels * kPanelColumns;
+    float* tile = static_cast<float*>(scratch(kScratchGemmPanel, kChunkRows * kWidth * 4));
+    if (tile == nullptr) {
+        return false;
+    }
+    auto* activated = reinterpret_cast<typename Dtype::Element*>(space.activated);
+    for (int64_t first = routing.first_row[expert]; first < routing.first_row[expert + 1];
+         first += kChunkRows) {
+        const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
+        char* out = reinterpret_cast<char*>(tile) - first_panel * kPanelColumns * 4;
+        const StoreRows store{nullptr, nullptr, out, kWidth, weight.out_features, false, nullptr};
+        multiply_panels(weight, RowBlocks(count), space.x + first * weight.num_units(), first_panel,
+                        end_panel, store);
+        for (int64_t row = 0; row < count; ++row) {
+            for (int64_t pair = 0; pair < (end_panel - first_panel) / 2; ++pair) {
+                const float* gate = tile + row * kWidth + pair * 2 * kPanelColumns;
+                const int64_t column = (first_panel / 2 + pair) * kPanelColumns;
+                silu_times_up<Dtype>(gate, gate + kPanelColumns,
+                                     activated + (first + row) * plan.padded_ffn() + column);
+            }
+        }
+    }
+    return true;
+}
+
+void project_down(const ExpertsPlan& plan, const Routing& routing, const Workspace& space, int64_t expert,
+                  int64_t first_panel) {
+    const PackedWeight weight = plan.of(plan.down, expert);
+    const int64_t end_panel = std::min(first_panel + kGroupPanels, weight.num_panels());
+    for (int64_t first = routing.first_row[expert]; first < routing.first_row[expert + 1];
+         first += kChunkRows) {
+        const int64_t count = std::min(kChunkRows, routing.first_row[expert + 1] - first);
+        const StoreRows store{nullptr,
+                              nullptr,
+                              reinterpret_cast<char*>(space.parts),
+                              plan.hidden(),
+                              plan.hidden(),
+                              false,
+                              routing.place_of + first};
+        multiply_panels(weight, RowBlocks(count), space.packed + first * weight.num_units(), first_panel,
+                        end_panel, store);
+    }
+}
+
+template <class Dtype>
+void sum_parts(const ExpertsPlan& plan, const Call& call, const Workspace& space, int64_t token) {
+    auto* out = reinterpret_cast<typename Dtype::Element*>(call.out) + token * plan.hidden();
+    for (int64_t column = 0; column < plan.hidden(); column += 16) {
+        const __mmask16 mask = first_lanes(plan.hidden() - column);
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t place = token * call.experts_a_token; place < (token + 1) * call.experts_a_token;
+             ++place) {
+            const int64_t expert = call.id(place) - plan.first_expert;
+            if (expert < 0 || expert >= plan.num_experts) {
+                continue;
+            }
+            const __m512 part = _mm512_maskz_loadu_ps(mask, space.parts + place * plan.hidden() + column);
+            sum = _mm512_fmadd_ps(_mm512_set1_ps(call.weights[place]), part, sum);
+        }
+        Dtype::store(out + column, mask, sum);
+    }
+}
+
+// Runs body(expert, first panel of a group) for every group of every chosen expert.
+template <class Body>
+void for_each_group(const Routing& routing, const PackedWeight& weight, const Body& body) {
+    const int64_t groups = (weight.num_panels() + kGroupPanels - 1) / kGroupPanels;
+    parallel_for(routing.num_chosen * groups,
+                 [&](int64_t task) { body(routing.chosen[task / groups], task % groups * kGroupPanels); });
+}
+
+template <class Dtype>
+bool run_tokens(const ExpertsPlan& plan, const Call& call) {
+    Routing routing;
+    Workspace space;
+    if (!route(plan, call, routing)) {
+        return false;
+    }
+    if (!allocate(plan, routing, call.num_tokens * call.experts_a_token, space)) {
+        return false;
+    }
+    const auto pack_experts = [&](const PackedWeight& weight, uint32_t* out, const auto& row_at) {
+        parallel_for(routing.num_chosen, [&](int64_t task) {
+            const int64_t expert = routing.chosen[task], end = routing.first_row[expert + 1];
+            for (int64_t first = routing.first_row[expert]; first < end; first += kChunkRows) {
+                const int64_t count = std::min(kChunkRows, end - first);
+                pack_chunk(weight, first, count, out + first * weight.num_units(), row_at);
+            }
+        });
+    };
+    pack_experts(plan.gate_up, space.x, [&](int64_t row) {
+        return call.x + routing.place_of[row] / call.experts_a_token * call.x_stride_bytes;
+    });
+    std::atomic<bool> is_done{true};
+    for_each_group(routing, plan.gate_up, [&](int64_t expert, int64_t panel) {
+        if (!activate_group<Dtype>(plan, routing, space, expert, panel)) {
+            is_done = false;
+        }
+    });
+    if (!is_done) {
+        return false;
+    }
+    const int64_t activated_bytes = plan.padded_ffn() * static_cast<int64_t>(sizeof(typename Dtype::Element));
+    pack_experts(plan.down, space.packed,
+                 [&](int64_t row) { return space.activated + row * activated_bytes; });
+    for_each_group(routing, plan.down,
+                   [&](int64_t expert, int64_t panel) { project_down(plan, routing, space, expert, panel); });
+    for (int64_t token = 0; token < call.num_tokens; ++token) {
+        sum_parts<Dtype>(plan, call, space, token);
+    }
+    return true;
+}
+
+bool run_experts(const ExpertsPlan& plan, Call call) {
+    const int64_t step = std::max<int64_t>(1, kMaxPlaces / std::max<int64_t>(1, call.experts_a_token));
+    const int64_t num_tokens = call.num_tokens, id_bytes = call.ids_are_int64 ? 8 : 4;
+    for (int64_t first = 0; first < num_tokens; first += step) {
+        call.num_tokens = std::min(step, num_tokens - first);
+        if (!(plan.is_fp32() ? run_tokens<Fp32>(plan, call) : run_tokens<Bf16>(plan, call))) {
+            return false;
+        }
+        call.x += step * call.x_stride_bytes;
+        call.ids += step * call.experts_a_token * id_bytes;
+        call.weights += step * call.experts_a_token;
+        call.out += step * plan.hidden() * (plan.is_fp32() ? 4 : 2);
+    }
+    return true;
+}
+
+void delete_plan(PyObject* capsule) {
+    delete static_cast<ExpertsPlan*>(PyCapsule_GetPointer(capsule, kPlanName));
+}
+
+PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[7];
+    if (!read_numbers("make_experts", arguments, count, numbers, 7)) {
+        return nullptr;
+    }
+    const bool is_fp32 = numbers[0] != 0;
+    const auto kind = is_fp32 ? WeightKind::kFp32 : WeightKind::kBf16;
+    const int64_t hidden = numbers[3], ffn = numbers[4];
+    const int64_t padded_ffn = (ffn + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
+    auto* plan = new ExpertsPlan{
+        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32},
+        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32}, numbers[1],
+        numbers[2]};
+    return PyCapsule_New(plan, kPlanName, delete_plan);
+}
+
+PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[8];
+    if (count < 1) {
+        return PyErr_Format(PyExc_TypeError, "experts takes a plan and 8 numbers");
+    }
+    const auto* plan = static_cast<const ExpertsPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
+    if (plan == nullptr || !read_numbers("experts", arguments + 1, count - 1, numbers, 8)) {
+        return nullptr;
+    }
+    const Call call{reinterpret_cast<const char*>(numbers[0]),
+                    numbers[1] * (plan->is_fp32() ? 4 : 2),
+                    reinterpret_cast<const char*>(numbers[2]),
+                    numbers[3] != 0,
+                    reinterpret_cast<const float*>(numbers[4]),
+                    reinterpret_cast<char*>(numbers[5]),
+                    numbers[6],
+                    numbers[7]};
+    bool is_done;
+    Py_BEGIN_ALLOW_THREADS
+    is_done = run_experts(*plan, call);
+    Py_END_ALLOW_THREADS
+    if (!is_done) {
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+}  // namespace
+}  // namespace triptych
+
+PyMethodDef experts_methods[] = {
+    TRIPTYCH_METHOD(make_experts,
+                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down) -> plan."),
+    TRIPTYCH_METHOD(experts, "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."),
+    {nullptr, nullptr, 0, nullptr}};
+
+#else
+
+PyMethodDef experts_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+#endif

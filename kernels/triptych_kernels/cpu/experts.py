@@ -1,0 +1,106 @@
+"""Mixtures of experts by the native kernels. A token's result has the same bits in every batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triptych_kernels.cpu import _native
+from triptych_kernels.cpu.linear import PANEL_COLUMNS, empty_panels, pack_panels
+from triptych_kernels.ops import Experts
+from triptych_kernels.reference import REFERENCE
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class NativeExperts:
+    """Every chosen expert over the tokens that chose it; of the others nothing is read."""
+
+    __slots__ = ("_dtype", "_hidden", "_plan", "_tensors", "num_bytes")
+
+    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
+        num_experts, hidden, ffn = down.shape
+        gate_up_panels = _stacked([_alternating(weight) for weight in gate_up.detach()])
+        down_panels = _stacked(list(down.detach()))
+        self._dtype, self._hidden = gate_up.dtype, hidden
+        self._tensors = (gate_up_panels, down_panels)
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        self._plan = _native.make_experts(
+            gate_up.dtype is torch.float32,
+            num_experts,
+            first_expert,
+            hidden,
+            ffn,
+            gate_up_panels.data_ptr(),
+            down_panels.data_ptr(),
+        )
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """See ops.Experts.  x: rows contiguous, on the CPU, in the dtype of the weights."""
+        num_tokens, width = x.shape
+        row_stride, stride = x.stride()
+        if width != self._hidden or x.dtype is not self._dtype or (stride != 1 and width > 1) or not x.is_cpu:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}: "
+                f"expected {self._dtype} [T, {self._hidden}] on the CPU, its last dimension contiguous"
+            )
+        if (
+            expert_ids.dtype not in _ID_DTYPES
+            or expert_weights.dtype is not torch.float32
+            or expert_ids.dim() != 2
+            or expert_ids.shape[0] != num_tokens
+            or expert_weights.shape != expert_ids.shape
+        ):
+            raise ValueError(
+                f"expert_ids are {expert_ids.dtype} {tuple(expert_ids.shape)}, "
+                f"expert_weights {expert_weights.dtype} {tuple(expert_weights.shape)}: "
+                f"expected integers and fp32, both [{num_tokens}, k]"
+            )
+        expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
+        out = torch.empty((num_tokens, width), dtype=self._dtype)
+        _native.experts(
+            self._plan,
+            x.data_ptr(),
+            row_stride,
+            expert_ids.data_ptr(),
+            expert_ids.dtype is torch.int64,
+            expert_weights.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            expert_ids.shape[1],
+        )
+        return out
+
+
+def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
+    """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference."""
+    if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
+        raise ValueError(
+            f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, down {down.dtype} {tuple(down.shape)}: "
+            "expected [E, 2 F, hidden] and [E, hidden, F] in one dtype"
+        )
+    num_experts, hidden, ffn = down.shape
+    if gate_up.shape != (num_experts, 2 * ffn, hidden) or not down.numel():
+        raise ValueError(
+            f"gate_up has shape {tuple(gate_up.shape)}, down {tuple(down.shape)}: "
+            "expected [E, 2 F, hidden] and [E, hidden, F], none of them 0"
+        )
+    if gate_up.dtype not in _DTYPES or not gate_up.is_cpu:
+        return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
+    return NativeExperts(gate_up, down, first_expert)
+
+
+def _alternating(gate_up: Tensor) -> Tensor:
+    """[2 F, hidden] as panels of gates and of the same columns' ups in turn, F padded to whole panels."""
+    halves = gate_up.unflatten(0, (2, -1))
+    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % PANEL_COLUMNS))
+    return halves.unflatten(1, (-1, PANEL_COLUMNS)).transpose(0, 1).flatten(0, 2)
+
+
+def _stacked(weights: list[Tensor]) -> Tensor:
+    """The packed panels of several weights of one shape, one after the other."""
+    packed = [pack_panels(weight) for weight in weights]
+    stacked = empty_panels(sum(panels.nbytes for panels in packed))
+    return torch.cat(packed, out=stacked)

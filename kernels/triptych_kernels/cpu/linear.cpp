@@ -1,0 +1,210 @@
+// Projections: packing a weight, and x W^T + b with it. Knows Python and addresses; linear.py checks what
+// they mean.
+
+#include "arguments.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+#include "avx512.h"
+
+extern PyMethodDef linear_methods[];
+
+#ifdef TRIPTYCH_AVX512
+
+#include "gemm.h"
+
+namespace triptych {
+namespace {
+
+constexpr const char* kPlanName = "triptych.linear";
+
+struct LinearPlan {
+    PackedWeight weight;
+    const float* bias;
+    const float* scales;
+    bool out_is_bf16;
+};
+
+// Where int8 pair (k, k + 1) of a column lies within its unit, so that widening leaves columns in order.
+inline int int8_place(int column) { return 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4); }
+
+void pack_int8(const int8_t* weight, int64_t row_stride, const PackedWeight& packed, char* out) {
+    std::memset(out, 0, packed.num_panels() * packed.panel_bytes());
+    for (int64_t n = 0; n < packed.out_features; ++n) {
+        char* column =
+            out + n / kPanelColumns * packed.panel_bytes() + int8_place(static_cast<int>(n % kPanelColumns));
+        for (int64_t k = 0; k < packed.in_features; ++k) {
+            const int value = weight[n * row_stride + k];
+            column[k / 2 * kInt8UnitBytes + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
+        }
+    }
+}
+
+void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight& packed, char* out) {
+    const int64_t num_units = packed.panel_bytes() / kUnitBytes;
+    for (int64_t first = 0; first < packed.num_panels() * kPanelColumns; first += 16) {
+        const char* rows[16];
+        const int64_t left = packed.out_features - first;
+        const int num_rows = static_cast<int>(left < 0 ? 0 : left < 16 ? left : 16);
+        for (int r = 0; r < num_rows; ++r) {
+            rows[r] = weight + (first + r) * row_stride_bytes;
+        }
+        uint32_t* column =
+            reinterpret_cast<uint32_t*>(out + first / kPanelColumns * packed.panel_bytes()) + first % 32;
+        if (num_rows < 16) {
+            for (int64_t unit = 0; unit < num_units; ++unit) {
+                std::memset(column + unit * kPanelColumns, 0, 64);
+            }
+        }
+        pack_rows(rows, num_rows, packed.row_bytes(), num_units, column, kPanelColumns);
+    }
+}
+
+// One chunk of rows times the whole weight.
+bool multiply_chunk(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out,
+                    int64_t num_rows) {
+    const PackedWeight& weight = plan.weight;
+    const int64_t num_units = weight.num_units(), row_bytes = weight.row_bytes();
+    const RowBlocks blocks(num_rows);
+    const uint32_t* rows = reinterpret_cast<const uint32_t*>(x);
+    if (num_rows > 1 || row_bytes != 4 * num_units) {
+        uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows));
+        if (packed == nullptr) {
+            return false;
+        }
+        parallel_for(num_rows * row_bytes < (32 << 10) ? 1 : blocks.num_blocks, [&](int64_t task) {
+            const bool alone = num_rows * row_bytes < (32 << 10);
+            const int64_t end = alone ? blocks.num_blocks : task + 1;
+            for (int64_t block = task; block < end; ++block) {
+                const char* pointers[kMaxTileRows];
+                const int64_t first = blocks.first_row(block);
+                const int size = blocks.size(block);
+                for (int r = 0; r < size; ++r) {
+                    pointers[r] = x + (first + r) * x_stride_bytes;
+                }
+                pack_rows(pointers, size, row_bytes, num_units, packed + first * num_units, size);
+            }
+        });
+        rows = packed;
+    }
+    const StoreRows store{plan.bias,           plan.scales,      out,    weight.out_features,
+                          weight.out_features, plan.out_is_bf16, nullptr};
+    const int64_t num_panels = weight.num_panels();
+    const int64_t task_panels = panels_a_task(weight, num_rows);
+    std::atomic<bool> is_done{true};
+    parallel_for((num_panels + task_panels - 1) / task_panels, [&](int64_t task) {
+        const int64_t first = task * task_panels;
+        if (!multiply_panels(weight, blocks, rows, first, std::min(first + task_panels, num_panels), store)) {
+            is_done = false;
+        }
+    });
+    return is_done;
+}
+
+bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
+    const int64_t step = chunk_rows(num_rows, plan.weight.num_units());
+    const int64_t out_row_bytes = plan.weight.out_features * (plan.out_is_bf16 ? 2 : 4);
+    for (int64_t first = 0; first < num_rows; first += step) {
+        const int64_t rows = std::min(step, num_rows - first);
+        if (!multiply_chunk(plan, x + first * x_stride_bytes, x_stride_bytes, out + first * out_row_bytes,
+                            rows)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void delete_plan(PyObject* capsule) {
+    delete static_cast<LinearPlan*>(PyCapsule_GetPointer(capsule, kPlanName));
+}
+
+PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[3];
+    if (!read_numbers("packed_bytes", arguments, count, numbers, 3)) {
+        return nullptr;
+    }
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false};
+    return PyLong_FromLongLong(packed.num_panels() * packed.panel_bytes());
+}
+
+PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[6];
+    if (!read_numbers("pack_weight", arguments, count, numbers, 6)) {
+        return nullptr;
+    }
+    const auto kind = static_cast<WeightKind>(numbers[0]);
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32};
+    char* out = reinterpret_cast<char*>(numbers[5]);
+    Py_BEGIN_ALLOW_THREADS
+    if (kind == WeightKind::kInt8) {
+        pack_int8(reinterpret_cast<const int8_t*>(numbers[3]), numbers[4], packed, out);
+    } else {
+        const int64_t element_bytes = kind == WeightKind::kFp32 ? 4 : 2;
+        pack_wide(reinterpret_cast<const char*>(numbers[3]), numbers[4] * element_bytes, packed, out);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[8];
+    if (!read_numbers("make_linear", arguments, count, numbers, 8)) {
+        return nullptr;
+    }
+    auto* plan =
+        new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
+                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0},
+                       reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
+                       numbers[2] != 0};
+    return PyCapsule_New(plan, kPlanName, delete_plan);
+}
+
+PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[4];
+    if (count < 1) {
+        return PyErr_Format(PyExc_TypeError, "linear takes a plan and 4 numbers");
+    }
+    const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
+    if (plan == nullptr || !read_numbers("linear", arguments + 1, count - 1, numbers, 4)) {
+        return nullptr;
+    }
+    const char* x = reinterpret_cast<const char*>(numbers[0]);
+    const int64_t stride = numbers[1] * (plan->weight.rows_are_fp32 ? 4 : 2);
+    char* out = reinterpret_cast<char*>(numbers[2]);
+    bool is_done;
+    if (is_short(plan->weight, numbers[3])) {
+        is_done = run_linear(*plan, x, stride, out, numbers[3]);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        is_done = run_linear(*plan, x, stride, out, numbers[3]);
+        Py_END_ALLOW_THREADS
+    }
+    if (!is_done) {
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+}  // namespace
+}  // namespace triptych
+
+PyMethodDef linear_methods[] = {
+    TRIPTYCH_METHOD(packed_bytes,
+                    "packed_bytes(kind, N, K) -> bytes of a packed weight; kind: 0 bf16, 1 fp32, 2 int8."),
+    TRIPTYCH_METHOD(pack_weight,
+                    "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
+    TRIPTYCH_METHOD(make_linear,
+                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales) -> plan."),
+    TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
+    {nullptr, nullptr, 0, nullptr}};
+
+#else
+
+PyMethodDef linear_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+#endif

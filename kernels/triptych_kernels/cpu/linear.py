@@ -1,0 +1,154 @@
+"""Projections with weights packed for the native kernels. A row's result has the same bits in every batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu import _native
+from triptych_kernels.ops import Linear
+from triptych_kernels.reference import REFERENCE
+
+PANEL_COLUMNS = 32  # of a panel of packed weights
+_KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
+_MAX_INT8 = 127
+_CACHE_LINE = 64
+_LARGE_PAGE = 2 << 20
+_QUANTIZED_AT_ONCE = 1 << 16
+
+
+class NativeLinear:
+    """x W^T + b over packed panels of W: bf16, fp32, or int8 with a scale an output."""
+
+    __slots__ = (
+        "_dtype",
+        "_linear",
+        "_out_dtype",
+        "_plan",
+        "_tensors",
+        "in_features",
+        "num_bytes",
+        "out_features",
+    )
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+    ) -> None:
+        """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight."""
+        self.out_features, self.in_features = weight.shape
+        panels = pack_panels(weight)
+        self._tensors = [panels, *(_padded(vector) for vector in (bias, scales) if vector is not None)]
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        self._dtype, self._out_dtype = dtype, out_dtype
+        self._linear = _native.linear
+        self._plan = _native.make_linear(
+            _KIND_OF[weight.dtype],
+            dtype is torch.float32,
+            out_dtype is torch.bfloat16,
+            self.out_features,
+            self.in_features,
+            addresses[0],
+            0 if bias is None else addresses[1],
+            0 if scales is None else addresses[-1],
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] in the dtype it was packed for, on the CPU, the last dimension contiguous."""
+        try:
+            num_rows, width = x.shape
+            row_stride, stride = x.stride()
+        except ValueError:
+            raise ValueError(_complaint(x, self.in_features, self._dtype)) from None
+        if (
+            width != self.in_features
+            or x.dtype is not self._dtype
+            or (stride != 1 and width > 1)
+            or not x.is_cpu
+        ):
+            raise ValueError(_complaint(x, self.in_features, self._dtype))
+        out = torch.empty((num_rows, self.out_features), dtype=self._out_dtype)
+        self._linear(self._plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
+        return out
+
+
+def pack_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+) -> Linear:
+    """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes."""
+    if quantization not in ("", "int8"):
+        raise ValueError(f"quantization is {quantization!r}: the CPU has 'int8' or none")
+    if weight.dim() != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
+        shape = None if bias is None else tuple(bias.shape)
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, bias {shape}: expected [N, K] and [N], N and K >= 1"
+        )
+    out_dtype = weight.dtype if out_dtype is None else out_dtype
+    served = (torch.bfloat16, torch.float32)
+    if weight.dtype not in served or out_dtype not in served or not weight.is_cpu:
+        return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
+    if quantization:
+        quantized, scales = quantize_int8(weight)
+        return NativeLinear(quantized, bias, scales, weight.dtype, out_dtype)
+    return NativeLinear(weight, bias, None, weight.dtype, out_dtype)
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] as int8 within -127 to 127, with [N] fp32 scales: the largest of each row over 127."""
+    quantized = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32)
+    # As many rows at a time as stay in a cache in fp32.
+    num_rows = max(1, _QUANTIZED_AT_ONCE // weight.shape[1])
+    for rows, out, scale in zip(
+        weight.detach().split(num_rows), quantized.split(num_rows), scales.split(num_rows), strict=True
+    ):
+        wide = rows.float()
+        torch.div(wide.abs().amax(1), _MAX_INT8, out=scale)
+        # A row of zeros has any scale.
+        scale.masked_fill_(scale == 0, 1.0)
+        out.copy_((wide / scale[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8))
+    return quantized, scales
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """[N, K] in bf16, fp32 or int8 as the kernels read it: bytes, 64-byte aligned."""
+    weight = weight.detach()
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        weight = weight.contiguous()
+    kind = _KIND_OF[weight.dtype]
+    num_rows, num_columns = weight.shape
+    panels = empty_panels(_native.packed_bytes(kind, num_rows, num_columns))
+    _native.pack_weight(kind, num_rows, num_columns, weight.data_ptr(), weight.stride(0), panels.data_ptr())
+    return panels
+
+
+def empty_panels(num_bytes: int) -> Tensor:
+    """Uninitialised bytes at a 64-byte boundary; many of them in large pages, which are quicker to find."""
+    alignment = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _CACHE_LINE
+    memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
+    _native.prefer_large_pages(panels.data_ptr(), num_bytes)
+    return panels
+
+
+def _padded(vector: Tensor) -> Tensor:
+    """[N] as fp32, with zeros to whole panels."""
+    padded = torch.zeros(-(-vector.numel() // PANEL_COLUMNS) * PANEL_COLUMNS, dtype=torch.float32)
+    padded[: vector.numel()] = vector.detach()
+    return padded
+
+
+def _complaint(x: Tensor, in_features: int, dtype: torch.dtype) -> str:
+    return (
+        f"x is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}: "
+        f"expected {dtype} [T, {in_features}] on the CPU, its last dimension contiguous"
+    )

@@ -1,0 +1,25 @@
+"""Finds the compiled kernels, which an installation without a compiler lacks and an older CPU cannot run."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def can_run_native() -> bool:
+    """Whether the compiled kernels are here and this CPU runs them; logs why where the answer is no."""
+    try:
+        from triptych_kernels.cpu import _native
+    except ImportError as error:
+        logger.warning(
+            "native CPU kernels are missing: the slower reference runs", extra={"reason": str(error)}
+        )
+        return False
+    if not _native.is_supported():
+        logger.warning(
+            "native CPU kernels cannot run: the slower reference runs",
+            extra={"reason": "they need AVX-512 with VBMI and BF16, which this CPU lacks"},
+        )
+        return False
+    return True

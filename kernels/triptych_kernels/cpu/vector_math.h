@@ -1,0 +1,99 @@
+// Sixteen floats at a time: exp, tanh, and loads and stores of bf16 and fp32 rows.
+//
+// Products and sums that must round apart go through `mul`, which no compiler fuses with an addition: a
+// result must not depend on which of two inlined copies of a loop was contracted. Include it last, as avx512.h, which
+// it includes. Knows no tensors.
+#pragma once
+
+#include <cstdint>
+
+#include "avx512.h"
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+
+static inline __m512 mul(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_CUR_DIRECTION); }
+
+static inline __mmask16 first_lanes(int64_t count) {
+    return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
+// e^x to about one unit in the last place; NaN stays NaN, below -104 it is exactly 0, above 89 infinity.
+// Source: Cephes expf (Moshier), degree 5 after reduction by ln 2 in two parts.
+static inline __m512 exp16(__m512 x) {
+    // min and max return their second operand when one is NaN.
+    x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);
+    x = _mm512_min_ps(_mm512_set1_ps(90.0f), x);
+    const __m512 n = _mm512_roundscale_ps(mul(x, _mm512_set1_ps(1.44269504088896341f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 y = _mm512_fmadd_ps(r, _mm512_set1_ps(1.9875691500e-4f), _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_fmadd_ps(y, mul(r, r), r);
+    return _mm512_scalef_ps(_mm512_add_ps(y, _mm512_set1_ps(1.0f)), n);
+}
+
+// e^x for x up to 0, to 1e-5 of it: enough for what is then rounded to bf16, and half the work. As exp16 in all else.
+// Source: 2^f as a polynomial of least relative error over [-1/2, 1/2] that is 1 at 0.
+static inline __m512 coarse_exp16(__m512 x) {
+    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-160.0f), mul(x, _mm512_set1_ps(1.44269504088896341f)));
+    const __m512 n = _mm512_roundscale_ps(t, 8);
+    const __m512 f = _mm512_sub_ps(t, n);
+    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(9.582852457e-3f), _mm512_set1_ps(5.590642641e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.402409864e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931241932e-1f));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f)), n);
+}
+
+// tanh(x). Source: Cephes tanhf (Moshier): a polynomial below 0.625, 1 - 2 / (e^2|x| + 1) above.
+static inline __m512 tanh16(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), z = mul(x, x);
+    __m512 y = _mm512_fmadd_ps(z, _mm512_set1_ps(-5.70498872745e-3f), _mm512_set1_ps(2.06390887954e-2f));
+    y = _mm512_fmadd_ps(y, z, _mm512_set1_ps(-5.37397155531e-2f));
+    y = _mm512_fmadd_ps(y, z, _mm512_set1_ps(1.33314422036e-1f));
+    y = _mm512_fmadd_ps(y, z, _mm512_set1_ps(-3.33332819422e-1f));
+    y = _mm512_fmadd_ps(mul(y, z), x, x);
+    const __m512 size = _mm512_abs_ps(x);
+    const __m512 grown = _mm512_add_ps(exp16(_mm512_add_ps(size, size)), one);
+    const __m512 far = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), grown));
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+    const __m512 signed_far = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(far), sign));
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_GE_OQ), y, signed_far);
+}
+
+// What differs between the two dtypes in loops over rows.
+struct Fp32 {
+    using Element = float;
+    static __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+    static __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+    static void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+    static void store(float* to, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(to, mask, x); }
+    static __m512 rounded(__m512 x) { return x; }
+};
+
+struct Bf16 {
+    using Element = uint16_t;
+    static __m512 widen(__m256i x) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+    }
+    static __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+    static __m512 load(const uint16_t* from) {
+        return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    }
+    static __m512 load(const uint16_t* from, __mmask16 mask) {
+        return widen(_mm256_maskz_loadu_epi16(mask, from));
+    }
+    static void store(uint16_t* to, __m512 x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
+    }
+    static void store(uint16_t* to, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(to, mask, narrow(x)); }
+    static __m512 rounded(__m512 x) { return widen(narrow(x)); }
+};
+
+}  // namespace triptych
+
+#endif

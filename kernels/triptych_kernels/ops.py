@@ -1,0 +1,82 @@
+"""The ops a model is made of, as one table: which implementation serves each of them is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from triptych_kernels.attention_batch import AttentionBatch
+
+
+class Linear(Protocol):
+    """A projection whose weight is laid out for the device it runs on."""
+
+    in_features: int
+    out_features: int
+    num_bytes: int  # of what it keeps, weight and bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b. x: [T, in_features], rows contiguous. Returns [T, out_features]."""
+
+
+class Experts(Protocol):
+    """The gated feed-forward networks of a mixture of experts."""
+
+    num_bytes: int
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Sum over a token's k experts, in order, of weight * down(silu(gate(x)) * up(x)).
+
+        x: [T, hidden].  expert_ids: [T, k] int32 or int64; ids outside this rank's experts add nothing.
+        expert_weights: [T, k] fp32.  Returns [T, hidden] in x's dtype; the sum is in fp32.
+        """
+
+
+class PackLinear(Protocol):
+    """Lays a weight out once, at load."""
+
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: object = None, quantization: str = ""
+    ) -> Linear:
+        """weight: [N, K], bias: [N].  out_dtype: of the result, None is x's.
+
+        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale an output (symmetric,
+        absolute maximum over 127); ValueError where the device has no such kernel.
+        """
+
+
+class PackExperts(Protocol):
+    """Lays experts' weights out once, at load."""
+
+    def __call__(self, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
+        """gate_up: [E, 2 F, hidden], gates first.  down: [E, hidden, F].
+
+        They are experts first_expert to first_expert + E - 1 of the model.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One function an op; reference/ says what each computes. `name` is what logs and fingerprints call it."""
+
+    name: str
+    is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
+    pack_linear: PackLinear
+    pack_experts: PackExperts
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[..., Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rotary_kv_write: Callable[..., None]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    sample: Callable[..., Tensor]
+    apply_token_mask: Callable[[Tensor, Tensor], None]
+    lora_shrink: Callable[..., Tensor]
+    lora_expand: Callable[..., None]
+
+
+__all__ = ["AttentionBatch", "Experts", "Linear", "Ops", "PackExperts", "PackLinear"]

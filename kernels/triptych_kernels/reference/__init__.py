@@ -1,0 +1,36 @@
+"""Every op in plain torch: the specification, and what runs where no faster kernel is at hand.
+
+Knows no model, no request and no device but its tensors' own.
+"""
+
+from triptych_kernels.ops import Ops
+from triptych_kernels.reference.activation import silu_and_mul
+from triptych_kernels.reference.kv_write import kv_write
+from triptych_kernels.reference.linear import pack_linear
+from triptych_kernels.reference.lora import lora_expand, lora_shrink
+from triptych_kernels.reference.moe import pack_experts
+from triptych_kernels.reference.norm import add_rms_norm, rms_norm
+from triptych_kernels.reference.paged_attention import paged_attention
+from triptych_kernels.reference.rotary import rotary_kv_write
+from triptych_kernels.reference.sampling import greedy, sample, uniform_noise
+from triptych_kernels.reference.token_mask import apply_token_mask
+
+REFERENCE = Ops(
+    name="reference",
+    is_batch_invariant=False,
+    pack_linear=pack_linear,
+    pack_experts=pack_experts,
+    kv_write=kv_write,
+    paged_attention=paged_attention,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotary_kv_write=rotary_kv_write,
+    silu_and_mul=silu_and_mul,
+    greedy=greedy,
+    sample=sample,
+    apply_token_mask=apply_token_mask,
+    lora_shrink=lora_shrink,
+    lora_expand=lora_expand,
+)
+
+__all__ = ["REFERENCE", "uniform_noise"]

@@ -1,0 +1,63 @@
+"""Projections, through torch: packed for oneDNN on a CPU that has it, plain elsewhere."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The layout is chosen for this many rows; it serves any number.
+_EXPECTED_ROWS = 32
+
+
+class _PlainLinear:
+    """x W^T + b by torch's own call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self._weight, self._bias)
+        return product if self._out_dtype is None else product.to(self._out_dtype)
+
+
+class _PackedLinear:
+    """x W^T + b with W in oneDNN's layout: faster, and the same bits for a row in every batch."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _EXPECTED_ROWS)
+        self._bias, self._out_dtype = bias, out_dtype
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
+        return product if self._out_dtype is None else product.to(self._out_dtype)
+
+
+def pack_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+) -> _PlainLinear | _PackedLinear:
+    """See ops.PackLinear. int8 is not served here."""
+    if quantization:
+        raise ValueError(f"quantization {quantization!r} needs native kernels, which are not at hand")
+    if weight.device.type == "cpu" and _can_pack(weight.dtype):
+        return _PackedLinear(weight, bias, out_dtype)
+    return _PlainLinear(weight, bias, out_dtype)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32

@@ -1,0 +1,50 @@
+"""Every op as a Triton kernel: what runs on a CUDA device. Importing this package needs triton.
+
+Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from triptych_kernels.ops import Ops
+from triptych_kernels.triton.activation import silu_and_mul
+from triptych_kernels.triton.fused_moe import pack_experts
+from triptych_kernels.triton.kv_write import kv_write
+from triptych_kernels.triton.linear import pack_linear
+from triptych_kernels.triton.lora import lora_expand, lora_shrink
+from triptych_kernels.triton.paged_attention import paged_attention
+from triptych_kernels.triton.rms_norm import add_rms_norm, rms_norm
+from triptych_kernels.triton.rotary import rotary_kv_write
+from triptych_kernels.triton.sampling import greedy, sample
+from triptych_kernels.triton.token_mask import apply_token_mask
+
+__all__ = ["triton_ops"]
+
+
+def triton_ops(*, deterministic: bool = False) -> Ops:
+    """The table for a GPU.
+
+    deterministic: tiles of one shape and one order of summation for all sizes, so that a token's result has
+    the same bits whatever else is computed with it. Projections are then Triton's instead of cuBLAS's, and
+    nobody shares out the keys of a long row.
+    """
+    return Ops(
+        name="triton-deterministic" if deterministic else "triton",
+        is_batch_invariant=deterministic,
+        pack_linear=functools.partial(pack_linear, deterministic=deterministic),
+        pack_experts=functools.partial(pack_experts, deterministic=deterministic),
+        kv_write=kv_write,
+        paged_attention=functools.partial(paged_attention, num_splits=1)
+        if deterministic
+        else paged_attention,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary_kv_write=rotary_kv_write,
+        silu_and_mul=silu_and_mul,
+        greedy=greedy,
+        sample=sample,
+        apply_token_mask=apply_token_mask,
+        lora_shrink=lora_shrink,
+        lora_expand=lora_expand,
+    )

@@ -1,0 +1,44 @@
+"""Gated activations as Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_NUMBERS_PER_PROGRAM = 1024
+
+
+@triton.jit
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, num_features, BLOCK_F: tl.constexpr):
+    """BLOCK_F features of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    is_feature = feature < num_features
+    x_start = x_ptr + token * x_stride + feature
+    gate = tl.load(x_start, mask=is_feature, other=0.0).to(tl.float32)
+    up = tl.load(x_start + num_features, mask=is_feature, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    out_start = out_ptr + token * num_features + feature
+    tl.store(out_start, product.to(out_ptr.dtype.element_ty), mask=is_feature)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up, in fp32 and rounded once.
+
+    x: [T, 2 F], gates first, rows contiguous.  Returns [T, F] in x's dtype.
+    """
+    num_tokens, width = x.shape
+    if width % 2 or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {tuple(x.shape)} with strides {x.stride()}, not rows of gates and as many ups"
+        )
+    num_features = width // 2
+    out = torch.empty(num_tokens, num_features, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    block = min(_NUMBERS_PER_PROGRAM, triton.next_power_of_2(num_features))
+    grid = (num_tokens, triton.cdiv(num_features, block))
+    _silu_and_mul_kernel[grid](x, out, x.stride(0), num_features, BLOCK_F=block)
+    return out

@@ -1,0 +1,219 @@
+"""Projections on a GPU: cuBLAS where speed is all, one Triton kernel for narrow weights and for fixed tiles.
+
+Knows no layer: a weight is laid out once and multiplied by whatever comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FP8_MAX = 448.0
+_INT8_MAX = 127.0
+
+
+# Nothing is compiled for particular numbers of rows: they change from step to step.
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    x_stride,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of x W^T * scales + bias. One program sums all of K, in steps of BLOCK_K from the left."""
+    # Tiles of rows are neighbours, so that those that read the same weights run together.
+    row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    place = tl.arange(0, BLOCK_K)
+    is_row, is_column = row < num_rows, column < num_outputs
+    x_start = x_ptr + row[:, None] * x_stride + place[None, :]
+    weight_start = weight_ptr + column[None, :] * num_inputs + place[:, None]
+    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, num_inputs, BLOCK_K):
+        is_place = place < num_inputs - start
+        x = tl.load(x_start + start, mask=is_row[:, None] & is_place[None, :], other=0.0)
+        weight = tl.load(weight_start + start, mask=is_column[None, :] & is_place[:, None], other=0.0)
+        total = tl.dot(x, weight.to(x.dtype), total, input_precision="ieee")
+    if HAS_SCALES:
+        total *= tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out_start = out_ptr + row[:, None] * num_outputs + column[None, :]
+    tl.store(out_start, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What one program of the kernel computes, and how it is run."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+# A row's sum has one order because the shape is the same for every number of rows: a function of the weight
+# alone. Weights with few outputs are cut into narrow tiles, so that a few rows occupy all processors too.
+_FIXED_TILE = _Tile(rows=64, outputs=32, inputs=64, num_warps=4, num_stages=4)
+_MIN_OUTPUTS_OF_LARGE_TILES = 16_384
+# By rows: few rows need many narrow programs to draw on all of the memory's bandwidth.
+_TILES = (
+    (16, _Tile(rows=16, outputs=32, inputs=128, num_warps=4, num_stages=4)),
+    (64, _Tile(rows=64, outputs=64, inputs=64, num_warps=4, num_stages=4)),
+)
+_LARGE_TILE = _Tile(rows=128, outputs=128, inputs=64, num_warps=8, num_stages=3)
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    is_fixed: bool = False,
+) -> Tensor:
+    """x W^T * scales + bias, in fp32 up to one rounding at the end.
+
+    x: [T, K], rows contiguous; fp32, fp16 or bf16.  weight: [N, K] contiguous, of x's dtype or a narrower one
+    whose numbers x's dtype holds exactly.  scales: [N] fp32.  bias: [N].  out_dtype: None is x's.
+    is_fixed: tiles of one shape whatever T is, so that a row has the same bits in every batch.
+    Returns [T, N].
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs = weight.shape[0]
+    if weight.shape[1] != num_inputs:
+        raise ValueError(f"x has {num_inputs} columns, the weight takes {weight.shape[1]}")
+    if x.stride(-1) != 1:
+        raise ValueError(f"the columns of x must be contiguous; their stride is {x.stride(-1)}")
+    out = x.new_empty(num_rows, num_outputs, dtype=out_dtype or x.dtype)
+    if num_rows == 0:
+        return out
+    tile = _fixed_tile(num_outputs, x.dtype) if is_fixed else _tile_for(num_rows, x.dtype)
+    grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs))
+    _linear_kernel[grid](
+        x,
+        weight,
+        scales,
+        bias,
+        out,
+        x.stride(0),
+        num_rows,
+        num_outputs,
+        num_inputs,
+        HAS_SCALES=scales is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_T=tile.rows,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _fixed_tile(num_outputs: int, dtype: torch.dtype) -> _Tile:
+    if num_outputs < _MIN_OUTPUTS_OF_LARGE_TILES or dtype is torch.float32:
+        return _FIXED_TILE
+    return _LARGE_TILE
+
+
+def _tile_for(num_rows: int, dtype: torch.dtype) -> _Tile:
+    for most_rows, tile in _TILES:
+        if num_rows <= most_rows:
+            return tile
+    # Two tiles of fp32 of the largest shape do not fit in shared memory three times.
+    return _TILES[-1][1] if dtype is torch.float32 else _LARGE_TILE
+
+
+class _TorchLinear:
+    """x W^T + b by cuBLAS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self._weight, self._bias)
+        return product if self._out_dtype is None else product.to(self._out_dtype)
+
+
+class _TritonLinear:
+    """x W^T * scales + b by the kernel of this file."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+        is_fixed: bool,
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = sum(part.nbytes for part in (weight, scales, bias) if part is not None)
+        self._weight, self._scales, self._bias = weight.contiguous(), scales, bias
+        self._out_dtype, self._is_fixed = out_dtype, is_fixed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(
+            x,
+            self._weight,
+            scales=self._scales,
+            bias=self._bias,
+            out_dtype=self._out_dtype,
+            is_fixed=self._is_fixed,
+        )
+
+
+def pack_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+    deterministic: bool = False,
+) -> _TorchLinear | _TritonLinear:
+    """See ops.PackLinear. "fp8" stores e4m3 with one fp32 scale an output (absolute maximum over 448).
+
+    Both quantizations are of weights alone: products are of x's dtype.  deterministic: a row's result has the
+    same bits in every batch.
+    """
+    if quantization:
+        narrow, scales = _quantize(weight, quantization)
+        return _TritonLinear(narrow, scales, bias, out_dtype, deterministic)
+    if deterministic:
+        return _TritonLinear(weight, None, bias, out_dtype, is_fixed=True)
+    return _TorchLinear(weight, bias, out_dtype)
+
+
+def _quantize(weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:
+    """The weight in 8 bits, and the fp32 scale of each output."""
+    limits = {"int8": _INT8_MAX, "fp8": _FP8_MAX}
+    if quantization not in limits:
+        raise ValueError(f"quantization {quantization!r} is not one of {', '.join(limits)}")
+    if quantization == "fp8" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        raise ValueError("quantization 'fp8' needs a GPU of compute capability 8.9 or more")
+    wide = weight.float()
+    # A row of zeros may have any scale but zero.
+    scales = (wide.abs().amax(dim=1) / limits[quantization]).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = wide / scales[:, None]
+    if quantization == "int8":
+        return scaled.round().to(torch.int8), scales
+    return scaled.to(torch.float8_e4m3fn), scales

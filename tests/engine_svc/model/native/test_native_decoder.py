@@ -1,0 +1,178 @@
+"""A native decoder yields the logits of transformers' eager model at every place, however a prompt is cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+
+from engine_svc.model.context import ForwardContext, LayerCache
+from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
+from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+from triptych_kernels import REFERENCE, AttentionBatch, ops_for
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+NUM_TOKENS = 90
+BLOCK_SIZE = 4
+NATIVE = LoadWishes(num_threads=1, model_impl="native")
+
+
+@torch.inference_mode()
+def logits_in_chunks(loaded: LoadedModel, token_ids: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one row, its tokens computed up to each of `ends` in turn, over shuffled blocks."""
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(4))
+    layers = [
+        LayerCache(
+            0,
+            torch.zeros(shape.num_kv_heads, num_blocks, BLOCK_SIZE, shape.key_dim),
+            torch.zeros(shape.num_kv_heads, num_blocks, BLOCK_SIZE, shape.value_dim),
+        )
+        for shape in loaded.facts.kv_shapes
+    ]
+    parts, start = [], 0
+    for end in ends:
+        positions = torch.arange(start, end)
+        slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        batch = AttentionBatch.of(table[None], [end - start], [end], BLOCK_SIZE)
+        context = ForwardContext(layers, [slots], [batch])
+        parts.append(
+            loaded.model.forward(token_ids[start:end], positions, torch.arange(end - start), context)
+        )
+        start = end
+    return torch.cat(parts)
+
+
+def some_tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def eager_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=token_ids[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, ops_for(torch.device("cpu"))], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_within_1e_4_of_eager_at_every_place(family, ops, tmp_path):
+    theirs = make_checkpoint(family, tmp_path)
+    ours = load_model(tmp_path, NATIVE, ops=ops)
+    assert ours.road == "native"
+    token_ids = some_tokens()
+    difference = logits_in_chunks(ours, token_ids, [1, 38, 39, 70, NUM_TOKENS]) - eager_logits(
+        theirs, token_ids
+    )
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_have_the_same_bits_however_the_prompt_is_cut(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    ours = load_model(tmp_path, NATIVE)
+    if not ours.ops.is_batch_invariant:
+        pytest.skip("this machine has no native kernels")
+    token_ids = some_tokens()
+    whole = logits_in_chunks(ours, token_ids, [NUM_TOKENS])
+    for ends in ([1, 38, 39, 70, NUM_TOKENS], list(range(1, NUM_TOKENS + 1)), [64, NUM_TOKENS]):
+        assert torch.equal(logits_in_chunks(ours, token_ids, ends), whole)
+
+
+def test_both_roads_are_there_and_auto_takes_the_native_one(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    roads = {road: load_model(tmp_path, LoadWishes(num_threads=1, model_impl=road)).road for road in
+             ("auto", "native", "transformers")}  # fmt: skip
+    assert roads == {"auto": "native", "native": "native", "transformers": "transformers"}
+
+
+def test_the_native_road_is_refused_by_name_where_it_cannot_go(tmp_path):
+    make_checkpoint("gpt2", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"model_impl native needs a native model, but .* type gpt2"):
+        load_model(tmp_path, NATIVE)
+    with pytest.raises(UnsupportedModel, match="quantization int8 needs a native model"):
+        load_model(tmp_path, LoadWishes(num_threads=1, quantization="int8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type is dynamic",
+        ),
+        ({"model_type": "gemma"}, "model type gemma"),
+    ],
+)
+def test_what_the_native_decoder_does_not_compute_goes_the_other_road(changes, reason, tmp_path):
+    make_checkpoint("llama", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value) if name == "model_type" else setattr(config, name, value)
+    with pytest.raises(NotNative, match=reason):
+        read_spec(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_every_kind_of_rope_turns_as_in_transformers(rope, tmp_path):
+    theirs = make_checkpoint("llama", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "rope_parameters": rope}))
+    config = AutoConfig.from_pretrained(tmp_path)
+    rotary = type(theirs.model.rotary_emb)(config)
+    cos, sin = rotary(torch.zeros(1), torch.arange(MAX_POSITION)[None])
+    half = cos.shape[-1] // 2
+    expected = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+    torch.testing.assert_close(rotary_table(config, MAX_POSITION), expected)
+
+
+def test_a_layer_with_experts_may_stand_beside_one_without(tmp_path):
+    theirs = make_checkpoint("qwen3_moe", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.mlp_only_layers = [0]
+    spec = read_spec(config)
+    assert [experts is None for experts in spec.experts] == [True, False]
+    assert theirs.config.num_experts == 4
+
+
+def test_missing_and_misshapen_weights_are_named(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    lost = weights.pop("model.layers.1.self_attn.o_proj.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.o_proj\.weight"):
+        load_model(tmp_path, NATIVE)
+    save_file(
+        {**weights, "model.layers.1.self_attn.o_proj.weight": lost[:-1].contiguous()},
+        file,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"o_proj\.weight has shape \(31, 32\), config\.json says \(32, 32\)"
+    ):
+        load_model(tmp_path, NATIVE)
+
+
+def test_parameters_are_those_of_transformers(tmp_path: Path):
+    for family in FAMILIES:
+        theirs = make_checkpoint(family, tmp_path / family)
+        ours = load_model(tmp_path / family, NATIVE)
+        assert isinstance(ours.model, NativeDecoder)
+        assert ours.facts.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())

@@ -1,0 +1,191 @@
+"""Requests to all ranks reach each of them in order, and what none could do changes nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.runner.control import RanksDisagree, Refused, RunnerControl, runner_calls
+from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
+from engine_svc.runner.sleep import WakeTag
+from engine_svc.step import StepPlan, StepResult
+from tests.engine_svc.runner.conftest import TinyModel
+from tests.engine_svc.runner.fakes import PlanDriver
+
+FACTS = ModelFacts(
+    architecture="Llama",
+    kv_shapes=(KVShape(1, 1, 1),),
+    vocab_size=3,
+    max_position=4,
+    eos_token_ids=(),
+    dtype="float32",
+    num_parameters=1,
+    weights_digest="first",
+)
+
+
+@dataclass
+class FakeRunner:
+    """Notes what it is asked for; what is in `refuses` cannot be had."""
+
+    asked: list[object] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    refuses: Exception | None = None
+
+    def _note(self, *asked: object) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.threads.add(threading.current_thread().name)
+        self.asked.append(asked)
+
+    def execute(self, plan: StepPlan) -> FakeRunner:
+        self._note("step", plan.step_number)
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(0, sampled=[])
+
+    def sleep(self, level: int) -> None:
+        self._note("sleep", level)
+
+    def wake(self, tags: Collection[WakeTag]) -> None:
+        self._note("wake", *tags)
+
+    def reload_weights(self, folder: Path | None) -> ModelFacts:
+        self._note("reload", folder)
+        return replace(FACTS, weights_digest="second")
+
+    def start_profile(self, folder: Path, prefix: str) -> Path:
+        self._note("start", folder, prefix)
+        return folder / prefix
+
+    def stop_profile(self) -> Path:
+        self._note("stop")
+        return Path("trace")
+
+
+@dataclass
+class ManyRanks:
+    """Ranks in other processes: what goes to them and comes back is JSON."""
+
+    calls: Sequence[Mapping[str, Call]]
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
+        sent = json.dumps(arguments)
+        return [json.loads(json.dumps(calls[name](json.loads(sent)))) for calls in self.calls]
+
+
+def test_everything_reaches_every_rank_with_its_arguments():
+    runners = [FakeRunner(), FakeRunner()]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    control.sleep(2)
+    control.wake([WakeTag.WEIGHTS, WakeTag.KV_CACHE])
+    assert control.reload_weights() == "second"
+    assert control.reload_weights(Path("/new")) == "second"
+    assert control.start_profile(Path("/traces"), "p") == [Path("/traces/p")] * 2
+    assert control.stop_profile() == [Path("trace")] * 2
+    for runner in runners:
+        assert runner.asked == [
+            ("sleep", 2),
+            ("wake", WakeTag.WEIGHTS, WakeTag.KV_CACHE),
+            ("reload", None),
+            ("reload", Path("/new")),
+            ("start", Path("/traces"), "p"),
+            ("stop",),
+        ]
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no such folder"), PermissionError("no such folder")])
+def test_what_no_rank_could_do_is_refused_in_its_words(error):
+    runners = [FakeRunner(refuses=error), FakeRunner(refuses=error)]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(Refused, match="no such folder"):
+        control.reload_weights(Path("/new"))
+
+
+def test_ranks_that_did_not_all_do_it_are_no_engine_any_more():
+    runners = [FakeRunner(), FakeRunner(refuses=CheckpointError("no such folder"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(RanksDisagree, match="sleep was done by some ranks, and others say: no such folder"):
+        control.sleep(2)
+
+
+def test_a_bug_in_a_rank_is_no_refusal():
+    control = RunnerControl(
+        InlineExecutor(FakeRunner(), runner_calls(FakeRunner(refuses=RuntimeError("bug"))))
+    )
+    with pytest.raises(RuntimeError, match="bug"):
+        control.sleep(1)
+
+
+def test_inline_it_happens_in_the_callers_thread():
+    runner = FakeRunner()
+    RunnerControl(InlineExecutor(runner, runner_calls(runner))).sleep(1)
+    assert runner.threads == {threading.current_thread().name}
+
+
+def test_beside_it_happens_in_the_models_thread_behind_the_steps_launched_before():
+    runner = FakeRunner()
+    executor = ThreadExecutor(runner, runner_calls(runner))
+    steps = [executor.launch(StepPlan(number)) for number in (1, 2)]
+    RunnerControl(executor).sleep(1)
+    steps.append(executor.launch(StepPlan(3)))
+    for step in steps:
+        step.result()
+    executor.shutdown()
+    executor.join(10)
+    assert runner.asked == [("step", 1), ("step", 2), ("sleep", 1), ("step", 3)]
+    assert runner.threads == {"model"}
+
+
+def test_an_error_beside_reaches_the_caller_and_the_thread_goes_on():
+    runner = FakeRunner()
+    executor = ThreadExecutor(runner, runner_calls(FakeRunner(refuses=RuntimeError("bug"))))
+    with pytest.raises(RuntimeError, match="bug"):
+        RunnerControl(executor).sleep(1)
+    executor.launch(StepPlan(1)).result()
+    executor.shutdown()
+    executor.join(10)
+    assert runner.asked == [("step", 1)]
+
+
+def test_a_real_runner_sleeps_wakes_and_is_profiled_in_the_models_thread(tiny_model, tmp_path):
+    model: TinyModel = tiny_model("llama", "native")
+    runner = model.runner()
+    executor = ThreadExecutor(runner, runner_calls(runner))
+    control = RunnerControl(executor)
+    control.sleep(1)
+    with pytest.raises(Refused, match="nothing to load them from"):
+        control.sleep(2)
+    control.wake()
+    (trace,) = control.start_profile(tmp_path)
+    plans: list[StepPlan] = []
+    driver = PlanDriver(_Collecting(plans), num_blocks=8, block_size=4)
+    driver.add("r", [1, 2, 3])
+    driver.step({"r": 3})
+    assert executor.launch(plans[0]).result().sampled[0]
+    assert control.stop_profile() == [trace]
+    assert trace.stat().st_size > 0
+    executor.shutdown()
+    executor.join(10)
+
+
+class _Collecting:
+    """A runner that keeps plans for another."""
+
+    def __init__(self, plans: list[StepPlan]) -> None:
+        self.plans = plans
+
+    def execute(self, plan: StepPlan) -> _Collecting:
+        self.plans.append(plan)
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(0, sampled=[[5]])

@@ -1,0 +1,106 @@
+"""Decode steps of recorded sizes: what is replayed is what would have been run. A recorder that reruns stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine_svc.runner.cuda_graphs import DecodeGraphs, decode_sizes
+from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from tests.engine_svc.runner.test_input_batch import admitted, plan
+
+NUM_ROWS = 6
+
+
+class CountingRecorder:
+    """Runs the work once, as recording does, then as often as it is replayed."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        work()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture
+def case(tiny_model):
+    """A model with two rows in decode, and graphs for sizes 1 and 4."""
+    model = tiny_model("llama", "native").ours
+    kv = KVTensors(model.facts, KVSizing(40, 4, 0))
+    batch = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=64, block_size=4)
+    recorder = CountingRecorder()
+    for stack in kv.stacks:
+        stack.normal_(generator=torch.Generator().manual_seed(1))
+    graphs = DecodeGraphs(
+        model.model, kv.layers, sizes=[1, 4], num_groups=1, vocab_size=model.facts.vocab_size,
+        max_model_len=64, block_size=4, device=torch.device("cpu"), record=recorder,
+    )  # fmt: skip
+    return model.model, kv, batch, graphs, recorder
+
+
+def decode(batch: InputBatch, lengths: list[int]):
+    """The inputs of a decode of rows of these lengths, each entered with its blocks."""
+    names = [f"r{index}" for index in range(len(lengths))]
+    blocks = iter(range(1, 40))
+    step = plan(
+        [(name, 1, length - 1, []) for name, length in zip(names, lengths, strict=True)],
+        admitted=[
+            admitted(name, length, [next(blocks) for _ in range(-(-length // 4))])
+            for name, length in zip(names, lengths, strict=True)
+        ],
+    )
+    batch.apply(step)
+    return batch.gather(step)
+
+
+@torch.inference_mode()
+def test_a_replay_yields_the_logits_and_the_cache_of_the_forward_itself(case):
+    from engine_svc.model.context import ForwardContext
+
+    model, kv, batch, graphs, recorder = case
+    inputs = decode(batch, [9, 14, 3])
+    kept = [stack.clone() for stack in kv.stacks]
+    context = ForwardContext(kv.layers, inputs.slot_mappings, inputs.attention)
+    expected = model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+    after = [stack.clone() for stack in kv.stacks]
+    for stack, before in zip(kv.stacks, kept, strict=True):
+        stack.copy_(before)
+    assert torch.equal(graphs.forward(inputs), expected)
+    assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
+    assert (recorder.num_recorded, recorder.num_replayed) == (2, 1)
+
+
+@torch.inference_mode()
+def test_rows_of_a_larger_batch_before_leave_nothing_in_a_smaller_one(case):
+    _, kv, batch, graphs, _ = case
+    large = decode(batch, [9, 14, 3, 8])
+    graphs.forward(large)
+    after = [stack.clone() for stack in kv.stacks]
+    small = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=64, block_size=4)
+    graphs.forward(decode(small, [9, 14]))
+    # The same rows compute the same KV again, and the padding stores none.
+    assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
+
+
+def test_only_batches_up_to_the_largest_size_have_room(case):
+    graphs = case[3]
+    assert graphs.has_room(4)
+    assert not graphs.has_room(5)
+
+
+def test_sizes_end_with_the_largest_batch():
+    assert decode_sizes(3) == [1, 2, 3]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(256)[-2:] == [248, 256]
+    assert decode_sizes(600)[-1] == 600

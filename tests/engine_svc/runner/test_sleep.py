@@ -1,0 +1,357 @@
+"""Sleeping and waking: what is given back, what comes back, and that nobody reads KV that is gone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.model.decoder import Model
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loader import LoadWishes, load_model
+from engine_svc.request import Request
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.scheduler.config import SchedulerConfig
+from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 128
+WISHES = LoadWishes(num_threads=1, device="cpu")
+
+
+@dataclass
+class Rig:
+    """A scheduler over a runner, and the folder that its weights come from."""
+
+    folder: Path
+    loads: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model, facts = self.load(self.folder)
+        self.loads.clear()
+        self.kv = KVTensors(facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, bytes_per_block=0))
+        sizes = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
+        source = WeightSource(self.folder, self.load, lambda model: None)
+        ops = load_model(self.folder, WISHES).ops
+        self.runner = ModelRunner(model, facts, self.kv, sizes, ops, source=source)
+        self.core = build_core(
+            SchedulerConfig(max_model_len=MAX_POSITION, max_num_seqs=8),
+            CacheConfig(NUM_BLOCKS, (FullAttention(BLOCK_SIZE),)),
+        )
+
+    def load(self, folder: Path) -> tuple[Model, ModelFacts]:
+        self.loads.append(folder)
+        loaded = load_model(folder, WISHES)
+        return loaded.model, loaded.facts
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(stack.untyped_storage().nbytes() for stack in self.kv.stacks)
+
+    def add(self, request_id: str, max_tokens: int = 12) -> Request:
+        prompt = [3 + (7 * index) % (VOCAB_SIZE - 3) for index in range(30)]
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = Request(request_id, prompt, len(prompt), sampling)
+        self.core.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        scheduler = self.core.scheduler
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, self.runner.execute(plan).result(), 0.0)
+
+    def generate(self, request_id: str) -> list[int]:
+        request = self.add(request_id)
+        while self.core.scheduler.has_work:
+            self.step()
+        return request.token_ids[30:]
+
+    def forget(self) -> None:
+        assert self.core.scheduler.reset_prefix_cache(0.0, reset_running=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def rig(checkpoint: Path, tmp_path: Path) -> Rig:
+    return Rig(Path(shutil.copytree(checkpoint, tmp_path / "model")))
+
+
+def change(folder: Path, scale: float = -0.5) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= scale
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_after_sleeping_and_waking_the_same_prompt_has_the_same_tokens_and_no_stale_hit(rig, level):
+    before = rig.generate("before")
+    rig.runner.sleep(level)
+    rig.forget()
+    rig.runner.wake()
+    for stack in rig.kv.stacks:
+        # What a block holds now is chance: the worst of it must reach nobody.
+        stack.fill_(float("nan"))
+    hits = rig.core.kv_cache.prefix_hits
+    assert rig.generate("after") == before
+    assert rig.core.kv_cache.prefix_hits == hits
+    assert rig.generate("again") == before
+    assert rig.core.kv_cache.prefix_hits > hits
+    assert rig.loads == ([rig.folder] if level == 2 else [])
+
+
+def test_without_forgetting_a_stale_hit_would_be_seen(rig):
+    rig.generate("before")
+    rig.runner.sleep(1)
+    rig.runner.wake()
+    for stack in rig.kv.stacks:
+        stack.fill_(float("nan"))
+    assert rig.generate("after") == []
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_request_that_runs_is_preempted_and_goes_on_as_if_nothing_had_been(rig, level):
+    wanted = rig.generate("alone")
+    rig.forget()
+    request = rig.add("slept through")
+    for _ in range(5):
+        rig.step()
+    num_tokens = len(request.token_ids)
+    assert 30 < num_tokens < 42
+    rig.forget()
+    rig.runner.sleep(level)
+    rig.runner.wake()
+    while rig.core.scheduler.has_work:
+        rig.step()
+    assert request.token_ids[30:] == wanted
+    assert request.num_preemptions == 1
+
+
+def test_level_1_frees_the_kv_cache_and_on_a_cpu_keeps_the_weights(rig):
+    size = rig.kv_bytes
+    assert size > 0
+    rig.runner.sleep(1)
+    assert rig.kv_bytes == 0
+    rig.runner.wake()
+    assert rig.kv_bytes == size
+    assert rig.loads == []
+
+
+def test_a_step_is_refused_while_anything_is_asleep(rig):
+    rig.add("r")
+    plan = rig.core.scheduler.schedule(0.0)
+    rig.runner.sleep(2)
+    with pytest.raises(RuntimeError, match="asleep are kv_cache, weights"):
+        rig.runner.execute(plan)
+    rig.runner.wake({WakeTag.WEIGHTS})
+    with pytest.raises(RuntimeError, match=r"asleep are kv_cache$"):
+        rig.runner.execute(plan)
+    rig.runner.wake({WakeTag.KV_CACHE})
+    assert rig.runner.execute(plan).result().sampled[0]
+
+
+def test_parts_wake_by_their_tags_alone(rig):
+    rig.runner.sleep(2)
+    rig.runner.wake({WakeTag.SCHEDULING})
+    assert rig.kv_bytes == 0 and rig.loads == []
+    rig.runner.wake({WakeTag.KV_CACHE})
+    assert rig.kv_bytes > 0 and rig.loads == []
+    rig.runner.wake({WakeTag.WEIGHTS})
+    assert rig.loads == [rig.folder]
+    rig.runner.wake()
+    assert rig.loads == [rig.folder]
+
+
+def test_sleeping_deeper_and_less_deep_while_asleep(rig):
+    before = rig.generate("before")
+    rig.runner.sleep(1)
+    rig.runner.sleep(2)
+    rig.runner.sleep(1)
+    rig.runner.sleep(2)
+    rig.forget()
+    rig.runner.wake()
+    assert rig.generate("after") == before
+    assert rig.loads == [rig.folder]
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_other_levels_are_refused(rig, level):
+    with pytest.raises(ValueError, match=f"sleep level is {level}, it has to be 0, 1 or 2"):
+        rig.runner.sleep(level)
+
+
+def test_weights_that_cannot_be_loaded_again_are_not_given_up(rig):
+    model, facts = rig.load(rig.folder)
+    resident = Resident(model, facts, rig.kv)
+    with pytest.raises(ValueError, match="nothing to load them from"):
+        resident.sleep(2)
+    with pytest.raises(ValueError, match="nothing to load them from"):
+        resident.reload()
+    assert resident.asleep == frozenset()
+    assert resident.awake_model() is model
+    resident.sleep(1)
+    assert resident.asleep == {WakeTag.KV_CACHE}
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_nothing_keeps_the_weights_of_a_model_that_was_given_up(rig, model_impl):
+    loaded = load_model(rig.folder, replace(WISHES, model_impl=model_impl))
+    weight = loaded.model.embedding.weight if model_impl == "native" else loaded.model.module.lm_head.weight
+    alive = weakref.ref(weight)
+    resident = Resident(
+        loaded.model, loaded.facts, rig.kv, source=WeightSource(rig.folder, rig.load, lambda model: None)
+    )
+    # As an engine does once it is built.
+    gc.freeze()
+    try:
+        del loaded, weight
+        assert alive() is not None
+        resident.sleep(2)
+        assert alive() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_a_checkpoint_that_changed_meanwhile_does_not_wake_as_the_old_one(rig):
+    original = (rig.folder / "model.safetensors").read_bytes()
+    before = rig.generate("before")
+    rig.runner.sleep(2)
+    rig.forget()
+    change(rig.folder)
+    with pytest.raises(CheckpointError, match="has other weights than when it was loaded"):
+        rig.runner.wake()
+    (rig.folder / "model.safetensors").write_bytes(original)
+    rig.runner.wake()
+    assert rig.generate("after") == before
+
+
+def test_a_wake_that_fails_leaves_it_asleep_and_can_be_tried_again(rig):
+    before = rig.generate("before")
+    rig.runner.sleep(2)
+    rig.forget()
+    away = rig.folder.rename(rig.folder.with_name("away"))
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        rig.runner.wake()
+    assert rig.kv_bytes == 0
+    away.rename(rig.folder)
+    rig.runner.wake()
+    assert rig.generate("after") == before
+
+
+def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_path):
+    old = rig.generate("old")
+    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+    change(changed)
+    expected = Rig(changed).generate("expected")
+    assert expected != old
+    facts = rig.runner.reload_weights(changed)
+    rig.forget()
+    assert facts.weights_digest == load_model(changed, WISHES).facts.weights_digest
+    assert rig.generate("new") == expected
+    # Where it is asked for no other folder, it is that one from now on.
+    rig.runner.reload_weights()
+    assert rig.loads == [changed, changed]
+    rig.runner.sleep(2)
+    rig.forget()
+    rig.runner.wake()
+    assert rig.generate("newer") == expected
+
+
+def test_weights_changed_in_place_are_reloaded(rig):
+    old = rig.generate("old")
+    change(rig.folder)
+    rig.runner.reload_weights()
+    rig.forget()
+    assert rig.generate("new") != old
+
+
+def test_weights_are_reloaded_while_asleep_and_the_rest_stays_so(rig, checkpoint, tmp_path):
+    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+    change(changed)
+    rig.runner.sleep(2)
+    rig.runner.reload_weights(changed)
+    assert rig.kv_bytes == 0
+    rig.runner.wake()
+    assert rig.loads == [changed]
+    assert rig.generate("new") == Rig(changed).generate("expected")
+
+
+def _missing(folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+def _truncated(folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder
+
+
+def _of_another_form(folder: Path) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_missing, "is not a folder"),
+        (_truncated, "cannot be read"),
+        (_of_another_form, "has max_position 64, the weights to replace have 160"),
+    ],
+)
+def test_a_reload_that_fails_leaves_the_old_weights(rig, checkpoint, tmp_path, spoil: Callable, reason):
+    before = rig.generate("before")
+    other = spoil(Path(shutil.copytree(checkpoint, tmp_path / "other")))
+    with pytest.raises(CheckpointError, match=reason):
+        rig.runner.reload_weights(other)
+    rig.forget()
+    assert rig.generate("after") == before
+
+
+def test_decode_steps_are_recorded_again_for_the_model_that_came_back(rig):
+    class Graphs:
+        def __init__(self, model: Model) -> None:
+            self.model = model
+
+    model, facts = rig.load(rig.folder)
+    source = WeightSource(rig.folder, rig.load, Graphs)
+    resident = Resident(model, facts, rig.kv, graphs=Graphs(model), source=source)
+    resident.sleep(2)
+    assert resident.graphs is None
+    resident.wake({WakeTag.WEIGHTS})
+    assert resident.graphs is None
+    resident.wake({WakeTag.KV_CACHE})
+    assert resident.graphs.model is resident.awake_model()
+    recorded = resident.graphs
+    resident.reload()
+    assert resident.graphs is not recorded
+    assert resident.graphs.model is resident.awake_model()
+
+
+def test_facts_say_which_weights_are_there(rig):
+    model, facts = rig.load(rig.folder)
+    other = replace(facts, weights_digest="other")
+    source = WeightSource(rig.folder, lambda folder: (model, other), lambda model: None)
+    resident = Resident(model, facts, rig.kv, source=source)
+    assert resident.reload() is other
+    assert resident.facts is other

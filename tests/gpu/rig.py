@@ -1,0 +1,79 @@
+"""A tiny model on the GPU, with a runner over real KV tensors and, where asked for, CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
+from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from tests.engine_svc.model.checkpoints import MAX_POSITION
+from tests.engine_svc.runner.fakes import PlanDriver
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 256
+MAX_NUM_SEQS = 8
+
+
+def load_on(device: torch.device, folder: Path, model_impl: str, is_deterministic: bool) -> LoadedModel:
+    """The checkpoint in `folder` in fp32."""
+    wishes = LoadWishes(
+        dtype="float32",
+        device=device.type,
+        model_impl=model_impl,
+        num_threads=1,
+        is_deterministic=is_deterministic,
+    )
+    return load_model(folder, wishes)
+
+
+@dataclass
+class GpuModel:
+    """A model as transformers made it, on the CPU, and as we run it on the GPU."""
+
+    theirs: PreTrainedModel
+    ours: LoadedModel
+
+    def runner(self, *, has_graphs: bool = False, logits_processors: tuple = ()) -> ModelRunner:
+        """A runner with nothing in its rows."""
+        kv = KVTensors(self.ours.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), self.ours.device)
+        # The memory is used as it comes, so the worst that it can hold must reach no result.
+        for stack in kv.stacks:
+            stack.fill_(float("nan"))
+        return ModelRunner(
+            self.ours.model,
+            self.ours.facts,
+            kv,
+            RunnerConfig(MAX_NUM_SEQS, MAX_POSITION, BLOCK_SIZE),
+            self.ours.ops,
+            logits_processors=logits_processors,
+            graphs=self._graphs(kv) if has_graphs else None,
+        )
+
+    def driver(self, runner: ModelRunner) -> PlanDriver:
+        """A stand-in for the scheduler of `runner`."""
+        return PlanDriver(
+            runner,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_groups=len(self.ours.facts.groups),
+        )
+
+    @torch.inference_mode()
+    def _graphs(self, kv: KVTensors) -> DecodeGraphs:
+        return DecodeGraphs(
+            self.ours.model,
+            kv.layers,
+            sizes=decode_sizes(MAX_NUM_SEQS),
+            num_groups=len(self.ours.facts.groups),
+            vocab_size=self.ours.facts.vocab_size,
+            max_model_len=MAX_POSITION,
+            block_size=BLOCK_SIZE,
+            device=self.ours.device,
+            record=CudaRecorder(),
+        )

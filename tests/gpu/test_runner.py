@@ -1,0 +1,116 @@
+"""The runner on the GPU: recorded steps, a batch's other rows, and nobody waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_svc.runner.cuda_graphs import CudaRecorder
+from engine_svc.runner.model_runner import ModelRunner
+from engine_svc.runner.running_step import RunningStep
+from engine_svc.step import StepPlan
+from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
+
+pytestmark = pytest.mark.gpu
+NUM_TOKENS = 32
+LENGTHS = [1, 3, 17, 40, 70]
+
+
+class LogitsLog:
+    """Keeps the logits that each row was sampled from, in order."""
+
+    def __init__(self) -> None:
+        self.of_row: dict[int, list[torch.Tensor]] = {}
+
+    def __call__(self, logits: torch.Tensor, rows) -> torch.Tensor:
+        for row, row_logits in zip(rows.tolist(), logits.clone(), strict=True):
+            self.of_row.setdefault(row, []).append(row_logits)
+        return logits
+
+
+class WatchedRunner:
+    """A runner in which, once it is watched, whatever waits for the device raises."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.is_watching = False
+
+    def execute(self, plan: StepPlan) -> RunningStep:
+        torch.cuda.set_sync_debug_mode("error" if self.is_watching else "default")
+        try:
+            return self._runner.execute(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def streams_of(driver, prompts) -> dict[str, list[int]]:
+    """What each prompt is continued with in steps of random company."""
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    run_in_random_steps(driver, num_tokens=NUM_TOKENS, seed=3, preempt=True)
+    return {name: driver.requests[name].output_token_ids for name in prompts}
+
+
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [("llama", "native"), ("qwen3_moe", "native"), ("mistral", "native"), ("gemma3", "transformers")],
+)
+def test_recorded_steps_yield_the_same_tokens(gpu_model, family, model_impl):
+    model = gpu_model(family, model_impl, True)
+    prompts = {f"r{index}": prompt_of(length, seed=index) for index, length in enumerate(LENGTHS)}
+    plain = streams_of(model.driver(model.runner()), prompts)
+    assert streams_of(model.driver(model.runner(has_graphs=True)), prompts) == plain
+
+
+def test_a_recording_does_its_work_again_on_new_numbers(device):
+    source, target = torch.zeros(4, device=device), torch.zeros(4, device=device)
+    replay = CudaRecorder()(lambda: target.copy_(source).add_(1))
+    source.fill_(5.0)
+    replay()
+    assert target.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
+def test_deterministic_logits_are_the_same_bits_alone_in_company_and_in_chunks(gpu_model, family):
+    model = gpu_model(family, "native", True)
+    prompt = prompt_of(70, seed=1)
+    whole = logits_of(model, prompt, chunks=[70], num_others=0)
+    for chunks, num_others in (([70], 6), ([16, 54], 0), ([1, 33, 36], 3), ([7] * 10, 6)):
+        other = logits_of(model, prompt, chunks=chunks, num_others=num_others)
+        assert torch.equal(other, whole), f"chunks {chunks} beside {num_others} others"
+
+
+def logits_of(model, prompt, *, chunks: list[int], num_others: int) -> torch.Tensor:
+    """[12, V] the logits that the prompt's first tokens are sampled from."""
+    log = LogitsLog()
+    driver = model.driver(model.runner(logits_processors=(log,)))
+    others = [f"other{index}" for index in range(num_others)]
+    driver.add("it", prompt)
+    for index, name in enumerate(others):
+        driver.add(name, prompt_of(5 + 9 * index, seed=50 + index))
+    for chunk in chunks:
+        pending = {name: driver.requests[name].num_pending_tokens for name in others}
+        driver.step({"it": chunk, **pending})
+    for _ in range(11):
+        driver.step(dict.fromkeys(["it", *others], 1))
+    # It entered first, so its row is the first that was free; its samples begin with the last chunk.
+    return torch.stack(log.of_row[0])
+
+
+def test_a_decode_step_is_launched_without_waiting_for_the_device(gpu_model):
+    model = gpu_model("llama", "native", False)
+    runner = WatchedRunner(model.runner(has_graphs=True))
+    driver = model.driver(runner)
+    wishes = [
+        {},
+        {"temperature": 0.8, "top_k": 7, "seed": 3},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
+    ]
+    for index, wish in enumerate(wishes):
+        driver.add(f"r{index}", prompt_of(10, seed=index), **wish)
+    driver.step(dict.fromkeys(driver.requests, 10))
+    # Whatever is compiled or allocated once is so now.
+    driver.step(dict.fromkeys(driver.requests, 1))
+    runner.is_watching = True
+    result = driver.step(dict.fromkeys(driver.requests, 1))
+    assert all(len(tokens) == 1 for tokens in result.sampled)

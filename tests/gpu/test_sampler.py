@@ -1,0 +1,86 @@
+"""The sampler on the GPU chooses what it chooses on the CPU through the references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine_svc.runner.sampler import Sampler
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.step import AdmittedRequest
+from triptych_kernels import REFERENCE, ops_for, uniform_noise
+
+pytestmark = pytest.mark.gpu
+VOCAB_SIZE = 1000
+WISHES: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.3, "min_p": 0.05},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "logit_bias": ((7, 100.0),)},
+    {"temperature": 1.0, "allowed_token_ids": frozenset({3, 5, 8})},
+    {"temperature": 0.0, "bad_words": ((4,), (1, 2))},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": frozenset(range(500))},
+    {"temperature": 0.5, "logprobs": 4, "logprob_token_ids": (1, 9)},
+]
+
+
+def chosen_on(device: torch.device, ops) -> tuple[list[list[int]], list[dict]]:
+    """What every row chooses in five steps, and the logprobs told in each."""
+    num_rows = len(WISHES)
+    sampler = Sampler(ops, max_num_seqs=num_rows, vocab_size=VOCAB_SIZE, device=device)
+    token_ids = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)
+    prompt = [1, 2, 3, 4]
+    token_ids[:, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=device)
+    for row, wishes in enumerate(WISHES):
+        sampling = SamplingParams(**{"max_tokens": 32, "seed": row, **wishes})
+        sampler.enter(row, AdmittedRequest(str(row), list(prompt), len(prompt), sampling, [[]]))
+    generator = torch.Generator().manual_seed(0)
+    rows = np.arange(num_rows)
+    tokens, told = [], []
+    for step in range(5):
+        logits = (torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3).to(device)
+        positions = np.full(num_rows, len(prompt) + step)
+        sampled = sampler.choose(logits, rows, positions, token_ids)
+        token_ids[:, len(prompt) + step] = sampled.token_ids.int()
+        tokens.append(sampled.token_ids.tolist())
+        assert sampled.logprobs is not None
+        told.append(sampled.logprobs.by_index())
+    return tokens, told
+
+
+def test_every_mix_of_wishes_chooses_as_on_the_cpu(device):
+    here, told_here = chosen_on(device, ops_for(device))
+    there, told_there = chosen_on(torch.device("cpu"), REFERENCE)
+    assert here == there
+    for ours, expected in zip(told_here, told_there, strict=True):
+        assert list(ours) == list(expected) == [len(WISHES) - 1]
+        for index, told in ours.items():
+            assert told.logprobs == pytest.approx(expected[index].logprobs, abs=1e-4)
+            assert told.ranks == expected[index].ranks
+
+
+def test_a_row_with_nan_is_told_and_harms_no_other(device):
+    sampler = Sampler(ops_for(device), max_num_seqs=3, vocab_size=VOCAB_SIZE, device=device)
+    for row, temperature in enumerate((0.0, 1.0, 1.0)):
+        sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=row)
+        sampler.enter(row, AdmittedRequest(str(row), [1], 1, sampling, [[]]))
+    token_ids = torch.ones(3, 16, dtype=torch.int32, device=device)
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).to(device)
+    rows, positions = np.arange(3), np.ones(3, dtype=np.int64)
+    clean = sampler.choose(logits.clone(), rows, positions, token_ids).token_ids.tolist()
+    logits[1, 10] = float("nan")
+    sampled = sampler.choose(logits, rows, positions, token_ids)
+    assert sampled.is_finite.tolist() == [True, False, True]
+    assert [sampled.token_ids.tolist()[row] for row in (0, 2)] == [clean[row] for row in (0, 2)]
+
+
+def test_noise_is_the_same_on_every_device(device):
+    seeds = torch.tensor([0, 1, -1, 2**62], dtype=torch.int64)
+    positions = torch.tensor([0, 7, 4096, 2**31], dtype=torch.int64)
+    there = uniform_noise(seeds.to(device), positions.to(device), 3)
+    assert torch.equal(there.cpu(), uniform_noise(seeds, positions, 3))

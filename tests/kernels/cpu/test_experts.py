@@ -1,0 +1,163 @@
+"""Native experts: right, and the same bits for a token whatever it is batched with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych_kernels.ops import Experts, Ops
+from triptych_kernels.reference import REFERENCE
+
+# Experts, hidden, F, experts a token, first expert.
+SHAPES = [(8, 256, 512, 2, 0), (3, 63, 129, 2, 1), (4, 33, 1, 1, 0), (5, 1, 40, 3, 2), (16, 129, 96, 4, 4)]
+DTYPES = [
+    pytest.param(torch.bfloat16, 2.0**-5, id="bf16"),
+    pytest.param(torch.float32, 3e-5, id="fp32"),
+]
+
+
+@dataclass
+class Case:
+    """Experts' weights, tokens, and which experts they chose."""
+
+    gate_up: Tensor
+    down: Tensor
+    first_expert: int
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    def packed(self, ops: Ops) -> Experts:
+        return ops.pack_experts(self.gate_up, self.down, first_expert=self.first_expert)
+
+    def expected(self) -> Tensor:
+        experts = REFERENCE.pack_experts(
+            self.gate_up.double(), self.down.double(), first_expert=self.first_expert
+        )
+        return experts(self.x.double(), self.ids, self.weights)
+
+
+def case(shape: tuple[int, int, int, int, int], dtype: torch.dtype, num_tokens: int = 200) -> Case:
+    num_experts, hidden, ffn, per_token, first_expert = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    known = first_expert + num_experts + 1  # of the model: some before and one behind this rank's
+    ids = torch.stack([torch.randperm(known, generator=generator)[:per_token] for _ in range(num_tokens)])
+    return Case(
+        gate_up=(noise(num_experts, 2 * ffn, hidden) / hidden**0.5).to(dtype),
+        down=(noise(num_experts, hidden, ffn) / ffn**0.5).to(dtype),
+        first_expert=first_expert,
+        x=noise(num_tokens, hidden).to(dtype),
+        ids=ids,
+        weights=torch.rand(num_tokens, per_token, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_the_sum_is_that_of_fp64_up_to_rounding(
+    ops: Ops, shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    some = case(shape, dtype)
+    result = some.packed(ops)(some.x, some.ids, some.weights)
+    assert result.dtype is dtype
+    torch.testing.assert_close(result.double(), some.expected().double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_a_token_has_the_same_bits_in_every_batch_and_place(
+    ops: Ops, shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    some = case(shape, dtype)
+    experts = some.packed(ops)
+    together = experts(some.x, some.ids, some.weights)
+    for size in (1, 2, 3, 7, 8, 12, 13, 31, 64, 200):
+        first, last = slice(None, size), slice(200 - size, None)
+        for part in (first, last):
+            assert torch.equal(experts(some.x[part], some.ids[part], some.weights[part]), together[part])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_the_number_of_threads_changes_no_bit(
+    ops: Ops, use_threads: Callable[[int], None], dtype: torch.dtype, tolerance: float
+) -> None:
+    some = case((8, 128, 96, 2, 0), dtype)
+    experts = some.packed(ops)
+    for size in (1, 200):
+        arguments = some.x[:size], some.ids[:size], some.weights[:size]
+        use_threads(1)
+        alone = experts(*arguments)
+        for num_threads in (2, 5):
+            use_threads(num_threads)
+            assert torch.equal(experts(*arguments), alone), f"{size} tokens, {num_threads} threads"
+
+
+def test_more_tokens_than_are_taken_at_once_are_complete(ops: Ops) -> None:
+    some = case((4, 16, 32, 2, 0), torch.float32, num_tokens=5000)
+    result = some.packed(ops)(some.x, some.ids, some.weights)
+    torch.testing.assert_close(result.double(), some.expected(), atol=3e-5, rtol=3e-5)
+
+
+def test_ids_of_both_widths_mean_the_same(ops: Ops) -> None:
+    some = case(SHAPES[1], torch.float32)
+    experts = some.packed(ops)
+    assert torch.equal(
+        experts(some.x, some.ids.to(torch.int32), some.weights), experts(some.x, some.ids, some.weights)
+    )
+
+
+def test_experts_of_other_ranks_add_nothing_even_with_a_weight_that_is_not_a_number(ops: Ops) -> None:
+    some = case((3, 32, 32, 2, 4), torch.float32)
+    experts = some.packed(ops)
+    elsewhere = torch.tensor([[-1, 3], [7, 2**31 - 1]])
+    weights = torch.full((2, 2), torch.nan)
+    assert torch.equal(experts(some.x[:2], elsewhere, weights), torch.zeros(2, 32))
+
+
+def test_numbers_that_are_not_finite_stay_in_their_token(ops: Ops) -> None:
+    some = case(SHAPES[1], torch.bfloat16)
+    experts = some.packed(ops)
+    some.ids[[4, 90]] = some.first_expert
+    clean = experts(some.x, some.ids, some.weights)
+    some.x[4, 3], some.x[90, 62] = torch.nan, torch.inf
+    poisoned = experts(some.x, some.ids, some.weights)
+    others = [token for token in range(200) if token not in (4, 90)]
+    assert torch.equal(poisoned[others], clean[others])
+    assert poisoned[4].isnan().all() and not poisoned[90].isfinite().all()
+
+
+def test_tokens_may_lie_apart(ops: Ops) -> None:
+    some = case(SHAPES[1], torch.bfloat16)
+    experts = some.packed(ops)
+    apart = torch.full((200, 80), torch.nan, dtype=torch.bfloat16)
+    apart[:, 5:68] = some.x
+    assert torch.equal(
+        experts(apart[:, 5:68], some.ids, some.weights), experts(some.x, some.ids, some.weights)
+    )
+
+
+def test_no_tokens_give_no_tokens(ops: Ops) -> None:
+    some = case(SHAPES[1], torch.float32)
+    result = some.packed(ops)(some.x[:0], some.ids[:0], some.weights[:0])
+    assert result.shape == (0, 63)
+
+
+def test_arguments_of_another_form_are_refused(ops: Ops) -> None:
+    some = case(SHAPES[1], torch.float32)
+    experts = some.packed(ops)
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        experts(some.x.bfloat16(), some.ids, some.weights)
+    with pytest.raises(ValueError, match="expert_ids"):
+        experts(some.x, some.ids[:5], some.weights[:5])
+    with pytest.raises(ValueError, match="fp32"):
+        experts(some.x, some.ids, some.weights.double())
+    with pytest.raises(ValueError, match="gate_up has shape"):
+        ops.pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 3))

@@ -1,0 +1,66 @@
+"""When there are native ops, and what happens where there are none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import triptych_kernels
+from triptych_kernels import cpu
+
+NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
+CPU_INFO = Path("/proc/cpuinfo")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler on this machine")
+def test_an_installation_with_a_compiler_has_native_ops_where_the_cpu_runs_them() -> None:
+    flags = set(CPU_INFO.read_text().split()) if CPU_INFO.exists() else set()
+    assert (cpu.native_ops() is not None) == (flags >= NEEDED), "install again: pip install -e ."
+
+
+def test_the_build_knows_every_source_and_header() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (extension,) = settings["tool"]["setuptools"]["ext-modules"]
+    folder = ROOT / "kernels/triptych_kernels/cpu"
+    for kind, names in (("*.cpp", extension["sources"]), ("*.h", extension["depends"])):
+        assert {str(file.relative_to(ROOT)) for file in folder.glob(kind)} == set(names)
+
+
+def test_the_table_says_that_it_is_native_and_batch_invariant() -> None:
+    native = cpu.native_ops()
+    if native is None:
+        pytest.skip("no native CPU kernels on this machine")
+    assert (native.name, native.is_batch_invariant) == ("native-cpu", True)
+
+
+def test_without_the_compiled_module_the_reference_runs_and_one_line_says_so(tmp_path: Path) -> None:
+    source = Path(triptych_kernels.__file__).parent
+    shutil.copytree(
+        source, tmp_path / "triptych_kernels", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+    )
+    program = """
+import logging
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+import torch, triptych_kernels
+from triptych_kernels import cpu
+for _ in range(2):
+    print(triptych_kernels.__file__, triptych_kernels.ops_for(torch.device("cpu")).name, cpu.num_threads())
+cpu.set_num_threads(2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [f"{tmp_path}/triptych_kernels/__init__.py reference 1"] * 2
+    assert done.stderr.count("native CPU kernels are missing") == 1

@@ -1,0 +1,43 @@
+"""Every kernel compiles for a GPU of today, though none need be at hand."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from triptych_kernels import triton as kernels
+
+ROOT = Path(__file__).resolve().parents[3]
+# Of one program, on compute capability 9.0.
+MAX_SHARED_BYTES = 227 * 1024
+
+
+def kernel_names() -> set[str]:
+    """Every function of the package that is launched: compiled by Triton, and named a kernel."""
+    found = set()
+    for folder in kernels.__path__:
+        for file in Path(folder).glob("*.py"):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                    found.add(node.name)
+    return found
+
+
+def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "kernels"))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compile_all"],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    shared = json.loads(ended.stdout.splitlines()[-1])
+    assert set(shared) == kernel_names()
+    assert max(shared.values()) <= MAX_SHARED_BYTES

@@ -1,0 +1,39 @@
+"""No op of the Triton table is without a test at three shapes or more."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+from tests.kernels import triton as tests_of_kernels
+from triptych_kernels import Ops
+
+_MIN_SHAPES = 3
+_FACTS = {"name", "is_batch_invariant"}
+OPS = sorted(field.name for field in dataclasses.fields(Ops) if field.name not in _FACTS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_compared_with_its_reference_at_three_shapes(op):
+    tests = [getattr(module, f"test_{op}_equals_the_reference", None) for module in _test_modules()]
+    num_shapes = [len(_shapes(test)) for test in tests if test is not None]
+    assert len(num_shapes) == 1
+    assert num_shapes[0] >= _MIN_SHAPES
+
+
+def _test_modules() -> list[ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(tests_of_kernels.__path__)]
+    return [
+        importlib.import_module(f"{tests_of_kernels.__name__}.{name}")
+        for name in names
+        if name.startswith("test_") and name != "test_coverage"
+    ]
+
+
+def _shapes(test: object) -> set[str]:
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    return {str(shape) for mark in marks if mark.args[0] == "shape" for shape in mark.args[1]}

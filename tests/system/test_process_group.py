@@ -1,0 +1,261 @@
+"""A model over several processes: the same tokens, half the memory, little said, one end for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine_svc.build_ranks import build_ranks
+from engine_svc.build_runner import build_runner
+from engine_svc.engine_thread import EXIT_LOOP_FAILED
+from engine_svc.model.process_parallel import Place
+from engine_svc.runner.process_group import GroupLimits, RankLaunch, RanksStarting
+from engine_svc.runner.rank_watch import RankLost
+from engine_svc.step import AdmittedRequest, StepPlan
+from tests.system.checkpoints import Reference
+from tests.system.generation import collect, random_prompt, request_of
+from tests.system.ranks import (
+    Driver,
+    config_of,
+    greedy,
+    is_there,
+    make_checkpoint,
+    mixed_sampling,
+    ranks_of,
+    wait_for_end,
+)
+from tests.system.stack import Stack
+
+FAMILIES = ("llama", "qwen2", "mixtral", "qwen3_moe")
+NUM_REQUESTS = 12
+TP_2 = {"tensor_parallel_size": 2}
+PP_2 = {"pipeline_parallel_size": 2}
+EP_2 = {**TP_2, "expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ranked")
+    return {family: make_checkpoint(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, tuple[dict[str, list[int]], int]]:
+    """Of each model on one rank: the tokens of all requests, and the bytes of its parameters."""
+    answers = {}
+    for family, folder in folders.items():
+        side = build_runner(config_of(folder), lambda phase, done, total: None)
+        answers[family] = with_requests(Driver(side)).run(), 4 * side.model.num_parameters
+        side.executor.shutdown()
+    return answers
+
+
+def with_requests(driver: Driver) -> Driver:
+    for index in range(NUM_REQUESTS):
+        sampling = greedy() if index % 2 else mixed_sampling(index, max_tokens=64)
+        driver.add(f"request-{index}", sampling)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("family", "division"),
+    [
+        ("llama", TP_2),
+        ("llama", PP_2),
+        ("qwen2", PP_2),
+        ("mixtral", EP_2),
+        ("qwen3_moe", EP_2),
+    ],
+    ids=["llama-tp2", "llama-pp2", "windows-pp2", "mixtral-ep2", "qwen3-moe-ep2"],
+)
+def test_ranks_say_what_one_says_and_hold_their_share(
+    family: str, division: dict[str, int], folders, alone
+) -> None:
+    expected, whole_bytes = alone[family]
+    num_ranks = division.get("tensor_parallel_size", 1) * division.get("pipeline_parallel_size", 1)
+    excess = []
+    with ranks_of(config_of(folders[family], **division)) as ranked:
+
+        def launch_counted(plan: StepPlan, launch) -> None:
+            before = ranked.group.num_plan_bytes
+            launch()
+            if not plan.admitted and all(count == 1 for count in plan.num_tokens):
+                excess.append(ranked.group.num_plan_bytes - before - 12 * len(plan.request_ids))
+
+        driver = with_requests(Driver(ranked.side, on_launch=launch_counted))
+        outputs = driver.run()
+    assert outputs == expected
+    assert min(len(set(outputs[f"request-{index}"])) for index in range(1, NUM_REQUESTS, 2)) >= 20
+    assert driver.num_preempted > 0
+    shares = [num_bytes / whole_bytes for num_bytes in ranked.num_bytes]
+    print(
+        f"\n{family} {division}: bytes of parameters {whole_bytes} in one rank, {list(ranked.num_bytes)} in "
+        f"{num_ranks}, {[f'{share:.0%}' for share in shares]}; {len(excess)} decode steps, each at most "
+        f"12 bytes a row and {max(excess)} more"
+    )
+    assert all(abs(share - 1 / num_ranks) < 0.05 for share in shares)
+    assert len(excess) > 50
+    assert max(excess) <= 256
+
+
+@pytest.mark.parametrize("division", [TP_2, PP_2], ids=["tp2", "pp2"])
+def test_ranks_are_in_the_same_state_after_1000_steps(division: dict[str, int], folders) -> None:
+    with ranks_of(config_of(folders["llama"], **division)) as ranked:
+        driver = Driver(ranked.side, seed=4)
+        digests: list[str] = []
+        num_added = 0
+        while driver.num_steps < 1000:
+            # There are always some that wait, so that requests come and go all the time.
+            while num_added < len(driver.outputs) + 12:
+                driver.add(f"request-{num_added}", mixed_sampling(num_added, 5 + num_added * 7 % 60))
+                num_added += 1
+            driver.step()
+            if driver.num_steps % 250 == 0:
+                answers = ranked.group.call("digest")
+                assert len({answer["batch"] for answer in answers}) == 1
+                # Only the last stage samples, and forgets rules that no longer bind as it does.
+                assert division == PP_2 or len({answer["sampler"] for answer in answers}) == 1
+                digests.append(str(answers[0]["batch"]))
+        print(
+            f"\n{division}: {driver.num_steps} steps, {num_added} requests, {driver.num_preempted} "
+            f"preemptions; the ranks' digests: {[digest[:12] for digest in digests]}"
+        )
+        assert driver.num_preempted > 0
+    assert len(set(digests)) == len(digests) >= 4
+
+
+@pytest.mark.parametrize(
+    ("how", "limit_s", "why"),
+    [(signal.SIGKILL, 0.25, "was ended by SIGKILL"), (signal.SIGSTOP, 5.0, "gave no sign of life")],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_ends_or_stops_is_seen_in_a_step(
+    how: signal.Signals, limit_s: float, why: str, folders
+) -> None:
+    with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
+        driver = with_requests(Driver(ranked.side))
+        for _ in range(10):
+            driver.step()
+        os.kill(ranked.group.process_ids[1], how)
+        happened_at = time.monotonic()
+        with pytest.raises(RankLost, match=f"rank 1 {why}") as caught:
+            driver.run()
+        seen_s = time.monotonic() - happened_at
+        print(f"\n{how.name} seen in {seen_s:.3f} s")
+        assert caught.value.rank == 1
+        assert seen_s < limit_s
+        with pytest.raises(RankLost, match=why):
+            driver.step()
+
+
+def test_a_rank_that_ends_while_nothing_is_to_do_is_told_of(folders) -> None:
+    told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    with ranks_of(config_of(folders["llama"], **PP_2), on_lost=told.put) as ranked:
+        os.kill(ranked.group.process_ids[0], signal.SIGKILL)
+        assert told.get(timeout=20).rank == 0
+        with pytest.raises(RankLost, match="rank 0 was ended by SIGKILL"):
+            with_requests(Driver(ranked.side)).run()
+
+
+def test_an_error_in_a_rank_ends_all_of_them_and_is_told(folders) -> None:
+    with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
+        plan = StepPlan(
+            1,
+            admitted=[AdmittedRequest("r", [1, 2, 3], 3, greedy(), [[1]])],
+            request_ids=["r"],
+            num_tokens=[3],
+            num_computed_tokens=[0],
+            new_block_ids=[[]],
+            draft_token_ids=[[2]],
+            samples=[True],
+        )
+        pending = ranked.group.launch(plan)
+        with pytest.raises(RankLost, match="raised ValueError: step 1 has draft tokens"):
+            pending.result()
+
+
+def test_a_rank_that_lives_but_does_not_finish_is_given_up() -> None:
+    places = [Place(rank, tp_size=2, pp_size=1) for rank in range(2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    starting = RanksStarting(
+        places,
+        RankLaunch("tests.system.deaf_rank", {"deaf": 1}, environment),
+        limits=GroupLimits(step_s=0.5),
+    )
+    assert starting.loaded() == [{}, {}]
+    group = starting.finish([{}, {}], max_num_seqs=4, num_groups=1)
+    process_ids = group.process_ids
+    pending = group.launch(StepPlan(1))
+    with pytest.raises(RankLost, match=r"rank 1 did not finish a step in 0\.5 s"):
+        pending.result()
+    group.shutdown()
+    assert [pid for pid in process_ids if is_there(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**TP_2, "model_impl": "transformers"}, "several ranks need a native model"),
+        ({**TP_2, "num_kv_blocks": 3, "max_model_len": 256}, "needs 64 blocks"),
+    ],
+    ids=["a-model-of-transformers", "too-few-blocks"],
+)
+def test_what_cannot_be_divided_is_refused_in_words(changes, message: str, folders) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ValueError, match=message):
+        build_ranks(config_of(folders["llama"], **changes), lambda phase, done, total: None)
+    assert psutil.Process().children() == before
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from engine_svc.build_ranks import build_ranks
+from tests.system.ranks import config_of
+config = config_of(Path(sys.argv[1]), tensor_parallel_size=2)
+ranked = build_ranks(config, lambda phase, done, total: None)
+print(*ranked.group.process_ids, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_a_parent_that_is_killed_even_a_stopped_one(folders) -> None:
+    before = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folders["llama"])],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as parent:
+        assert parent.stdout is not None
+        process_ids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(process_ids) == 2
+        os.kill(process_ids[0], signal.SIGSTOP)
+        parent.kill()
+    assert wait_for_end(process_ids) == []
+    assert set(os.listdir("/dev/shm")) == before
+
+
+async def test_an_engine_serves_with_ranks_and_ends_when_one_is_killed(llama: str) -> None:
+    prompt = random_prompt(random.Random(2), 20, 512)
+    async with Stack() as stack:
+        trio = await stack.start_all(llama, "--tensor-parallel-size=2", "--pipeline-parallel-size=2")
+        answer = await collect(stack.inference(trio.frontend), request_of(prompt, 40))
+        ranks = psutil.Process(trio.engine.pid).children()
+        assert len(ranks) == 4
+        ranks[2].kill()
+        await asyncio.wait_for(trio.engine.wait(), 20)
+    assert f"exited with code {EXIT_LOOP_FAILED}" in trio.engine.ending
+    assert wait_for_end([rank.pid for rank in ranks]) == []
+    assert Reference(Path(llama)).generate(prompt, 40).first_real_difference(answer.token_ids) is None
