@@ -25,6 +25,8 @@ SETUP_STAMP := $(VENV)/.setup-stamp
 BUF_VERSION := 1.75.0
 BUF := $(VENV)/node/node_modules/.bin/buf
 BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
+# Edited C++ is compiled again.
+NATIVE := $(wildcard kernels/triptych_kernels/cpu/*.cpp kernels/triptych_kernels/cpu/*.h)
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
@@ -35,13 +37,13 @@ help:  ## list the targets
 
 setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everything to develop it
 
-$(SETUP_STAMP): pyproject.toml constraints.txt
+$(SETUP_STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $(RUNTIME_STAMP) $@
 
 # What runs the stack, without what develops it.
-$(RUNTIME_STAMP): pyproject.toml constraints.txt
+$(RUNTIME_STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[all]'
 	touch $@

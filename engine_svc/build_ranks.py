@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from engine_svc.build_runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
@@ -15,6 +17,7 @@ from engine_svc.model.process_parallel import Place
 from engine_svc.runner.kv_sizing import FreeMemory
 from engine_svc.runner.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
 from engine_svc.runner.rank_watch import RankLost, RankMessage
+from service_kit.config import ConfigError
 from service_kit.process import process_environment
 
 _RANK_MODULE = "engine_svc.rank_main"
@@ -53,6 +56,7 @@ def build_ranks(
     Raises ValueError, in words for people, RankLost, or TimeoutError.
     """
     places = _places(config)
+    _check_devices(config, len(places))
     starting = RanksStarting(
         places,
         RankLaunch(_RANK_MODULE, {"config": asdict(_config_of_ranks(config, len(places)))}, _environment()),
@@ -60,10 +64,11 @@ def build_ranks(
         on_lost=on_lost,
         on_progress=progress,
     )
-    parts = _with_stage_groups(places, [_part(message) for message in starting.loaded()])
+    said = starting.loaded()
     try:
+        parts = _with_stage_groups(places, [_part(message) for message in said])
         max_model_len, num_kv_blocks = _size(config, parts)
-    except ValueError:
+    except Exception:
         starting.give_up()
         raise
     shapes = _all_shapes(places, parts)
@@ -100,6 +105,18 @@ def build_ranks(
 def _places(config: EngineConfig) -> list[Place]:
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
     return [Place(rank, tp_size, pp_size, config.expert_parallel) for rank in range(tp_size * pp_size)]
+
+
+def _check_devices(config: EngineConfig, num_ranks: int) -> None:
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size} times --pipeline-parallel-size "
+            f"{config.pipeline_parallel_size} need {num_ranks} GPUs, and there are {num_gpus}; lower them, "
+            "or choose --device cpu"
+        )
 
 
 def _config_of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:

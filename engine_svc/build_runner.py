@@ -1,4 +1,4 @@
-"""From the configuration to what runs on the device. Imports torch, so build.py imports it late, and it alone."""
+"""From the configuration to what runs on the device. Imports torch, so that build.py imports it late."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class RunnerSide:
-    """What the rest of the engine must know of the side that runs plans. Block counts are without the placeholder."""
+    """What the engine must know of the side that runs plans. Blocks are counted without the placeholder."""
 
     executor: Executor
     model: ModelFacts
@@ -45,7 +45,7 @@ class RunnerSide:
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
-    """Load the model, size its cache, and start what runs plans. ValueError, in words for people, where it cannot be."""
+    """Load the model, size its cache, start what runs plans. ValueError, in words for people, if not."""
     loaded = load_model(config.model, load_wishes(config), progress=progress)
     max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
     progress("warm-up", 0, 1)

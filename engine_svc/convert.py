@@ -5,7 +5,6 @@ What arrives is checked here as if no frontend had looked at it. Knows no stream
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator
 
@@ -16,7 +15,7 @@ from engine_svc.convert_sampling import to_sampling
 from engine_svc.facts import EngineFacts
 from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEvent, KVEventBatch, RemovedBlocks, StepOutput
 from engine_svc.request import FinishReason, Request
-from engine_svc.wire_checks import check, refuse_unserved
+from engine_svc.wire_checks import check, refuse_unserved, to_token_ids
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
@@ -73,8 +72,8 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
             f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
             field="prompt_token_ids",
         )
-    prompt = _token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
-    output = _token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
+    prompt = to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
+    output = to_token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
     check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
@@ -155,17 +154,6 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
         if isinstance(value, bytes):
             message.details = value
     return message
-
-
-def _token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
-    if len(column) % 4:
-        raise InvalidArgument(f"{name} has {len(column)} bytes, it takes whole u32 values", field=name)
-    token_ids = array("I", column)
-    if sys.byteorder == "big":
-        token_ids.byteswap()
-    largest = max(token_ids, default=0)
-    check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
-    return token_ids.tolist()
 
 
 def _last_tokens(output: StepOutput) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from engine_svc.facts import EngineFacts
 from engine_svc.sampling_params import RepetitionLimits, SamplingParams
-from engine_svc.wire_checks import check, refuse_unserved, unserved
+from engine_svc.wire_checks import check, refuse_unserved, to_token_ids, unserved
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -23,7 +23,10 @@ _MAX_PROMPT_CELLS = 200_000
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
 
-# Bad words come as texts, which only a tokenizer makes tokens of.
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_IDS = 64
+
+# Of bad words the frontend makes tokens, which come beside these parameters.
 _UNSERVED = ("bad_words", "structured_output", "thinking_token_budget")
 
 
@@ -64,6 +67,7 @@ def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_token
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
         logit_bias=_to_bias(given, facts.vocab_size),
         allowed_token_ids=frozenset(given.allowed_token_ids) if given.allowed_token_ids else None,
+        bad_words=_to_bad_words(entry, facts.vocab_size),
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         prompt_logprobs=given.prompt_logprobs if wants_prompt else None,
         logprob_token_ids=tuple(given.logprob_token_ids),
@@ -120,6 +124,20 @@ def _to_bias(given: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple
         check(-_MAX_BIAS <= entry.bias <= _MAX_BIAS, "logit_bias", entry.bias, "-100 to 100")
         total[entry.token_id] = total.get(entry.token_id, 0.0) + entry.bias
     return tuple(total.items())
+
+
+def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    num_words = len(entry.bad_words)
+    check(num_words <= _MAX_BAD_WORDS, "bad_words", num_words, f"at most {_MAX_BAD_WORDS} words")
+    words = [to_token_ids(word.token_ids, "bad_words", vocab_size) for word in entry.bad_words]
+    for word in words:
+        check(
+            1 <= len(word) <= _MAX_BAD_WORD_IDS,
+            "bad_words",
+            len(word),
+            f"1 to {_MAX_BAD_WORD_IDS} ids a word",
+        )
+    return tuple(tuple(word) for word in words)
 
 
 def _to_repetition(given: sampling_pb2.RepetitionDetection) -> RepetitionLimits | None:

@@ -1,10 +1,10 @@
-"""PYTHON benchmarks/contestants/hf.py MODEL DTYPE: `generate` of transformers, one static batch a job."""
+"""PYTHON -m benchmarks.contestants.hf MODEL DTYPE: `generate` of transformers, one static batch a job."""
 
 from __future__ import annotations
 
 import sys
 
-from jobs import Prompts, serve
+from benchmarks.contestants.jobs import Prompts, serve
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
-"""llama.cpp with all sequences in one batch a step: PYTHON llama_cpp.py FILE.gguf MAX_SEQUENCES.
+"""llama.cpp, all sequences in one batch a step: PYTHON -m benchmarks.contestants.llama_cpp FILE.gguf MAX_ROWS.
 
 Uses the C interface that llama-cpp-python publishes; the largest logit is found with numpy.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import llama_cpp
 import numpy as np
-from jobs import Prompts, serve
+
+from benchmarks.contestants.jobs import Prompts, serve
 
 _BATCH_TOKENS = 4096
 _CELLS_OF_SEQUENCE = 256
@@ -20,6 +22,9 @@ class Context:
 
     def __init__(self, path: str, max_sequences: int) -> None:
         llama_cpp.llama_backend_init()
+        # Kept, as the library only has its address.
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         model_options = llama_cpp.llama_model_default_params()
         model_options.n_gpu_layers = 0
         model_options.use_mmap = False
@@ -42,9 +47,11 @@ class Context:
         newest: dict[int, int] = {}
         waiting = list(enumerate(prompts))
         while waiting:
-            taken = []
-            while waiting and sum(len(prompt) for _, prompt in [*taken, waiting[0]]) <= _BATCH_TOKENS:
+            taken: list[tuple[int, list[int]]] = []
+            room = _BATCH_TOKENS
+            while waiting and len(waiting[0][1]) <= room:
                 taken.append(waiting.pop(0))
+                room -= len(taken[-1][1])
             newest |= self._step([(sequence, 0, prompt) for sequence, prompt in taken])
         for step in range(num_output_tokens - 1):
             rows = [(row, len(prompts[row]) + step, [token]) for row, token in newest.items()]

@@ -1,13 +1,13 @@
-"""PYTHON benchmarks/contestants/vllm_cpu.py MODEL DTYPE eager|compile: vLLM's offline engine, CPU build.
+"""PYTHON -m benchmarks.contestants.vllm_cpu MODEL DTYPE eager|compile: vLLM's offline engine, CPU build.
 
-Runs in vLLM's own environment, so it imports nothing of ours but its neighbour.
+Runs in vLLM's own environment, so it imports nothing of ours but what it is asked by.
 """
 
 from __future__ import annotations
 
 import sys
 
-from jobs import Prompts, serve
+from benchmarks.contestants.jobs import Prompts, serve
 
 
 def main() -> None:

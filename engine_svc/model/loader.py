@@ -56,7 +56,7 @@ class LoadWishes:
     model_impl: "auto" takes the native decoder where there is one for the architecture.
     quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models alone.
     num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
-    is_deterministic: logits depend on nothing but the weights and the tokens before; None is so on a CPU alone.
+    is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU alone.
     """
 
     dtype: str = "auto"
@@ -137,7 +137,9 @@ def _load(
     progress: Progress,
 ) -> LoadedModel:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: the model must be a local Hugging Face folder")
+        raise CheckpointError(
+            f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
+        )
     config = read_config(folder)
     chosen_class = model_class(config)
     reader = WeightReader(weight_files(folder), progress, device=device)
@@ -162,7 +164,9 @@ def _load(
         # Here and not above: transformers' model code takes long to import, and native models need none.
         from engine_svc.model.transformers_road import load_transformers_model
 
-        model, kv_shapes, num_parameters = load_transformers_model(chosen_class, config, reader, folder, dtype, device, ops)
+        model, kv_shapes, num_parameters = load_transformers_model(
+            chosen_class, config, reader, folder, dtype, device, ops
+        )
     return LoadedModel(model, replace(facts, kv_shapes=kv_shapes, num_parameters=num_parameters), ops, device)
 
 

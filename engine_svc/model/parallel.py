@@ -15,8 +15,8 @@ class InvalidStage(RuntimeError):
 class Parallel(Protocol):
     """This rank's place among those that run one model together.
 
-    Tensor-parallel ranks hold a share of every layer, expert-parallel ones whole experts, pipeline stages whole
-    layers. All ranks call the same methods in the same order.
+    Tensor-parallel ranks hold a share of every layer, expert-parallel ones whole experts, pipeline stages
+    whole layers. All ranks call the same methods in the same order.
     """
 
     tp_rank: int

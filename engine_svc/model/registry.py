@@ -46,6 +46,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(
             f"{name} has layers of kind {kinds}; only full and sliding attention can be served"
         )
+    if getattr(text_config, "attn_temperature_tuning", False) and not all(text_config.no_rope_layers):
+        # Queries are scaled by their place in the step, but by 1 up to a place that no sample reaches.
+        raise UnsupportedModel(f"{name} tunes the temperature of attention by places in the batch")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

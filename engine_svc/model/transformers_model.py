@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.prepacked import prepack_projections
 from triptych_kernels import Ops
 
@@ -198,7 +199,8 @@ class TransformersModel:
     def _attend_paged(self, call: AttentionCall) -> Tensor:
         context, index = self._context, self._layer
         assert context is not None
-        assert call.mask is None
+        if call.mask is not None:
+            raise UnsupportedModel(f"{self.name} adds a mask of its own to attention")
         self._layer = index + 1
         layer = context.layers[index]
         dtype = layer.key_cache.dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine_svc.model.errors import CheckpointError, listed
+from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape
 from engine_svc.model.registry import own_config
 from engine_svc.model.transformers_model import TransformersModel
@@ -74,6 +74,10 @@ def _build(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{chosen_class.__name__} needs packages that are not installed: {' '.join(str(error).split())}"
+        ) from error
     except _FOREIGN_ERRORS as error:
         raise CheckpointError(
             f"{folder}: {chosen_class.__name__} cannot take these weights: {error}"

@@ -141,7 +141,7 @@ def _window(name: str, masks: MaskBook, call: AttentionCall) -> int | None:
 
 
 def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...]) -> None:
-    """Refuse a model whose own cache forgets what its attention sees: two answers, neither right."""
+    """Refuse a model whose own cache forgets tokens that its attention sees: it has two answers."""
     kept = [
         getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
         for layer in DynamicCache(config=config).layers

@@ -1,4 +1,4 @@
-"""Decode steps recorded once for a few batch sizes, and replayed: a step costs one launch instead of hundreds.
+"""Decode steps recorded once for a few batch sizes, and replayed: one launch a step instead of hundreds.
 
 Knows no plan and no request.
 """

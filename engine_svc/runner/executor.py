@@ -110,7 +110,7 @@ class ThreadExecutor:
                     plan.answers.put(plan.call(plan.arguments))
                 else:
                     self._results.put(self._runner.execute(plan).result())
-            except BaseException as error:  # Whatever it is, it belongs to who waits for the result.
+            except Exception as error:  # noqa: BLE001  Whatever it is, it belongs to who waits for the result.
                 (plan.answers if isinstance(plan, _Called) else self._results).put(_Failed(error))
 
 

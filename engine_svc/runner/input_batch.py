@@ -20,9 +20,9 @@ Ints = npt.NDArray[np.int64]
 class StepInputs:
     """A step's rows flattened: first the tokens of the plan's row 0, then of row 1, and so on.
 
-    token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, last tokens of
-    rows that sample.  rows: [R], the batch's row of each of the plan's.  sampling_rows: [N], those that sample;
-    sampling_positions: [N], the places of the tokens that they sample.
+    token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, last tokens
+    of rows that sample.  rows: [R], the batch's row of each of the plan's.  sampling_rows: [N], those that
+    sample; sampling_positions: [N], the places of the tokens that they sample.
     """
 
     token_ids: Tensor

@@ -61,7 +61,7 @@ def size_kv_cache(facts: ModelFacts, wishes: KVWishes, *, max_model_len: int, fr
 
 
 def fit_max_model_len(facts: ModelFacts, wishes: KVWishes, free: FreeMemory) -> int:
-    """The longest sequence for which the cache has room, at most the model's own limit; warns where it is less.
+    """The longest sequence that the cache has room for, at most the model's limit; warns where it is less.
 
     Raises KVCapacityError where not even one block fits.
     """

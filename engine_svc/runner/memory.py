@@ -31,7 +31,7 @@ def free_host_memory() -> FreeMemory:
 def free_device_memory(
     model: Model, facts: ModelFacts, *, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
 ) -> FreeMemory:
-    """What is left of `utilization` of the GPU's memory beside the largest step, which is run to see what it takes.
+    """What is left of `utilization` of the GPU's memory beside the largest step, which is run to see.
 
     utilization: share of the whole memory that this process may use.
     """

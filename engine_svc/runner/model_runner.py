@@ -124,7 +124,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run a forward that stores nothing, so that the first request finds weights read and kernels compiled."""
+        """Run a forward that stores nothing: the first request finds weights read and kernels compiled."""
         num_tokens = min(num_tokens, self._max_model_len)
         positions = torch.arange(num_tokens, device=self._kv.device)
         slots = torch.full_like(positions, -1)

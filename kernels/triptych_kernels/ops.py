@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
@@ -39,12 +40,17 @@ class PackLinear(Protocol):
     """Lays a weight out once, at load."""
 
     def __call__(
-        self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: object = None, quantization: str = ""
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        quantization: str = "",
     ) -> Linear:
         """weight: [N, K], bias: [N].  out_dtype: of the result, None is x's.
 
-        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale an output (symmetric,
-        absolute maximum over 127); ValueError where the device has no such kernel.
+        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale an output
+        (symmetric, absolute maximum over 127); ValueError where the device has no such kernel.
         """
 
 
@@ -60,7 +66,7 @@ class PackExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One function an op; reference/ says what each computes. `name` is what logs and fingerprints call it."""
+    """One function an op; reference/ says what each computes. `name` is what logs and fingerprints say."""
 
     name: str
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked

@@ -31,6 +31,9 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--data-parallel-rank", "2", "--data-parallel-size", "2"], "--data-parallel-rank"),
         (["--prefill-share", "1"], "--prefill-share"),
         (["--enable-kv-events", "--no-enable-prefix-caching"], "--enable-kv-events is True"),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
+        (["--pipeline-parallel-size", "0"], "--pipeline-parallel-size"),
+        (["--expert-parallel"], "--expert-parallel is True"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

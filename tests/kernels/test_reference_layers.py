@@ -24,8 +24,8 @@ def test_a_row_is_divided_by_its_root_mean_square(width):
     x, weight = noise(3, width), noise(width, seed=1)
     for row, normed in zip(x.tolist(), rms_norm(x, weight, 1e-5).tolist(), strict=True):
         scale = 1 / math.sqrt(sum(value * value for value in row) / width + 1e-5)
-        assert normed == pytest.approx([value * scale * w for value, w in zip(row, weight.tolist(), strict=True)],
-                                       rel=1e-5, abs=1e-6)  # fmt: skip
+        expected = [value * scale * each for value, each in zip(row, weight.tolist(), strict=True)]
+        assert normed == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_what_is_added_stays_in_the_residual_as_rounded():

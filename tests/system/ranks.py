@@ -56,7 +56,7 @@ _SHAPE = {
 _EXPERTS = {"num_experts_per_tok": 2}
 _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
-    # The first half sees everything, the other one a window: the first of two stages has no layer of that group.
+    # Layers that see everything, then layers with a window: of two stages each has one kind.
     "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=None),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, moe_intermediate_size=64),

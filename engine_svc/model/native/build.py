@@ -1,4 +1,4 @@
-"""From a spec and weights to a native decoder: which tensors make which part, and this rank's share of them."""
+"""From a spec and weights to a native decoder: which tensors make which part, and this rank's share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A native decoder: a step's tokens through all layers of this rank. Knows no checkpoint files and no request."""
+"""A native decoder: a step's tokens through the layers of this rank. Knows no files and no request."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
 
-        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step. On a stage that is not the
-        last the result is empty.
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step. On a stage that is not
+        the last the result is empty.
         """
         residual = self._enter(token_ids)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)

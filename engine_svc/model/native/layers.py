@@ -1,4 +1,4 @@
-"""The parts of a native decoder layer. Each runs on the ops of its device; what ranks share, `parallel` joins."""
+"""The parts of a native decoder layer, on the ops of their device; what ranks share, `parallel` joins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attention:
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share; of the tokens at `rows` alone where given."""
+        """x: [T, hidden]. Returns [T, hidden], this rank's share; where given, of the tokens at `rows` alone."""
         cache = context.layers[self.layer]
         qkv = self.qkv(x)
         self.ops.rotary_kv_write(
@@ -119,7 +119,7 @@ class DecoderLayer:
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """x: [T, hidden], normed. residual: [T, hidden], written. Returns what to add to the residual, and it.
+        """x: [T, hidden], normed. residual: [T, hidden], written. Returns what to add to it, and it.
 
         Where `rows` are given, nobody reads the other tokens' result: only theirs is computed.
         """

@@ -1,9 +1,10 @@
-"""What a native decoder is built from, read off a checkpoint's config. Knows no weights and no tensors of a step."""
+"""What a native decoder is built from, read off a checkpoint's config. Knows no weights and no step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,8 +117,8 @@ def rotary_table(config: PreTrainedConfig, num_positions: int) -> Tensor:
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
 
 
-def _rope_parameters(config: PreTrainedConfig) -> Mapping[str, object]:
-    parameters: Mapping[str, object] | None = getattr(config, "rope_parameters", None)
+def _rope_parameters(config: PreTrainedConfig) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
     if not parameters or "rope_type" not in parameters:
         raise NotNative("the config has no single set of rope parameters")
     return parameters

@@ -87,8 +87,8 @@ inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, i
     }
 }
 
-// out[row][tile] = scale * q . k for 16 places a tile. queries: [ROWS][num_units]; keys, turned:
-// [TILES][num_units][16]. highest: [ROWS][16], the highest score of each lane so far, brought up to date; nullptr leaves it to the caller.
+// out[row][tile] = scale * q . k for 16 places a tile. queries: [ROWS][num_units]; keys: [TILES][num_units][16].
+// highest: [ROWS][16], the highest score of each lane so far, brought up to date; nullptr leaves it to the caller.
 template <class Kind, int ROWS, int TILES>
 void dot_tiles(
     const int32_t* queries, const int32_t* keys, int64_t num_units, float scale, float* out, int64_t out_stride,

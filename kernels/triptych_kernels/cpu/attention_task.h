@@ -15,7 +15,7 @@
 namespace triptych {
 
 // How many bytes ahead of their use tiles are asked for: blocks lie anywhere, and no hardware guesses the next.
-constexpr int64_t kBytesAhead = 8 << 10;
+constexpr int64_t kBytesAhead = 10 << 10;
 
 // The arguments of a call; strides in elements.
 struct Call {
@@ -75,19 +75,23 @@ public:
     const char* key(int64_t place) const { return keys_ + call_.slot(table_, place) * call_.key_bytes; }
     const char* value(int64_t place) const { return values_ + call_.slot(table_, place) * call_.value_bytes; }
 
-    // Asks for a tile, counted over keys and then values; behind them comes the `next` task's.
+    // Asks for what will be read some tiles after `tile`, counted over keys, then values, then the `next` task's.
+    void prefetch_after(int64_t tile, const Stream& next) const {
+        // No further than the task after this one, which asks for what is behind it.
+        if (call_.block_size % kTile == 0) prefetch(tile + std::min(call_.tiles_ahead, 2 * num_tiles_), &next);
+    }
+
+private:
     void prefetch(int64_t tile, const Stream* next) const {
-        if (call_.block_size % kTile != 0) return;
         if (tile < num_tiles_) {
             prefetch_bytes(key((first_tile_ + tile) * kTile), kTile * call_.key_bytes);
         } else if (tile < 2 * num_tiles_) {
             prefetch_bytes(value((first_tile_ + tile - num_tiles_) * kTile), kTile * call_.value_bytes);
-        } else if (next != nullptr && tile < 2 * num_tiles_ + next->num_tiles_) {
+        } else if (next != nullptr) {
             next->prefetch(tile - 2 * num_tiles_, nullptr);
         }
     }
 
-private:
     static void prefetch_bytes(const char* from, int64_t num_bytes) {
         // Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
         for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(from[line]));
@@ -229,7 +233,7 @@ private:
         for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
             const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
             for (int64_t t = tile; t < end_tile; ++t) {
-                stream_.prefetch(t + call_.tiles_ahead, &next_);
+                stream_.prefetch_after(t, next_);
                 lay_keys(first_tile_ + t, keys_ + (t - tile) * num_units_ * 16);
             }
             for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
@@ -291,7 +295,7 @@ private:
         for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
             const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
             for (int64_t t = tile; t < end_tile; ++t) {
-                stream_.prefetch(num_tiles_ + t + call_.tiles_ahead, &next_);
+                stream_.prefetch_after(num_tiles_ + t, next_);
                 lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
             }
             for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
@@ -302,7 +306,7 @@ private:
     // add() for a single token: a tile that it sees all of is not laid out first.
     void add_from_cache() {
         for (int64_t tile = 0; tile < num_tiles_; ++tile) {
-            stream_.prefetch(num_tiles_ + tile + call_.tiles_ahead, &next_);
+            stream_.prefetch_after(num_tiles_ + tile, next_);
             const int64_t place = (first_tile_ + tile) * kTile;
             const bool is_whole = place >= stream_.visible().first && place + kTile <= stream_.visible().end;
             const char* values = stream_.value(place);

@@ -1,7 +1,8 @@
 """Norms, rotary positions, stores of KV, activations and the greedy choice by native kernels.
 
-Each does what its reference says, for bf16 and fp32 rows; other dtypes and layouts go to the reference itself.
-A row's result has the same bits in every batch. Knows tensors and addresses; the arithmetic is in elementwise.cpp.
+Each does what its reference says, for bf16 and fp32 rows; other dtypes and layouts go to the reference
+itself. A row's result has the same bits in every batch. Knows tensors and addresses; the arithmetic is in
+elementwise.cpp.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 def lora_shrink(x: Tensor, weights: Tensor, adapter_ids: Tensor) -> Tensor:
     """x A^T of each token's own adapter.
 
-    x: [T, hidden].  weights: [adapters, rank, hidden].  adapter_ids: [T] int32 or int64, -1 is none and gives 0.
+    x: [T, hidden].  weights: [adapters, rank, hidden].  adapter_ids: [T] int32 or int64, -1 is none: 0.
     Returns [T, rank] fp32.
     """
     chosen = weights[adapter_ids.long().clamp(min=0)]

@@ -24,7 +24,7 @@ def rotary_kv_write(
 ) -> None:
     """Turn queries and keys by their positions; store keys and values. Queries are changed in place.
 
-    Each head's first rotary_dim values are turned in halves: (a, b) -> (a cos - b sin, b cos + a sin), in fp32.
+    Each head's first rotary_dim values turn in halves: (a, b) -> (a cos - b sin, b cos + a sin), in fp32.
     With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
     qkv: [T, (H + 2 G) D], heads of q, then of k, then of v.  positions: [T] int64.
     cos_sin: [max_positions, rotary_dim] fp32, cosines in the first half.  slot_mapping: [T] int64; a negative

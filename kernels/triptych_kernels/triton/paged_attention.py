@@ -234,9 +234,10 @@ def paged_attention(
     query's dtype; tokens that belong to no row are left unwritten.
     key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. Nothing behind a row's last token is read.
     num_splits: among how many programs the keys of a row's only token are shared out. None decides by what is
-    known without asking the device. With 1, and only then, a token has the same bits in every batch.
+    known without asking the device, else a power of two. With 1, and only then, a token has the same bits in
+    every batch.
     """
-    _check(query, key_cache, value_cache, batch)
+    _check(query, key_cache, value_cache, batch, num_splits)
     num_tokens, num_heads, key_dim = query.shape
     value_dim = value_cache.shape[-1]
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
@@ -363,7 +364,9 @@ def _join_splits(
     )
 
 
-def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch) -> None:
+def _check(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, num_splits: int | None
+) -> None:
     num_heads, key_dim = query.shape[1:]
     if num_heads % key_cache.shape[0] or key_cache.shape[-1] != key_dim:
         raise ValueError(
@@ -381,3 +384,5 @@ def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attenti
         raise ValueError("the caches must be contiguous")
     if batch.block_tables.stride(-1) != 1:
         raise ValueError(f"columns of the block tables have stride {batch.block_tables.stride(-1)}, not 1")
+    if num_splits is not None and (num_splits < 1 or num_splits & (num_splits - 1)):
+        raise ValueError(f"{num_splits} splits are no power of two")

@@ -83,33 +83,47 @@ def _weights(logits_start, token, vocab_size, highest, sharpness):
 
 
 @triton.jit
-def _count_and_sum(logits_start, vocab_size, highest, sharpness, least, middle, most, BLOCK_V: tl.constexpr):
-    """How many weights reach each of three thresholds, given as bits, and what they add up to."""
-    least, middle = least.to(tl.float32, bitcast=True), middle.to(tl.float32, bitcast=True)
-    most = most.to(tl.float32, bitcast=True)
-    count_1 = tl.zeros((BLOCK_V,), dtype=tl.int32)
-    count_2 = tl.zeros((BLOCK_V,), dtype=tl.int32)
-    count_3 = tl.zeros((BLOCK_V,), dtype=tl.int32)
-    sum_1 = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    sum_2 = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    sum_3 = tl.zeros((BLOCK_V,), dtype=tl.float32)
+def _kept(
+    logits_start,
+    vocab_size,
+    highest,
+    sharpness,
+    low,
+    step,
+    high,
+    BY_SUM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """What low + 1, 2 and 3 steps keep, and the smallest and largest weight from low to below high.
+
+    Thresholds are given, and these weights returned, as bits. Kept is a sum of weights, or a number of them.
+    """
+    first, second = (low + step).to(tl.float32, bitcast=True), (low + 2 * step).to(tl.float32, bitcast=True)
+    third = (low + 3 * step).to(tl.float32, bitcast=True)
+    bottom, top = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    kept_1 = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    kept_2 = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    kept_3 = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    smallest = tl.full((BLOCK_V,), 2.0, tl.float32)
+    largest = tl.zeros((BLOCK_V,), dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK_V):
         token = start + tl.arange(0, BLOCK_V)
         weights = _weights(logits_start, token, vocab_size, highest, sharpness)
-        is_token = token < vocab_size
-        count_1 += (is_token & (weights >= least)).to(tl.int32)
-        count_2 += (is_token & (weights >= middle)).to(tl.int32)
-        count_3 += (is_token & (weights >= most)).to(tl.int32)
-        sum_1 += tl.where(weights >= least, weights, 0.0)
-        sum_2 += tl.where(weights >= middle, weights, 0.0)
-        sum_3 += tl.where(weights >= most, weights, 0.0)
+        amount = tl.full((BLOCK_V,), 1.0, tl.float32)
+        if BY_SUM:
+            amount = weights
+        kept_1 += tl.where(weights >= first, amount, 0.0)
+        kept_2 += tl.where(weights >= second, amount, 0.0)
+        kept_3 += tl.where(weights >= third, amount, 0.0)
+        is_between = (weights >= bottom) & (weights < top)
+        smallest = tl.minimum(smallest, tl.where(is_between, weights, 2.0))
+        largest = tl.maximum(largest, tl.where(is_between, weights, 0.0))
     return (
-        tl.sum(count_1, axis=0),
-        tl.sum(count_2, axis=0),
-        tl.sum(count_3, axis=0),
-        tl.sum(sum_1.to(tl.float64), axis=0),
-        tl.sum(sum_2.to(tl.float64), axis=0),
-        tl.sum(sum_3.to(tl.float64), axis=0),
+        tl.sum(kept_1.to(tl.float64), axis=0),
+        tl.sum(kept_2.to(tl.float64), axis=0),
+        tl.sum(kept_3.to(tl.float64), axis=0),
+        tl.min(smallest, axis=0).to(tl.int32, bitcast=True),
+        tl.max(largest, axis=0).to(tl.int32, bitcast=True),
     )
 
 
@@ -128,46 +142,31 @@ def _narrow(
 
     Enough is `share` of the sum of what `low` keeps, or, without BY_SUM, `share` tokens.
     """
-    count_low, _, _, sum_low, _, _ = _count_and_sum(
-        logits_start, vocab_size, highest, sharpness, low, low, low, BLOCK_V
-    )
-    needed = share.to(tl.float64)
-    kept = count_low.to(tl.float64)
-    if BY_SUM:
-        needed = needed * sum_low
-        kept = sum_low
     # Weights are not negative, so their bits have the order of the weights; none is above 1.
-    high, count_high = low * 0 + 0x3F800001, count_low * 0
-    # Where one weight lies between, or where no more can go, what `low` keeps is what the threshold would.
-    while (high - low > 1) & (count_low - count_high > 1) & (kept > needed):
+    high = low * 0 + 0x3F800001
+    kept, _, _, smallest, largest = _kept(
+        logits_start, vocab_size, highest, sharpness, low, low * 0, high, BY_SUM, BLOCK_V
+    )
+    low = tl.maximum(low, smallest)
+    needed = share.to(tl.float64)
+    if BY_SUM:
+        needed = needed * kept
+    # What is enough at `low` is too little at `high`; when one weight is left between them it is the answer.
+    while (high - low > 1) & (kept > needed):
         step = (high - low + 3) // 4
-        count_1, count_2, count_3, sum_1, sum_2, sum_3 = _count_and_sum(
-            logits_start,
-            vocab_size,
-            highest,
-            sharpness,
-            low + step,
-            low + 2 * step,
-            low + 3 * step,
-            BLOCK_V,
+        kept_1, kept_2, kept_3, smallest, largest = _kept(
+            logits_start, vocab_size, highest, sharpness, low, step, high, BY_SUM, BLOCK_V
         )
-        kept_1, kept_2, kept_3 = count_1.to(tl.float64), count_2.to(tl.float64), count_3.to(tl.float64)
-        if BY_SUM:
-            kept_1, kept_2, kept_3 = sum_1, sum_2, sum_3
         is_1, is_2, is_3 = kept_1 >= needed, kept_2 >= needed, kept_3 >= needed
-        # The first of the thresholds that keeps too little is above, the one before it below.
-        if not is_3:
-            high, count_high = tl.minimum(high, low + 3 * step), count_3
-        if not is_2:
-            high, count_high = tl.minimum(high, low + 2 * step), count_2
-        if not is_1:
-            high, count_high = tl.minimum(high, low + step), count_1
         if is_3:
-            low, count_low, kept = low + 3 * step, count_3, kept_3
+            low, kept = low + 3 * step, kept_3
         elif is_2:
-            low, count_low, kept = low + 2 * step, count_2, kept_2
+            low, high, kept = low + 2 * step, tl.minimum(high, low + 3 * step), kept_2
         elif is_1:
-            low, count_low, kept = low + step, count_1, kept_1
+            low, high, kept = low + step, tl.minimum(high, low + 2 * step), kept_1
+        else:
+            high = tl.minimum(high, low + step)
+        low, high = tl.maximum(low, smallest), tl.minimum(high, largest + 1)
     return low
 
 

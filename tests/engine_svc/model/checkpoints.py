@@ -180,6 +180,7 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, **_TOP_2}),
+    "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 11}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
@@ -187,6 +188,17 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
 _OTHERS: dict[str, tuple[str, dict[str, object]]] = {
     "bart": ("bart", {**_SEQ2SEQ, "is_decoder": True, "is_encoder_decoder": False}),
     "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "ctrl": (
+        "ctrl",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_positions": MAX_POSITION,
+            "n_embd": 32,
+            "dff": 64,
+            "n_layer": 2,
+            "n_head": 4,
+        },
+    ),
     "falcon": (
         "falcon",
         {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -54,6 +54,7 @@ def test_a_rope_that_depends_on_the_batch_limits_the_length(rope, expected):
         ("whisper", {}, "Whisper is an encoder-decoder"),
         ("mamba2", {}, "Mamba2 has layers of kind linear_attention"),
         ("llama4_text", {}, "Llama4Text has layers of kind chunked_attention"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 48}, "Llama4Text tunes the temperature"),
         ("mllama", {}, "Mllama attends to another model's states"),
         ("vit", {}, r"ViT \(model type vit\) does not generate text"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "Llama has quantized weights"),

@@ -1,4 +1,4 @@
-"""Decode steps of recorded sizes: what is replayed is what would have been run. A recorder that reruns stands in."""
+"""Decode steps of recorded sizes: what is replayed is what would have been run. A stand-in records."""
 
 from __future__ import annotations
 

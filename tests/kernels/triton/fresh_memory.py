@@ -8,7 +8,7 @@ import torch
 
 
 def with_nan_memory(op: Callable, *args: object, **options: object):
-    """op(*args, **options) with fresh float memory full of NaN, and that of integers full of their largest."""
+    """op(*args, **options) with fresh memory full of NaN, and that of integers full of their largest."""
     torch.use_deterministic_algorithms(True)
     try:
         return op(*args, **options)

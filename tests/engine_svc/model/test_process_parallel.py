@@ -1,0 +1,83 @@
+"""Where ranks stand, and what they exchange."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine_svc.model.facts import KVShape, LayerGroup, group_layers, groups_of_stage
+from engine_svc.model.process_parallel import Place
+
+FULL, NEAR = KVShape(2, 8, 8), KVShape(2, 8, 8, window=16)
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    places = [Place(rank, tp_size=2, pp_size=3) for rank in range(6)]
+    assert [(place.pp_rank, place.tp_rank) for place in places] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    assert [place.is_last_stage for place in places] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 4), (2, 3)])
+def test_one_rank_of_the_last_stage_reports(tp_size: int, pp_size: int) -> None:
+    places = [Place(rank, tp_size, pp_size) for rank in range(tp_size * pp_size)]
+    assert [place.rank for place in places if place.reports] == [tp_size * (pp_size - 1)]
+
+
+def test_every_stage_has_the_groups_of_all_layers_with_its_own_layers_in_them() -> None:
+    shapes = (FULL, FULL, NEAR, NEAR)
+    assert group_layers(shapes) == (LayerGroup(None, (0, 1)), LayerGroup(16, (2, 3)))
+    assert groups_of_stage(shapes, 0, 2) == (LayerGroup(None, (0, 1)), LayerGroup(16, ()))
+    assert groups_of_stage(shapes, 1, 4) == (LayerGroup(None, (0,)), LayerGroup(16, (1, 2)))
+
+
+EXCHANGE = """
+import sys, torch
+from engine_svc.model.process_parallel import Place, ProcessParallel
+rank, fd = int(sys.argv[1]), sys.argv[2]
+parallel = ProcessParallel(
+    Place(rank, 2, 2), store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0
+)
+with torch.inference_mode():
+    for dtype in (torch.float32, torch.bfloat16):
+        total = parallel.all_reduce(torch.full((3, 5), float(rank + 1), dtype=dtype).t()[1:])
+        joined = parallel.all_gather(torch.tensor([[rank, 10.0], [rank, 20.0]], dtype=dtype))
+        if rank < 2:
+            for number in range(40):
+                parallel.send(torch.full((number, 7), number + rank / 2, dtype=dtype))
+            got = True
+        else:
+            received = [parallel.receive((number, 7), dtype) for number in range(40)]
+            got = all((received[number] == number + (rank - 2) / 2).all() for number in range(40))
+        print([sorted(set(total.flatten().tolist())), list(total.shape), joined.tolist(), bool(got)])
+parallel.close()
+"""
+
+
+def test_stages_add_and_join_among_themselves_and_pass_on_in_order() -> None:
+    store = os.memfd_create("store")
+    module_path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": module_path, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXCHANGE, str(rank), str(store)],
+            pass_fds=[store],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    os.close(store)
+    assert [process.returncode for process in processes] == [0] * 4
+    for rank, lines in enumerate(outputs):
+        first = rank // 2 * 2
+        joined = [[first, value, first + 1, value] for value in (10.0, 20.0)]
+        assert (
+            lines == [str([[2.0 * first + 3], [4, 3], [[float(x) for x in row] for row in joined], True])] * 2
+        )
