@@ -172,10 +172,13 @@ def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on
 
 def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
     if rank.place.reports:
-        return Reporter(ChannelWriter(writer_end(rank.spec["results_out"])), is_beside=on_gpu)
+        results, tokens = (
+            ChannelWriter(writer_end(rank.spec[name])) for name in ("results_out", "tokens_out")
+        )
+        return Reporter(results, tokens if rank.place.pp_size > 1 else None, is_beside=on_gpu)
     if rank.place.is_last_stage:
         return Silent()
-    return EarlyStage(ChannelReader(reader_end(rank.spec["results_in"])), runner.batch)
+    return EarlyStage(ChannelReader(reader_end(rank.spec["tokens_in"])), runner.batch)
 
 
 def _calls(decoder: PlanDecoder, runner: ModelRunner, num_groups: int) -> dict[str, Call]:

@@ -64,10 +64,14 @@ class InputBatch:
         # A token is sampled behind the longest sequence where a step was planned before its end was known.
         # Never touched memory costs nothing, so every row may have the longest length.
         self.token_ids = torch.empty(max_num_seqs, max_model_len + 2, dtype=torch.int32, device=self.device)
+        self._is_on_host = self.device.type == "cpu"
+        # The same memory, as numpy writes a few of them faster.
+        self._host_token_ids = (
+            self.token_ids.numpy() if self._is_on_host else np.empty((0, 0), dtype=np.int32)
+        )
         num_columns = -(-(max_model_len + 2) // block_size)
         self._tables = np.zeros((num_groups, max_num_seqs, num_columns), dtype=np.int32)
         self._num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
-        self._is_on_host = self.device.type == "cpu"
         self._device_tables = torch.from_numpy(self._tables).to(self.device)
         self._changed_rows: set[int] = set()
 
@@ -125,22 +129,20 @@ class InputBatch:
             row_of_token = np.repeat(rows, counts)
             positions = np.arange(ends[-1]) + np.repeat(totals - ends, counts)
         size = self._block_size
-        columns, offsets = np.divmod(positions, size)
-        slots = [table[row_of_token, columns].astype(np.int64) * size + offsets for table in self._tables]
+        columns = positions // size
+        offsets = positions - columns * size
+        slots = [table[row_of_token, columns] * np.int64(size) + offsets for table in self._tables]
         starts_of_rows = np.concatenate(([0], ends))
-        on_device = self._send(
-            [row_of_token, positions, *slots, starts_of_rows, totals, ends[samples] - 1, rows]
+        device_rows, device_positions, logit_rows, batch_rows, *device_slots = self._send(
+            [row_of_token, positions, ends[samples] - 1, rows, *slots]
         )
-        num_groups = len(slots)
-        device_rows, device_positions = on_device[0], on_device[1]
-        query_starts, total_lengths, logit_rows, batch_rows = on_device[2 + num_groups :]
+        query_starts, total_lengths = self._send([starts_of_rows.astype(np.int32), totals.astype(np.int32)])
         max_total = int(totals.max())
         tables = self._gathered_tables(rows, batch_rows, -(-max_total // size))
-        query_starts, total_lengths = query_starts.int(), total_lengths.int()
         return StepInputs(
-            token_ids=self.token_ids[device_rows, device_positions].long(),
+            token_ids=self._known_tokens(row_of_token, positions, device_rows, device_positions),
             positions=device_positions,
-            slot_mappings=on_device[2 : 2 + num_groups],
+            slot_mappings=device_slots,
             attention=[
                 AttentionBatch(table, query_starts, total_lengths, size, int(counts.max()), max_total)
                 for table in tables
@@ -154,8 +156,18 @@ class InputBatch:
 
     def append(self, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
         """Write each row's sampled token at its place. token_ids: [N] int64, on the device."""
-        places = self._send([rows, positions])
-        self.token_ids[places[0], places[1]] = token_ids.int()
+        if self._is_on_host:
+            self._host_token_ids[rows, positions] = token_ids.numpy()
+        else:
+            places = self._send([rows, positions])
+            self.token_ids[places[0], places[1]] = token_ids.int()
+
+    def _known_tokens(
+        self, rows: Ints, positions: Ints, device_rows: Tensor, device_positions: Tensor
+    ) -> Tensor:
+        if self._is_on_host:
+            return torch.from_numpy(self._host_token_ids[rows, positions].astype(np.int64))
+        return self.token_ids[device_rows, device_positions].long()
 
     def table(self, group: int, row: int) -> list[int]:
         """The block ids of a row."""
@@ -174,8 +186,8 @@ class InputBatch:
             self._changed_rows.clear()
         return list(self._device_tables.index_select(1, device_rows)[:, :, :num_columns].unbind(0))
 
-    def _send(self, columns: list[Ints]) -> list[Tensor]:
-        """The columns as tensors on the device, in one copy."""
+    def _send(self, columns: Sequence[npt.NDArray[np.integer]]) -> list[Tensor]:
+        """The columns, all of one dtype, as tensors on the device, in one copy."""
         if self._is_on_host:
             return [torch.from_numpy(column) for column in columns]
         packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self.device, non_blocking=True)

@@ -61,6 +61,7 @@ class ModelRunner:
         self._hooks = tuple(hooks)
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
+        self._needs_clean_blocks = ops.needs_clean_blocks
         self._sampler = Sampler(
             ops,
             max_num_seqs=config.max_num_seqs,
@@ -161,7 +162,8 @@ class ModelRunner:
             self._sampler.leave(row)
         for row, admitted in entered:
             self._sampler.enter(row, admitted)
-        self._kv.clear(fresh)
+        if self._needs_clean_blocks:
+            self._kv.clear(fresh)
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         graphs = self._resident.graphs

@@ -1,7 +1,7 @@
 """Plans run by several processes that hold one model together. Knows no model and no device.
 
 Every rank gets the same bytes and does the same with them. The ranks of the last stage know what was sampled,
-and one of them tells it; stages before take the tokens from the same channel.
+and one of them tells it: the engine all of it, the stages before the tokens alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class RanksStarting:
         self._places = tuple(places)
         early = [place for place in places if not place.is_last_stage]
         self._plans = create_channel(len(places))
-        self._results = create_channel(1 + len(early))
+        self._results = create_channel(1)
+        # Of its own: the engine's results may be larger than a ring, and stages read when they have a plan.
+        self._tokens = create_channel(len(early))
         self._board = ProgressBoard.create(len(places))
         self._store_fd = os.memfd_create("triptych-store", os.MFD_CLOEXEC)
         starts = [self._start_of(place, early, launch) for place in places]
@@ -96,6 +98,7 @@ class RanksStarting:
         self._one_of_each("ready")
         self._watch.all_are_ready()
         os.close(self._store_fd)
+        self._tokens.close()
         encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
         return ProcessGroup(self._watch, self._board, self._plans, self._results, encoder, self._limits)
 
@@ -103,6 +106,7 @@ class RanksStarting:
         """End the ranks, which may be deep in loading and have nothing to end by themselves."""
         self._watch.stop(grace_s=0.0)
         os.close(self._store_fd)
+        self._tokens.close()
         _close(self._plans, self._results, self._board)
 
     def _one_of_each(self, kind: str) -> list[RankMessage]:
@@ -139,16 +143,12 @@ class RanksStarting:
         }
         fds = [self._store_fd, self._board.fd, *plans.fds]
         if place.reports:
-            writer = self._results.writer
-            spec["results_out"] = [
-                writer.memory_fd,
-                writer.capacity,
-                *(fd for pair in writer.reader_fds for fd in pair),
-            ]
-            fds += writer.fds
+            for name, channel in (("results_out", self._results), ("tokens_out", self._tokens)):
+                spec[name] = [channel.writer.memory_fd, channel.writer.capacity, *channel.writer.fds[1:]]
+                fds += channel.writer.fds
         elif not place.is_last_stage:
-            tokens = self._results.readers[1 + early.index(place)]
-            spec["results_in"] = [*tokens.fds, tokens.capacity]
+            tokens = self._tokens.readers[early.index(place)]
+            spec["tokens_in"] = [*tokens.fds, tokens.capacity]
             fds += tokens.fds
         return RankStart(launch.module, spec, tuple(fds), launch.environment)
 

@@ -123,8 +123,9 @@ class Reporter:
     is_beside: from a thread, where the device works by itself: the next plan is launched while it does.
     """
 
-    def __init__(self, results: ChannelWriter, *, is_beside: bool) -> None:
+    def __init__(self, results: ChannelWriter, tokens: ChannelWriter | None, *, is_beside: bool) -> None:
         self._results = results
+        self._tokens = tokens  # for stages before, where there are any
         self._steps: SimpleQueue[LaunchedStep | threading.Event] | None = SimpleQueue() if is_beside else None
         if is_beside:
             threading.Thread(target=self._run, name="results", daemon=True).start()
@@ -156,7 +157,11 @@ class Reporter:
                 self._tell(step)
 
     def _tell(self, step: LaunchedStep) -> None:
-        self._results.send(encode_result(step.result()), timeout_s=_ROOM_S)
+        result = step.result()
+        if self._tokens is not None:
+            tokens = StepResult(result.step_number, result.sampled)
+            self._tokens.send(encode_result(tokens), timeout_s=_ROOM_S)
+        self._results.send(encode_result(result), timeout_s=_ROOM_S)
 
 
 @dataclass(slots=True)
@@ -173,8 +178,8 @@ class _Expected:
 class EarlyStage:
     """The part of a stage that does not sample: it hears of tokens, before the first step that needs them."""
 
-    def __init__(self, results: ChannelReader, batch: InputBatch) -> None:
-        self._results = results
+    def __init__(self, tokens: ChannelReader, batch: InputBatch) -> None:
+        self._tokens = tokens
         self._batch = batch
         self._expected: deque[_Expected] = deque()
 
@@ -189,7 +194,7 @@ class EarlyStage:
             if any(request_id in rows for request_id, _ in expected.places.values()):
                 needed = number
         self._take(needed)
-        while self._expected and (message := self._results.receive(timeout_s=0.0)) is not None:
+        while self._expected and (message := self._tokens.receive(timeout_s=0.0)) is not None:
             self._write(decode_result(message))
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
@@ -209,7 +214,7 @@ class EarlyStage:
 
     def _take(self, count: int) -> None:
         for _ in range(count):
-            message = self._results.receive()
+            message = self._tokens.receive()
             assert message is not None, "a wait without an end ended with nothing"
             self._write(decode_result(message))
 

@@ -54,7 +54,7 @@ class RankStart:
 class WatchLimits:
     """How long ranks may be silent. A long step is no silence, as another thread gives the signs of life."""
 
-    hang_s: float = 4.5
+    hang_s: float = 4.0
     start_hang_s: float = 60.0  # until all are ready: imports may keep a process busy for seconds
     stop_s: float = 5.0  # from being asked to end to being killed
 

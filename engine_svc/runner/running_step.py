@@ -36,25 +36,34 @@ class RunningStep:
     def result(self) -> StepResult:
         """What the step yielded; waits until it is done."""
         plan = self._plan
-        result = StepResult(plan.step_number, sampled=[[] for _ in plan.request_ids])
         if self._done is not None:
             self._done.synchronize()
+        result = StepResult(plan.step_number, sampled=self._columns())
         for part in self._prompts:
             result.prompt_logprobs[part.index] = PromptPlaces(part.first_position, part.logprobs.tell())
         if self._sampled is None:
             return result
+        if self._sampled.logprobs is None and self._is_finite.all():
+            return result
         indices = [index for index, samples in enumerate(plan.samples) if samples]
-        for index, token, is_finite in zip(
-            indices, self._token_ids.tolist(), self._is_finite.tolist(), strict=True
-        ):
-            if is_finite:
-                result.sampled[index] = [token]
-            else:
+        for index, is_finite in zip(indices, self._is_finite.tolist(), strict=True):
+            if not is_finite:
+                result.sampled[index] = []
                 result.non_finite.append(index)
         if self._sampled.logprobs is not None:
             for place, told in self._sampled.logprobs.by_index().items():
                 result.logprobs[indices[place]] = told
         return result
+
+    def _columns(self) -> list[list[int]]:
+        """What each row sampled, whether or not it means anything."""
+        if self._sampled is None:
+            return [[] for _ in self._plan.request_ids]
+        tokens = self._token_ids.tolist()
+        if len(tokens) == len(self._plan.request_ids):
+            return [[token] for token in tokens]
+        following = iter(tokens)
+        return [[next(following)] if samples else [] for samples in self._plan.samples]
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class Ops:
 
     name: str
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
+    needs_clean_blocks: bool  # what attention may not see must be finite all the same
     pack_linear: PackLinear
     pack_experts: PackExperts
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -97,16 +98,24 @@ def ranks_of(
     on_lost: Callable[[RankLost], object] = lambda lost: None,
 ) -> Iterator[RankedSide]:
     """Ranks that are shut down in the end; afterwards nothing is left of them."""
-    before, files = set(os.listdir("/dev/shm")), open_files()
+    files = open_files()
     ranked = build_ranks(config, lambda phase, done, total: None, limits=limits, on_lost=on_lost)
     process_ids = ranked.group.process_ids
+    segments = named_segments(process_ids)
     try:
         yield ranked
     finally:
         ranked.group.shutdown()
     assert [process_id for process_id in process_ids if is_there(process_id)] == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert [segment for segment in segments if segment.exists()] == []
     assert open_files() - files == set()
+
+
+def named_segments(process_ids: list[int]) -> set[Path]:
+    """The shared memory with a name, which would outlive them, that these processes have mapped."""
+    maps = [Path(f"/proc/{process_id}/maps").read_text() for process_id in process_ids]
+    assert all("memfd:triptych" in text for text in maps), "shared memory is not found where it is looked for"
+    return {Path(path) for text in maps for path in re.findall(r"/dev/shm/\S+", text)}
 
 
 def open_files() -> set[tuple[str, str]]:

@@ -31,6 +31,7 @@ from tests.system.ranks import (
     is_there,
     make_checkpoint,
     mixed_sampling,
+    named_segments,
     ranks_of,
     wait_for_end,
 )
@@ -230,7 +231,6 @@ sys.stdin.read()
 
 
 def test_ranks_end_with_a_parent_that_is_killed_even_a_stopped_one(folders) -> None:
-    before = set(os.listdir("/dev/shm"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folders["llama"])],
@@ -241,10 +241,11 @@ def test_ranks_end_with_a_parent_that_is_killed_even_a_stopped_one(folders) -> N
         assert parent.stdout is not None
         process_ids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(process_ids) == 2
+        segments = named_segments(process_ids)
         os.kill(process_ids[0], signal.SIGSTOP)
         parent.kill()
     assert wait_for_end(process_ids) == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert [segment for segment in segments if segment.exists()] == []
 
 
 async def test_an_engine_serves_with_ranks_and_ends_when_one_is_killed(llama: str) -> None:

@@ -34,6 +34,7 @@ def native_ops() -> Ops | None:
         REFERENCE,
         name="native-cpu",
         is_batch_invariant=True,
+        needs_clean_blocks=False,
         pack_linear=pack_linear,
         pack_experts=pack_experts,
         kv_write=kv_write,

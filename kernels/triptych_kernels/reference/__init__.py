@@ -18,6 +18,7 @@ from triptych_kernels.reference.token_mask import apply_token_mask
 REFERENCE = Ops(
     name="reference",
     is_batch_invariant=False,
+    needs_clean_blocks=True,
     pack_linear=pack_linear,
     pack_experts=pack_experts,
     kv_write=kv_write,

@@ -51,8 +51,8 @@ def _visible_scores(
     return tl.where(is_visible, scores, float("-inf"))
 
 
-# Nothing is compiled for particular numbers of rows: they change from step to step.
-@triton.jit(do_not_specialize=["num_rows"])
+# Nothing is compiled for particular numbers of rows and widths of tables: they change from step to step.
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _paged_attention_kernel(
     query_ptr,
     key_cache_ptr,
@@ -238,8 +238,7 @@ def paged_attention(
     every batch.
     """
     _check(query, key_cache, value_cache, batch, num_splits)
-    num_tokens, num_heads, key_dim = query.shape
-    value_dim = value_cache.shape[-1]
+    (num_tokens, num_heads, key_dim), value_dim = query.shape, value_cache.shape[-1]
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or batch.num_rows == 0:
         return out
@@ -254,7 +253,6 @@ def paged_attention(
         num_visible = min(batch.max_total_length, window or batch.max_total_length)
         num_splits = choose_num_splits(batch.num_rows * num_kv_heads, num_visible, _num_processors(query))
     parts, maxima, sums = _room_for_parts(query, batch.num_rows, num_splits, value_dim)
-    # Where rows are searched, each begins at a tile of its own, and some tiles are nobody's.
     is_searched = is_fixed or not is_decode
     num_tiles = num_tokens // (tile.queries // share) + batch.num_rows if is_searched else batch.num_rows
     _paged_attention_kernel[(num_tiles, num_kv_heads, num_splits)](

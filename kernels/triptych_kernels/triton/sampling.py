@@ -25,12 +25,12 @@ def _greedy_kernel(
     """The largest of BLOCK_V logits of a row, NaN if any is, and the first token that has it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_token = token < vocab_size
-    logits = tl.load(logits_ptr + row * logits_stride + token, mask=is_token, other=float("-inf"))
+    start = logits_ptr + row * logits_stride
+    logits = tl.load(start + token, mask=token < vocab_size, other=float("-inf"))
     logits = logits.to(tl.float32)
     num_nan = tl.sum((logits != logits).to(tl.int32), axis=0)
     highest = tl.max(tl.where(logits != logits, float("-inf"), logits), axis=0)
-    first = tl.min(tl.where((logits == highest) & is_token, token, vocab_size - 1), axis=0)
+    first = tl.min(tl.where(logits == highest, token, vocab_size - 1), axis=0)
     tl.store(highest_ptr + row * num_parts + part, tl.where(num_nan > 0, float("nan"), highest))
     tl.store(tokens_ptr + row * num_parts + part, first.to(tl.int64))
 
@@ -41,11 +41,11 @@ def _greedy_of_parts_kernel(
 ):
     """The same for a row out of its parts."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
-    is_part = part < num_parts
-    highest = tl.load(part_highest_ptr + row * num_parts + part, mask=is_part, other=float("-inf"))
+    start = part_highest_ptr + row * num_parts
+    highest = tl.load(start + part, mask=part < num_parts, other=float("-inf"))
     num_nan = tl.sum((highest != highest).to(tl.int32), axis=0)
     largest = tl.max(tl.where(highest != highest, float("-inf"), highest), axis=0)
-    first = tl.min(tl.where((highest == largest) & is_part, part, num_parts - 1), axis=0)
+    first = tl.min(tl.where(highest == largest, part, num_parts - 1), axis=0)
     tl.store(highest_ptr + row, tl.where(num_nan > 0, float("nan"), largest))
     tl.store(tokens_ptr + row, tl.load(part_tokens_ptr + row * num_parts + first))
 

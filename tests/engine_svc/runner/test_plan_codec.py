@@ -55,11 +55,12 @@ class Marks:
     numbers: tuple[int, ...]
 
 
-MARKS = ExtraForm(
-    Marks,
-    lambda marks: bytes(marks.numbers),
-    lambda data: Marks(tuple(data)),  # type: ignore[attr-defined]
-)
+def marks_bytes(marks: object) -> bytes:
+    assert isinstance(marks, Marks)
+    return bytes(marks.numbers)
+
+
+MARKS = ExtraForm(Marks, marks_bytes, lambda data: Marks(tuple(data)))
 
 
 def codec(num_groups: int = 1, max_num_seqs: int = MAX_NUM_SEQS) -> tuple[PlanEncoder, PlanDecoder]:
@@ -166,7 +167,8 @@ def test_plans_of_a_real_scheduler_survive(overlaps: bool) -> None:
     for index in range(12):
         prompt = [rng.randrange(9) for _ in range(rng.randint(3, 40))]
         scheduler.add(Request(f"r{index}", prompt, len(prompt), SamplingParams(max_tokens=40, seed=index)))
-    in_flight, num_plans, num_preempted = [], 0, 0
+    in_flight: list[StepPlan] = []
+    num_plans = num_preempted = 0
     while scheduler.has_work or in_flight:
         plan = scheduler.schedule(0.0)
         if plan.request_ids:

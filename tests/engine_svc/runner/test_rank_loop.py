@@ -15,7 +15,7 @@ from engine_svc.runner.plan_codec import CALL, PLAN, STOP, PlanDecoder, PlanEnco
 from engine_svc.runner.rank_loop import EarlyStage, RankLoop, Reporter, Silent, UnknownCall
 from engine_svc.runner.result_codec import decode_result, encode_result
 from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan, StepResult
+from engine_svc.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 
 SIZES = {"max_num_seqs": 4, "num_groups": 1}
 
@@ -144,7 +144,7 @@ def test_a_row_without_a_token_gets_one_that_every_model_has(channel: Channel) -
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_results_are_told_in_the_order_of_the_steps(is_beside: bool, channel: Channel) -> None:
     reader = ChannelReader(channel.readers[0])
-    reporter = Reporter(ChannelWriter(channel.writer), is_beside=is_beside)
+    reporter = Reporter(ChannelWriter(channel.writer), None, is_beside=is_beside)
     for number in range(1, 4):
         reporter.after(StepPlan(number), FakeStep(StepResult(number, [[number]])))
     reporter.settle()
@@ -162,12 +162,22 @@ def test_a_device_that_works_by_itself_is_not_waited_for(channel: Channel) -> No
             return StepResult(1, [[7]])
 
     reader = ChannelReader(channel.readers[0])
-    reporter = Reporter(ChannelWriter(channel.writer), is_beside=True)
+    reporter = Reporter(ChannelWriter(channel.writer), None, is_beside=True)
     reporter.after(StepPlan(1), SlowStep())
     assert asked.wait(20)
     assert reader.receive(timeout_s=0.0) is None
     gate.set()
     assert decode_result(reader.receive(timeout_s=20) or b"").sampled == [[7]]
+
+
+def test_stages_are_told_the_tokens_alone(channel: Channel) -> None:
+    tokens = create_channel(num_readers=1)
+    reporter = Reporter(ChannelWriter(channel.writer), ChannelWriter(tokens.writer), is_beside=False)
+    full = StepResult(1, [[7]], logprobs={0: TokenLogprobs([-0.5], [1])})
+    reporter.after(StepPlan(1), FakeStep(full))
+    received = [ChannelReader(one.readers[0]).receive(timeout_s=0.0) or b"" for one in (channel, tokens)]
+    tokens.close()
+    assert [decode_result(message) for message in received] == [full, StepResult(1, [[7]])]
 
 
 def test_a_rank_runs_plans_and_answers_calls_in_their_order(channel: Channel) -> None:

@@ -43,6 +43,12 @@ def test_add_rms_norm_equals_the_reference(shape, dtype, device):
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def test_what_is_normed_is_the_residual_as_it_was_rounded(device):
+    x, residual, weight = operands((50, 300), torch.bfloat16, device)
+    output = add_rms_norm(x, residual, weight, EPS)
+    assert (output != rms_norm(residual, weight, EPS)).float().mean() < 0.01
+
+
 def test_rows_may_lie_apart_with_nan_between_them(device):
     x, residual, weight = operands((7, 33), torch.float32, device)
     room = torch.full((2, 7, 40), float("nan"), device=device)
