@@ -1,4 +1,4 @@
-"""llama.cpp, all sequences in one batch a step: PYTHON -m benchmarks.contestants.llama_cpp FILE.gguf MAX_ROWS.
+"""llama.cpp, all sequences in one batch a step: PYTHON -m benchmarks.contestants.llama_cpp FILE MAX_ROWS.
 
 Uses the C interface that llama-cpp-python publishes; the largest logit is found with numpy.
 """

@@ -74,14 +74,14 @@ class ThreadExecutor:
         self._calls = calls or {}
         # Both are as short as the steps that the loop has in flight.
         self._plans: SimpleQueue[StepPlan | _Called | None] = SimpleQueue()
-        self._results: SimpleQueue[StepResult | _Failed] = SimpleQueue()
+        self._steps: SimpleQueue[LaunchedStep | _Failed] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run the plan behind those launched before."""
         self._plans.put(plan)
-        return _QueuedStep(self._results)
+        return _QueuedStep(self._steps)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
         """Do what goes by this name behind the plans launched so far; the answer of the only rank.
@@ -109,18 +109,19 @@ class ThreadExecutor:
                 if isinstance(plan, _Called):
                     plan.answers.put(plan.call(plan.arguments))
                 else:
-                    self._results.put(self._runner.execute(plan).result())
+                    # What it yielded is told in the loop's thread: here the next step waits.
+                    self._steps.put(self._runner.execute(plan))
             except Exception as error:  # noqa: BLE001  Whatever it is, it belongs to who waits for the result.
-                (plan.answers if isinstance(plan, _Called) else self._results).put(_Failed(error))
+                (plan.answers if isinstance(plan, _Called) else self._steps).put(_Failed(error))
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedStep:
-    results: SimpleQueue[StepResult | _Failed]
+    steps: SimpleQueue[LaunchedStep | _Failed]
 
     def result(self) -> StepResult:
         """The oldest result that nobody has taken; the error that ended its step is raised here."""
-        result = self.results.get()
-        if isinstance(result, _Failed):
-            raise result.error
-        return result
+        step = self.steps.get()
+        if isinstance(step, _Failed):
+            raise step.error
+        return step.result()

@@ -116,14 +116,14 @@ class InputBatch:
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """The inputs of the plan's rows, which must have been applied."""
-        row_of = self.row_of
-        rows = np.array([row_of[request_id] for request_id in plan.request_ids], dtype=np.int64)
+        num_rows = len(plan.request_ids)
+        rows = np.fromiter(map(self.row_of.__getitem__, plan.request_ids), np.int64, num_rows)
         counts = np.array(plan.num_tokens, dtype=np.int64)
         starts = np.array(plan.num_computed_tokens, dtype=np.int64)
         samples = np.array(plan.samples, dtype=bool)
         totals = starts + counts
         ends = np.cumsum(counts)
-        if len(rows) == ends[-1]:
+        if num_rows == ends[-1]:
             row_of_token, positions = rows, starts
         else:
             row_of_token = np.repeat(rows, counts)

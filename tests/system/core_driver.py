@@ -18,6 +18,7 @@ from engine_svc.request import Request
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.running_step import RunningStep
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.step import StepPlan
@@ -85,7 +86,7 @@ class CoreDriver:
         self.depth = depth
         self.num_chunks = 0
         self.num_cached_tokens = 0
-        self._in_flight: list[tuple[StepPlan, object]] = []
+        self._in_flight: list[tuple[StepPlan, RunningStep]] = []
 
     @property
     def num_preemptions(self) -> int:

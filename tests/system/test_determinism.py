@@ -5,6 +5,7 @@ The default mode on a CPU with native kernels. Every line runs the real schedule
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def situations(loaded: LoadedModel) -> Iterator[tuple[str, Callable[[], CoreDriv
     for size in (2, 3, 8, 16, 32, 64):
         yield f"in a batch of {size}", lambda: CoreDriver(loaded, num_blocks=2048), size - 1
     for size in (16, 37, 64, 128, 512):
-        yield f"in chunks of {size}", lambda size=size: CoreDriver(loaded, max_num_batched_tokens=size), 0
+        yield f"in chunks of {size}", functools.partial(CoreDriver, loaded, max_num_batched_tokens=size), 0
     yield "with blocks of 32", lambda: CoreDriver(loaded, block_size=32), 0
 
 

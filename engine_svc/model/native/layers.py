@@ -39,7 +39,7 @@ class Attention:
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share; where given, of the tokens at `rows` alone."""
+        """x: [T, hidden]. Returns [T, hidden], this rank's share; where given, of tokens at `rows`."""
         cache = context.layers[self.layer]
         qkv = self.qkv(x)
         self.ops.rotary_kv_write(

@@ -32,7 +32,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
     return Ops(
         name="triton-deterministic" if deterministic else "triton",
         is_batch_invariant=deterministic,
-        needs_clean_blocks=True,
+        needs_clean_blocks=False,
         pack_linear=functools.partial(pack_linear, deterministic=deterministic),
         pack_experts=functools.partial(pack_experts, deterministic=deterministic),
         kv_write=kv_write,

@@ -106,8 +106,7 @@ def _paged_attention_kernel(
     if tile * BLOCK_Q >= num_tokens:
         return
 
-    m = tl.arange(0, BLOCK_M)
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    m, d, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     query = tile * BLOCK_Q + m // SHARE
     head = kv_head * SHARE + m % SHARE
     is_query = (m < BLOCK_Q * SHARE) & (query < num_tokens)
@@ -119,10 +118,11 @@ def _paged_attention_kernel(
     first_position = tl.load(total_lengths_ptr + row) - num_tokens
     position = first_position + query
     end_key = first_position + tl.minimum((tile + 1) * BLOCK_Q, num_tokens)
-    # A tile of keys is the same for all who see it, whatever their window, chunk and batch.
-    first_key = 0
+    # A tile of keys is the same for all who see it, but what no query here sees of it is not read.
+    first_seen = 0
     if WINDOW > 0:
-        first_key = tl.maximum(first_position + tile * BLOCK_Q - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_seen = tl.maximum(first_position + tile * BLOCK_Q - WINDOW + 1, 0)
+    first_key = first_seen // BLOCK_N * BLOCK_N
     if NUM_SPLITS > 1:
         num_tiles = (end_key - first_key + BLOCK_N - 1) // BLOCK_N
         split_keys = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * BLOCK_N
@@ -142,7 +142,7 @@ def _paged_attention_kernel(
     value_head = value_cache_ptr + kv_head.to(tl.int64) * num_slots * VALUE_DIM
     for start in range(first_key, end_key, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        is_key = key < end_key
+        is_key = (key >= first_seen) & (key < end_key)
         block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + key % BLOCK_SIZE
         is_k = is_key[None, :] & (d < KEY_DIM)[:, None]
@@ -232,7 +232,7 @@ def paged_attention(
     cap(x) = soft_cap * tanh(x / soft_cap); a sink adds exp(sinks[h]) to the denominator of head h.
     query: [T, H, D], any strides; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in
     query's dtype; tokens that belong to no row are left unwritten.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. Nothing behind a row's last token is read.
+    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. What no token sees is not read.
     num_splits: among how many programs the keys of a row's only token are shared out. None decides by what is
     known without asking the device, else a power of two. With 1, and only then, a token has the same bits in
     every batch.

@@ -44,7 +44,13 @@ _BLOCK: dict[str, object] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GPT = {"vocab_size": VOCAB_SIZE, "n_positions": MAX_POSITION, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_GPT: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": MAX_POSITION,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+}
 _SEQ2SEQ = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": MAX_POSITION,
@@ -69,7 +75,7 @@ _LATENT = {
     "kv_lora_rank": 16,
 }
 _TOP_2 = {"num_experts_per_tok": 2}
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, object] = {
     **_LATENT,
     **_TOP_2,
     "n_routed_experts": 8,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,9 @@ def some_prompts(count: int, length: int, *, seed: int, start: list[int] | None 
 def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     """Prompts of one length and what transformers continues them with, greedily and past any end."""
     model.generation_config.eos_token_id = None
-    return model.generate(
+    # Untyped: the library's own stubs contradict each other about `generate`.
+    untyped: Any = model
+    return untyped.generate(
         torch.tensor(prompts), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0,
         attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
     ).tolist()  # fmt: skip

@@ -111,6 +111,7 @@ def cut(logits: torch.Tensor, **wish: object) -> torch.Tensor:
     rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
     rig.enter(0, temperature=1.0, logprobs=-1, **wish)
     sampled = rig.choose(logits.clone(), [0])
+    assert sampled.logprobs is not None
     told = sampled.logprobs.by_index()[0]
     row = torch.empty(VOCAB_SIZE)
     row[told.top_token_ids] = torch.tensor(told.top_logprobs)

@@ -89,9 +89,9 @@ def run(model, requests: list[Request], *, num_blocks: int, depth: int) -> Reade
 
 def make_requests() -> list[Request]:
     choose = random.Random(6)
-    told = {"logprobs": NUM_TOP, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+    told: dict[str, object] = {"logprobs": NUM_TOP, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}
     penalised = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
-    wishes = [
+    wishes: list[dict[str, object]] = [
         told,
         {"temperature": 1.0, "seed": 3, **penalised},
         {**told, **penalised, "temperature": 0.8, "seed": 4},

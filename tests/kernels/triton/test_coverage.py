@@ -13,7 +13,7 @@ from tests.kernels import triton as tests_of_kernels
 from triptych_kernels import Ops
 
 _MIN_SHAPES = 3
-_FACTS = {"name", "is_batch_invariant"}
+_FACTS = {"name", "is_batch_invariant", "needs_clean_blocks"}
 OPS = sorted(field.name for field in dataclasses.fields(Ops) if field.name not in _FACTS)
 
 

@@ -93,6 +93,19 @@ def test_a_window_hides_older_tokens(lengths, num_splits, window, device):
     assert_matches(paged_case(lengths), device, num_splits, window=window)
 
 
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize("lengths", [[(1, 150), (1, 90)], [(3, 150), (1, 90)]], ids=["decode", "mixed"])
+def test_blocks_that_fell_out_of_the_window_are_not_read(lengths, num_splits, device):
+    case = moved(paged_case(lengths), device)
+    expected = attend(case, num_splits=num_splits, window=10)
+    for row, (num_tokens, total) in enumerate(lengths):
+        num_freed = (total - num_tokens - 10 + 1) // case.batch.block_size
+        freed = case.batch.block_tables[row, :num_freed].long()
+        case.key_cache[:, freed] = case.value_cache[:, freed] = float("nan")
+        case.batch.block_tables[row, :num_freed] = 10**8
+    assert torch.equal(attend(case, num_splits=num_splits, window=10), expected)
+
+
 @pytest.mark.parametrize("options", [{"soft_cap": 0.7}, {"sinks": SINKS}], ids=["cap", "sinks"])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("num_splits", [None, 4])
