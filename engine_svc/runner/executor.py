@@ -10,6 +10,9 @@ from typing import Protocol
 
 from engine_svc.step import StepPlan, StepResult
 
+# Longer than any step in flight takes.
+_SHUTDOWN_S = 60.0
+
 # What is asked for by its name beside plans, in plain values, and answered in such.
 Call = Callable[[Mapping[str, object]], Mapping[str, object]]
 
@@ -96,12 +99,12 @@ class ThreadExecutor:
         return [answer]
 
     def shutdown(self) -> None:
-        """Let the thread end after the plans that were launched."""
-        self._plans.put(None)
+        """Let the thread end after the plans that were launched, and wait for it.
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join(timeout_s)
+        A thread that is inside of native code when the interpreter goes would take the process down with it.
+        """
+        self._plans.put(None)
+        self._thread.join(_SHUTDOWN_S)
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:

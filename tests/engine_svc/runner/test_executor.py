@@ -74,5 +74,4 @@ def test_the_thread_ends_behind_the_last_plan():
     step = executor.launch(StepPlan(5))
     executor.shutdown()
     assert step.result().step_number == 5
-    executor.join(10)
     assert "model" not in {thread.name for thread in threading.enumerate()}

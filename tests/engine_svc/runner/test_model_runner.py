@@ -90,7 +90,7 @@ def test_mixed_chunked_and_resumed_steps_yield_what_transformers_generates(tiny_
 
 def test_streams_are_varied_enough_to_show_a_mistake(tiny_model):
     for family in ("llama", "qwen2", "gpt2"):
-        assert len(set(generated(tiny_model(family).theirs, prompt_of(12, seed=0), 64))) >= 20
+        assert len(set(generated(tiny_model(family).theirs, prompt_of(12, seed=2), 64))) >= 20
 
 
 def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(tiny_model):
