@@ -110,7 +110,9 @@ def _ours(model: Path, options: argparse.Namespace) -> Entry:
     ]
     command = [sys.executable, "-m", "benchmarks.contestants.triptych", str(model.resolve()), *flags]
     paths = os.pathsep.join(str(_ROOT / name) for name in (".", "protos", "kernels"))
-    return Entry("triptych", command, {"PYTHONPATH": paths})
+    # As with vLLM, the thread that computes is pinned; those beside it go where there is room.
+    environment = {"PYTHONPATH": paths, "TRIPTYCH_BENCHMARK_CORE": str(options.core)}
+    return Entry("triptych", command, environment, is_pinned=False)
 
 
 def _peers(model: Path, options: argparse.Namespace) -> Iterator[Entry]:

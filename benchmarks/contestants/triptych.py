@@ -6,7 +6,9 @@ The real loop, scheduler, cache and runner, with the flags of the engine; only t
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import threading
 
 from benchmarks.contestants.jobs import Prompts, serve
 from benchmarks.engine_core import LocalEngine
@@ -15,6 +17,9 @@ from benchmarks.engine_core import LocalEngine
 def main() -> None:
     """Serve jobs with the engine that the command line describes."""
     engine = LocalEngine.start(sys.argv[1:])
+    for thread in threading.enumerate():
+        if thread.name == "model" and thread.native_id is not None:
+            os.sched_setaffinity(thread.native_id, {int(os.environ["TRIPTYCH_BENCHMARK_CORE"])})
     numbers = itertools.count()
 
     def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
