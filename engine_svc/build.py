@@ -140,7 +140,7 @@ def build_engine(
     else:
         side = build_runner(config, tell)
     facts = _describe(config, served.artifacts, side)
-    scheduler_config = _scheduler_config(config, side.max_model_len)
+    scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
         # The cache keeps one block as a placeholder, which no request can have.
         num_blocks=side.num_kv_blocks + 1,
@@ -243,16 +243,16 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
     )
 
 
-def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
     return SchedulerConfig(
-        max_model_len=max_model_len,
+        max_model_len=side.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         prefill_share=config.prefill_share,
-        async_scheduling=config.steps_in_flight > 1,
-        max_steps_in_flight=config.steps_in_flight,
+        async_scheduling=side.steps_in_flight > 1,
+        max_steps_in_flight=side.steps_in_flight,
     )
 
 

@@ -108,6 +108,8 @@ def _places(config: EngineConfig) -> list[Place]:
 
 
 def _check_devices(config: EngineConfig, num_ranks: int) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device here")
     if config.device == "cpu" or not torch.cuda.is_available():
         return
     num_gpus = torch.cuda.device_count()
@@ -189,6 +191,8 @@ def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
     if parts[0].device == "cpu":
         # They share one memory.
         parts = [_with_share(part, len(parts)) for part in parts]
+        if config.kv_cache_memory is not None:
+            config = replace(config, kv_cache_memory=config.kv_cache_memory // len(parts))
     lengths = [size_cache(config, part.facts, part.free)[0] for part in parts]
     config = replace(config, max_model_len=min(lengths))
     blocks = [size_cache(config, part.facts, part.free)[1].num_blocks for part in parts]

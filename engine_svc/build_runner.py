@@ -46,12 +46,18 @@ class RunnerSide:
 
 def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     """Load the model, size its cache, start what runs plans. ValueError, in words for people, if not."""
-    loaded = load_model(config.model, load_wishes(config), progress=progress)
-    max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
-    progress("warm-up", 0, 1)
-    runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing)
-    runner.warm_up(WARM_UP_TOKENS)
-    progress("warm-up", 1, 1)
+    try:
+        loaded = load_model(config.model, load_wishes(config), progress=progress)
+        max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
+        progress("warm-up", 0, 1)
+        runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing)
+        runner.warm_up(WARM_UP_TOKENS)
+        progress("warm-up", 1, 1)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU has too little memory for this model: lower --gpu-memory-utilization or "
+            "--max-num-batched-tokens, quantize, or divide the model over more GPUs"
+        ) from error
     calls = runner_calls(runner)
     # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
     is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
@@ -159,5 +165,6 @@ def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
         loaded.facts,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len or loaded.facts.max_position,
         utilization=config.gpu_memory_utilization,
     )

@@ -150,9 +150,11 @@ class Engine:
             self._log_plans()
             raise
         finally:
-            for call in self._at_end:
-                call()
-            self._executor.shutdown()
+            try:
+                for call in self._at_end:
+                    call()
+            finally:
+                self._executor.shutdown()
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""

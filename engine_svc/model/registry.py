@@ -77,6 +77,9 @@ def max_position(config: PreTrainedConfig) -> int:
         # Beyond this length such a model turns every row's positions by the longest row of the batch.
         if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
             limit = min(limit, part.get("original_max_position_embeddings") or limit)
+        # Where the config was extended by these parameters alone.
+        if part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):
+            limit = max(limit, int(part.get("factor", 1.0) * part["original_max_position_embeddings"]))
     return int(limit)
 
 

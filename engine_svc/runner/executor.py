@@ -10,9 +10,6 @@ from typing import Protocol
 
 from engine_svc.step import StepPlan, StepResult
 
-# Longer than any step in flight takes.
-_SHUTDOWN_S = 60.0
-
 # What is asked for by its name beside plans, in plain values, and answered in such.
 Call = Callable[[Mapping[str, object]], Mapping[str, object]]
 
@@ -69,7 +66,7 @@ class _Called:
 class ThreadExecutor:
     """Runs plans in a thread of its own: on a CPU the next step is planned while this one is computed.
 
-    Results are taken in the order of the launches.
+    Results are taken in the order of the launches. `is_over`: it was told to end.
     """
 
     def __init__(self, runner: PlanRunner, calls: Mapping[str, Call] | None = None) -> None:
@@ -78,6 +75,7 @@ class ThreadExecutor:
         # Both are as short as the steps that the loop has in flight.
         self._plans: SimpleQueue[StepPlan | _Called | None] = SimpleQueue()
         self._steps: SimpleQueue[LaunchedStep | _Failed] = SimpleQueue()
+        self.is_over = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -99,23 +97,32 @@ class ThreadExecutor:
         return [answer]
 
     def shutdown(self) -> None:
-        """Let the thread end after the plans that were launched, and wait for it.
+        """Let the step that runs come to its end, and the thread with it; plans behind it fail.
 
         A thread that is inside of native code when the interpreter goes would take the process down with it.
         """
+        self.is_over = True
         self._plans.put(None)
-        self._thread.join(_SHUTDOWN_S)
+        self._thread.join()
 
     def _run(self) -> None:
+        failed: _Failed | None = None
         while (plan := self._plans.get()) is not None:
             try:
                 if isinstance(plan, _Called):
                     plan.answers.put(plan.call(plan.arguments))
+                elif self.is_over or failed is not None:
+                    # What a failed step left of the rows is nothing to go on from.
+                    self._steps.put(failed or _Failed(RuntimeError("the executor is shut down")))
                 else:
                     # What it yielded is told in the loop's thread: here the next step waits.
                     self._steps.put(self._runner.execute(plan))
             except Exception as error:  # noqa: BLE001  Whatever it is, it belongs to who waits for the result.
-                (plan.answers if isinstance(plan, _Called) else self._steps).put(_Failed(error))
+                if isinstance(plan, _Called):
+                    plan.answers.put(_Failed(error))
+                else:
+                    failed = _Failed(error)
+                    self._steps.put(failed)
 
 
 @dataclass(frozen=True, slots=True)

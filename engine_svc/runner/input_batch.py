@@ -15,6 +15,9 @@ from triptych_kernels import AttentionBatch
 
 Ints = npt.NDArray[np.int64]
 
+# Of 4 bytes or more each, so that a column begins at a multiple of 16 bytes.
+_ALIGNED_ITEMS = 4
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -190,5 +193,11 @@ class InputBatch:
         """The columns, all of one dtype, as tensors on the device, in one copy."""
         if self._is_on_host:
             return [torch.from_numpy(column) for column in columns]
-        packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self.device, non_blocking=True)
-        return list(packed.split([len(column) for column in columns]))
+        # Kernels are compiled anew for addresses that are aligned otherwise.
+        widths = [-(-len(column) // _ALIGNED_ITEMS) * _ALIGNED_ITEMS for column in columns]
+        room = np.zeros(sum(widths), dtype=columns[0].dtype)
+        starts = np.cumsum([0, *widths[:-1]]).tolist()
+        for start, column in zip(starts, columns, strict=True):
+            room[start : start + len(column)] = column
+        packed = torch.from_numpy(room).pin_memory().to(self.device, non_blocking=True)
+        return [packed[start : start + len(column)] for start, column in zip(starts, columns, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from engine_svc.model.context import ForwardContext
@@ -16,20 +18,41 @@ _HOST_SHARE = 0.25
 _MIB = 1 << 20
 # Logits in fp32, their probabilities, and what top-k and top-p sort of them.
 _COPIES_OF_LOGITS = 4
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def free_host_memory() -> FreeMemory:
-    """A share of what the machine has free."""
+def free_host_memory(control_group: Path = _CONTROL_GROUP) -> FreeMemory:
+    """A share of what the machine has free, or the container, as it sees its limits in `control_group`."""
     # Here and not above: a GPU needs none of it.
     import psutil
 
     free = psutil.virtual_memory().available
+    left = _left_of_container(control_group)
+    if left is not None and left < free:
+        how = f"{_HOST_SHARE:.0%} of {left // _MIB} MiB that the container has left"
+        return FreeMemory(int(left * _HOST_SHARE), how)
     return FreeMemory(int(free * _HOST_SHARE), f"{_HOST_SHARE:.0%} of {free // _MIB} MiB free memory")
+
+
+def _left_of_container(control_group: Path) -> int | None:
+    """What the limit of the container, as it sees itself, leaves; None where there is none."""
+    try:
+        limit = (control_group / "memory.max").read_text(encoding="ascii").strip()
+        used = (control_group / "memory.current").read_text(encoding="ascii")
+        return None if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return None
 
 
 @torch.inference_mode()
 def free_device_memory(
-    model: Model, facts: ModelFacts, *, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
+    model: Model,
+    facts: ModelFacts,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    utilization: float,
 ) -> FreeMemory:
     """What is left of `utilization` of the GPU's memory beside the largest step, which is run to see.
 
@@ -40,8 +63,13 @@ def free_device_memory(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     _run_largest_step(model, facts, max_num_seqs, max_num_batched_tokens, device)
-    logits = max_num_seqs * facts.vocab_size * torch.float32.itemsize
-    peak = torch.cuda.max_memory_allocated() - before + (_COPIES_OF_LOGITS - 1) * logits
+    peak = torch.cuda.max_memory_allocated() - before
+    # Who asks for logprobs of a prompt has logits at all its places, in the model's dtype and in fp32.
+    num_places = max((_COPIES_OF_LOGITS - 1) * max_num_seqs, 2 * max_num_batched_tokens)
+    peak += num_places * facts.vocab_size * torch.float32.itemsize
+    # Rows of tokens, and block tables and logits, once for the rows and once for recorded steps.
+    places = max_model_len * (1 + len(facts.groups))
+    peak += max_num_seqs * torch.int32.itemsize * (places + facts.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     # What others hold counts against the share as well: it is not there to be taken.

@@ -61,7 +61,9 @@ class ModelRunner:
         self._hooks = tuple(hooks)
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
-        self._needs_clean_blocks = ops.needs_clean_blocks
+        # On a CPU the references attend in half precision, whatever the table has for other dtypes.
+        is_reference = kv.device.type == "cpu" and facts.dtype == "float16"
+        self._needs_clean_blocks = ops.needs_clean_blocks or is_reference
         self._sampler = Sampler(
             ops,
             max_num_seqs=config.max_num_seqs,

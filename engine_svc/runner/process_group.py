@@ -196,12 +196,13 @@ class ProcessGroup:
         """
         self._send(CALL + json.dumps({"name": name, "arguments": arguments or {}}).encode())
         answers: dict[int, RankMessage] = {}
-        deadline = time.monotonic() + self._limits.step_s
+        # As long as loading may take: weights may be read again.
+        deadline = time.monotonic() + self._limits.start_s
         while len(answers) < len(self.process_ids):
             try:
                 rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise self._give_up(f"did not answer {name} in {self._limits.step_s:g} s") from None
+                raise self._give_up(f"did not answer {name} in {self._limits.start_s:g} s") from None
             answers[rank] = _object_in(message, "answer")
         return [answers[rank] for rank in sorted(answers)]
 

@@ -23,7 +23,7 @@ from engine_svc.runner.sampling.token_rules import TokenRules
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.step import AdmittedRequest
 from triptych_kernels import Ops, uniform_noise
-from triptych_kernels.reference.sampling import kept_weights
+from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
 
 _Ints = npt.NDArray[np.int64]
 
@@ -180,5 +180,7 @@ class Sampler:
         columns = self._parameters.columns(rows[indices[drawn]], positions[indices[drawn]])
         part = picked.index_select(0, places)
         weights = kept_weights(part, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-        changed = (part / columns.temperature[:, None]).masked_fill_(weights == 0.0, float("-inf"))
+        changed = (part / columns.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).masked_fill_(
+            weights == 0.0, float("-inf")
+        )
         return picked.index_copy(0, places, changed)

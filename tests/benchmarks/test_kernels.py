@@ -30,7 +30,11 @@ SHAPE = DecoderShape(
 
 def test_every_op_of_the_table_is_measured():
     measured = {case.op.partition(" ")[0] for case in CaseMaker(SHAPE, CPU, torch.float32).all_cases()}
-    assert measured == {field.name for field in dataclasses.fields(Ops)} - {"name", "is_batch_invariant", "needs_clean_blocks"}
+    assert measured == {field.name for field in dataclasses.fields(Ops)} - {
+        "name",
+        "is_batch_invariant",
+        "needs_clean_blocks",
+    }
 
 
 def test_a_row_tells_times_and_ratios():

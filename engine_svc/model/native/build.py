@@ -40,6 +40,8 @@ class DecoderBuilder:
         """The decoder of this rank. Raises CheckpointError for missing or misshapen weights."""
         self._check_divides()
         spec, parallel = self.spec, self.parallel
+        if self.quantization and spec.has_experts:
+            raise UnsupportedModel(f"quantization {self.quantization} is not there for mixtures of experts")
         is_first, is_last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
         first = spec.num_layers * parallel.pp_rank // parallel.pp_size
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
@@ -93,8 +95,9 @@ class DecoderBuilder:
 
     def _head(self) -> Linear:
         spec, parallel = self.spec, self.parallel
+        # As in transformers: a head of its own counts, also where the config says that it is tied.
         name = "lm_head.weight"
-        if spec.ties_embeddings or name not in self.weights.names:
+        if spec.ties_embeddings and name not in self.weights.names:
             name = "model.embed_tokens.weight"
         share = spec.vocab_size // parallel.tp_size
         weight = self._read(name, (spec.vocab_size, spec.hidden_size), 0, share * parallel.tp_rank, share)

@@ -81,19 +81,23 @@ class Penalties:
         """Change the logits [N, V] of seen tokens, in place. token_ids[rows[n], :positions[n]] were seen."""
         if not self._rows:
             return
-        key = rows.tobytes()
+        # Rows of like length together: to all of a part, the longest's places are looked at.
+        rungs = np.frexp(positions[self._asks[rows]].astype(np.float64))[1]
+        key = rows.tobytes() + rungs.tobytes()
         if key != self._latest_rows:
-            self._latest_rows, self._latest = key, self._find(rows)
+            self._latest_rows, self._latest = key, self._find(rows, rungs)
         for part in self._latest:
             self._apply_to(part, logits.view(-1), positions[part.indices], token_ids)
 
-    def _find(self, rows: _Ints) -> list[_Penalised]:
+    def _find(self, rows: _Ints, rungs: npt.NDArray[np.int32]) -> list[_Penalised]:
+        """The parts. rungs: of each row that asks, the power of two above its length."""
         indices = self._asks[rows].nonzero()[0]
-        size = max(1, _MAX_COUNTS // self._vocab_size)
-        return [
-            self._columns(indices[start : start + size], rows[indices[start : start + size]])
-            for start in range(0, len(indices), size)
-        ]
+        parts = []
+        for rung in np.unique(rungs).tolist():
+            members = indices[rungs == rung]
+            size = max(1, _MAX_COUNTS // max(self._vocab_size, 1 << rung))
+            parts += [members[start : start + size] for start in range(0, len(members), size)]
+        return [self._columns(part, rows[part]) for part in parts]
 
     def _columns(self, indices: _Ints, rows: _Ints) -> _Penalised:
         amounts = self._amounts[:, rows]

@@ -132,3 +132,7 @@ PyMethodDef attention_methods[] = {
 PyMethodDef attention_methods[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
+
+#ifdef TRIPTYCH_AVX512_END
+TRIPTYCH_AVX512_END
+#endif

@@ -48,7 +48,7 @@ def paged_attention(
             query, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks, soft_cap=soft_cap
         )
     if (
-        key_cache.shape[:3] != value_cache.shape[:3]
+        key_cache.shape != (num_kv_heads, num_blocks, block_size, key_dim)
         or batch.block_size != block_size
         or num_heads % num_kv_heads
     ):

@@ -316,3 +316,7 @@ PyMethodDef elementwise_methods[] = {
 PyMethodDef elementwise_methods[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
+
+#ifdef TRIPTYCH_AVX512_END
+TRIPTYCH_AVX512_END
+#endif

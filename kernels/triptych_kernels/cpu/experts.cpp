@@ -362,3 +362,7 @@ PyMethodDef experts_methods[] = {
 PyMethodDef experts_methods[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
+
+#ifdef TRIPTYCH_AVX512_END
+TRIPTYCH_AVX512_END
+#endif

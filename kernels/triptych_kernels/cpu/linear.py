@@ -94,6 +94,8 @@ def pack_linear(
         )
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     served = (torch.bfloat16, torch.float32)
+    if quantization and weight.dtype not in served:
+        raise ValueError(f"int8 on a CPU needs bf16 or fp32 weights, not {weight.dtype}")
     if weight.dtype not in served or out_dtype not in served or not weight.is_cpu:
         return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
     if quantization:

@@ -30,6 +30,7 @@ using Body = void (*)(void*, int64_t);
 constexpr int kTaskBits = 32;
 constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;
 constexpr auto kSpinTime = std::chrono::microseconds(40);
+constexpr int kSpinTurns = 4096;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -41,9 +42,12 @@ class Pool {
 public:
     void run(int64_t num_tasks, Body body, void* context, int num_threads) {
         start_threads(num_threads - 1);
-        body_.store(body, std::memory_order_relaxed);
-        context_.store(context, std::memory_order_relaxed);
-        num_tasks_.store(num_tasks, std::memory_order_relaxed);
+        // Closed first: a thread that still looks at the last job's ticket must not find it open again by this
+        // job's number of tasks. Whoever reads a field of this job sees the closed ticket, so its exchange fails.
+        ticket_.store((uint64_t{job_} << kTaskBits) | kTaskMask, std::memory_order_release);
+        body_.store(body, std::memory_order_release);
+        context_.store(context, std::memory_order_release);
+        num_tasks_.store(num_tasks, std::memory_order_release);
         num_helpers_.store(num_threads - 1, std::memory_order_relaxed);
         num_done_.store(0, std::memory_order_relaxed);
         ++job_;
@@ -55,8 +59,9 @@ public:
             wake_.notify_all();
         }
         take_tasks(job_);
-        while (num_done_.load(std::memory_order_acquire) != num_tasks) {
-            relax();
+        for (int turn = 0; num_done_.load(std::memory_order_acquire) != num_tasks; ++turn) {
+            // A helper that lost its core gets this one sooner.
+            turn < kSpinTurns ? relax() : std::this_thread::yield();
         }
     }
 
@@ -76,9 +81,9 @@ private:
     void take_tasks(uint32_t job) {
         for (;;) {
             uint64_t ticket = ticket_.load(std::memory_order_acquire);
-            const Body body = body_.load(std::memory_order_relaxed);
-            void* const context = context_.load(std::memory_order_relaxed);
-            const int64_t num_tasks = num_tasks_.load(std::memory_order_relaxed);
+            const Body body = body_.load(std::memory_order_acquire);
+            void* const context = context_.load(std::memory_order_acquire);
+            const int64_t num_tasks = num_tasks_.load(std::memory_order_acquire);
             const int64_t task = static_cast<int64_t>(ticket & kTaskMask);
             if ((ticket >> kTaskBits) != job || task >= num_tasks) {
                 return;

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Greedy but for ties, and far from making logits overflow.
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 _CDF_CHUNK = 128
 _MAX_WEIGHTS = 1 << 20
 
@@ -59,7 +59,7 @@ def sample(
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """What `sample` draws in proportion to: probabilities [N, V] fp32 before the cuts, 0 where cut away."""
-    weights = torch.softmax(logits / temperature.clamp(min=_MIN_TEMPERATURE)[:, None], dim=-1)
+    weights = torch.softmax(logits / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
     # Each cut costs only the rows that ask for it.
     rows = (min_p > 0.0).nonzero().squeeze(1)
     if len(rows):

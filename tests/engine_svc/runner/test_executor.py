@@ -25,10 +25,12 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.threads: set[str] = set()
+        self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
     def execute(self, plan: StepPlan) -> FinishedStep:
+        self.entered.set()
         self.gate.wait(10)
         self.threads.add(threading.current_thread().name)
         if plan.step_number == 13:
@@ -59,19 +61,31 @@ def test_a_launch_returns_before_the_step_beside_it_is_over():
     executor.shutdown()
 
 
-def test_an_error_in_the_thread_is_raised_to_who_waits_for_that_step():
-    executor = ThreadExecutor(RecordingRunner())
+def test_an_error_in_the_thread_is_raised_to_who_waits_and_ends_the_steps_behind_it():
+    runner = RecordingRunner()
+    executor = ThreadExecutor(runner)
     steps = [executor.launch(StepPlan(number)) for number in (12, 13, 14)]
     assert steps[0].result().step_number == 12
-    with pytest.raises(RuntimeError, match="bad luck"):
+    for step in steps[1:]:
+        with pytest.raises(RuntimeError, match="bad luck"):
+            step.result()
+    assert runner.steps == [12]
+    executor.shutdown()
+
+
+def test_a_shutdown_waits_for_the_step_that_runs_and_no_other():
+    runner = RecordingRunner()
+    runner.gate.clear()
+    executor = ThreadExecutor(runner)
+    steps = [executor.launch(StepPlan(number)) for number in (5, 6)]
+    runner.entered.wait(10)
+    ending = threading.Thread(target=executor.shutdown)
+    ending.start()
+    while not executor.is_over:
+        pass
+    runner.gate.set()
+    ending.join(10)
+    assert steps[0].result().step_number == 5
+    with pytest.raises(RuntimeError, match="shut down"):
         steps[1].result()
-    assert steps[2].result().step_number == 14
-    executor.shutdown()
-
-
-def test_the_thread_ends_behind_the_last_plan():
-    executor = ThreadExecutor(RecordingRunner())
-    step = executor.launch(StepPlan(5))
-    executor.shutdown()
-    assert step.result().step_number == 5
     assert "model" not in {thread.name for thread in threading.enumerate()}

@@ -113,3 +113,14 @@ def test_a_window_needs_no_more_blocks_than_it_and_the_step_cover():
     mixed = facts_of(KVShape(2, 8, 8), KVShape(2, 8, 8, window=20))
     with pytest.raises(KVCapacityError, match="needs 261 blocks"):
         size(mixed, max_model_len=4096, num_kv_blocks=260)
+
+
+def test_a_container_that_has_less_left_than_the_machine_is_heeded(tmp_path):
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    (tmp_path / "memory.current").write_text("536870912\n")
+    free = free_host_memory(tmp_path)
+    assert free.num_bytes == (512 << 20) // 4
+    assert free.how == "25% of 512 MiB that the container has left"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert "free memory" in free_host_memory(tmp_path).how
+    assert "free memory" in free_host_memory(tmp_path / "none").how

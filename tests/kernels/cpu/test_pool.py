@@ -24,6 +24,17 @@ def test_each_task_runs_once(use_threads: Callable[[int], None], num_threads: in
             assert _native.count_task_runs(num_tasks) == b"\1" * num_tasks
 
 
+def test_a_job_of_many_tasks_behind_one_of_few_is_not_entered_before_it_is_open(
+    use_threads: Callable[[int], None],
+) -> None:
+    from triptych_kernels.cpu import _native
+
+    use_threads(4)
+    for _ in range(20_000):
+        assert _native.count_task_runs(3) == b"\1" * 3
+        assert _native.count_task_runs(64) == b"\1" * 64
+
+
 def test_one_thread_is_the_default_and_the_number_is_kept(use_threads: Callable[[int], None]) -> None:
     assert cpu.num_threads() == 1
     use_threads(3)

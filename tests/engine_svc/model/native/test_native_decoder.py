@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
@@ -176,3 +176,46 @@ def test_parameters_are_those_of_transformers(tmp_path: Path):
         ours = load_model(tmp_path / family, NATIVE)
         assert isinstance(ours.model, NativeDecoder)
         assert ours.facts.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_a_head_of_its_own_counts_also_where_the_config_says_that_it_is_tied(tmp_path):
+    theirs = make_checkpoint("llama", tmp_path)
+    assert theirs.config.tie_word_embeddings
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = torch.randn(VOCAB_SIZE, 32, generator=torch.Generator().manual_seed(8))
+    save_file({**weights, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = load_model(tmp_path, NATIVE)
+    token_ids = some_tokens()
+    difference = logits_in_chunks(ours, token_ids, [NUM_TOKENS]) - eager_logits(untied, token_ids)
+    assert difference.abs().max() < 1e-4
+
+
+def test_a_head_that_is_missing_and_not_tied_is_refused(tmp_path):
+    make_checkpoint("qwen2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight"):
+        load_model(tmp_path, NATIVE)
+
+
+def test_quantization_of_experts_is_refused_and_not_left_out(tmp_path):
+    make_checkpoint("mixtral", tmp_path)
+    with pytest.raises(UnsupportedModel, match="quantization int8 is not there for mixtures of experts"):
+        load_model(tmp_path, LoadWishes(num_threads=1, quantization="int8"))
+
+
+def test_a_context_that_yarn_extends_counts_whole(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": MAX_POSITION,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**content, "rope_parameters": rope}))
+    assert load_model(tmp_path, NATIVE).facts.max_position == 4 * MAX_POSITION
