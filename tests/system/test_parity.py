@@ -37,7 +37,7 @@ async def test_concurrent_requests_equal_transformers_generate(
         stats = await stack.engine(trio.engine).until_idle()
     _check_streams(folder, prompts, answers)
     assert stats.num_chunked_prefills > 0
-    assert stats.num_preemptions >= 8
+    assert stats.num_preemptions > 0
     assert stats.num_prefix_hits > 0
     assert stats.max_rows >= 8
     assert stats.num_used_blocks == 0

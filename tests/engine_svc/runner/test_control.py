@@ -140,7 +140,6 @@ def test_beside_it_happens_in_the_models_thread_behind_the_steps_launched_before
     for step in steps:
         step.result()
     executor.shutdown()
-    executor.join(10)
     assert runner.asked == [("step", 1), ("step", 2), ("sleep", 1), ("step", 3)]
     assert runner.threads == {"model"}
 
@@ -152,7 +151,6 @@ def test_an_error_beside_reaches_the_caller_and_the_thread_goes_on():
         RunnerControl(executor).sleep(1)
     executor.launch(StepPlan(1)).result()
     executor.shutdown()
-    executor.join(10)
     assert runner.asked == [("step", 1)]
 
 
@@ -174,7 +172,6 @@ def test_a_real_runner_sleeps_wakes_and_is_profiled_in_the_models_thread(tiny_mo
     assert control.stop_profile() == [trace]
     assert trace.stat().st_size > 0
     executor.shutdown()
-    executor.join(10)
 
 
 class _Collecting:
