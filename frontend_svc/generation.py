@@ -12,14 +12,14 @@ from frontend_svc.admission import Admission, Ticket
 from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
+from frontend_svc.output.group import make_states
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.preprocess import Prepared, build_entry, check_request, tokenize_prompt
-from frontend_svc.text.stop_strings import StopBuffer
+from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
+from frontend_svc.text.prompt import Prompt
 from frontend_svc.tracing import RequestTrace
 from service_kit.errors import DeadlineExceeded, ServiceError, Unavailable
-from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
@@ -46,16 +46,21 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request as it was sent to one engine."""
+    """A request as it was sent to one engine: a handle and a state for each of its outputs."""
 
     client: EngineClient
-    handle: int
-    state: RequestState
+    handles: list[int]
+    states: list[RequestState]
+
+    @property
+    def collector(self) -> Collector:
+        """Where its outputs come together."""
+        return self.states[0].collector
 
     def abort(self, reason: engine_pb2.AbortReason) -> None:
-        """End it in the engine, where it has not ended, and forget it here."""
-        self.client.abort(self.handle, reason)
-        self.state.collector.close()
+        """End in the engine what has not ended, and forget it here."""
+        self.client.abort(self.handles, reason)
+        self.collector.close()
 
 
 class OpenRequest:
@@ -78,27 +83,33 @@ class OpenRequest:
         self.request_id = request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
-        self.num_output_tokens = 0
         self.finish_reason = "abort"
+        self._num_output_tokens: dict[int, int] = {}
         self.attempt = send(None)
         self._resend: Callable[[EngineClient], Attempt] | None = send
         self._leave_queue = leave_queue
 
     async def next(self) -> Output:
-        """What came since the last call, waiting for it; the last has an ending."""
+        """What came since the last call, waiting for it; after the last nothing comes."""
         try:
-            output = await self.attempt.state.collector.get()
+            output = await self.attempt.collector.get()
         except Unavailable as error:
             if not self._is_sent_on(error):
                 raise
-            output = await self.attempt.state.collector.get()
+            output = await self.attempt.collector.get()
         self._leave_queue()
-        self.num_output_tokens = output.num_output_tokens
-        if output.ending is not None:
-            self.finish_reason = output.ending.reason.name.lower()
-            if output.ending.reason is EndReason.ABORT and self._caller.is_late():
-                raise _too_late()
+        for piece in output.pieces:
+            self._num_output_tokens[piece.index] = piece.num_output_tokens
+            if piece.ending is not None:
+                self.finish_reason = piece.ending.reason.name.lower()
+                if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
+                    raise _too_late()
         return output
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(self._num_output_tokens.values())
 
     def _is_sent_on(self, error: Unavailable) -> bool:
         # An engine that was lost may have been brought down by this very request.
@@ -149,7 +160,7 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: generate_pb2.GenerateRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
+        self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
         """Check `request`, send it, and keep it alive inside of the block."""
         with (
@@ -159,7 +170,7 @@ class Generation:
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model)
-            prepared = await self._prepare(request, model, ticket, trace)
+            prepared = await self._prepare(request, prompt, model, ticket, trace)
             opened = OpenRequest(
                 caller,
                 request.request_id or caller.request_id,
@@ -175,22 +186,21 @@ class Generation:
                 if reason == engine_pb2.ABORT_REASON_DEADLINE:
                     trace.abort_cause = "deadline"
                 opened.attempt.abort(reason)
-                trace.note_output(opened.attempt.state, opened.num_output_tokens, opened.finish_reason)
+                trace.note_output(opened.attempt.states, opened.num_output_tokens, opened.finish_reason)
 
     async def _prepare(
-        self, request: generate_pb2.GenerateRequest, model: ServedModel, ticket: Ticket, trace: RequestTrace
+        self, request: AnyRequest, prompt: Prompt, model: ServedModel, ticket: Ticket, trace: RequestTrace
     ) -> Prepared:
-        check_request(request, model, self._limits)
+        check_request(request, prompt, model, self._limits)
         with trace.tokenizing():
-            prompt_token_ids = await tokenize_prompt(request, model)
-        prepared = build_entry(request, prompt_token_ids, model)
-        self._admission.add_prompt(ticket, len(prompt_token_ids))
-        trace.note_request(model.name, len(prompt_token_ids), prepared.entry.sampling)
+            prepared = await prepare(request, prompt, model, self._limits)
+        self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
+        trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
         return prepared
 
     def _send(
         self,
-        request: generate_pb2.GenerateRequest,
+        request: AnyRequest,
         prepared: Prepared,
         model: ServedModel,
         caller: Caller,
@@ -202,24 +212,26 @@ class Generation:
         if remaining_s is not None and remaining_s <= 0:
             raise _too_late()
         rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-        client = self._directory.pick(model, rank, avoided=avoided)
-        sent: list[int] = []
+        client = self._directory.pick(model, rank, avoided=avoided, num_requests=len(prepared.entries))
+        handles: list[int] = []
+        sampling = request.sampling
         collector = Collector(
             kind,
-            stream_interval=max(1, request.sampling.stream_interval),
+            len(prepared.entries),
+            stream_interval=max(self._limits.stream_interval, sampling.stream_interval),
             limit=self._reader_limit,
-            on_slow=lambda: client.abort(sent[0], engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+            on_slow=lambda: client.abort(handles, engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+            awaits_prompt=sampling.HasField("prompt_logprobs"),
         )
-        state = _request_state(request, prepared.prompt_token_ids, model, collector)
-        entry = prepared.entry
-        entry.attempt = 0 if avoided is None else 1
-        entry.trace_context.CopyFrom(
-            add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
-        )
-        if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
-            entry.remaining_ms = math.ceil(remaining_s * 1000)
-        sent.append(client.add(entry, state))
-        return Attempt(client, sent[0], state)
+        states = make_states(sampling, prepared.prompt_token_ids, model, collector, len(prepared.entries))
+        trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
+        for entry in prepared.entries:
+            entry.attempt = 0 if avoided is None else 1
+            entry.trace_context.CopyFrom(trace_context)
+            if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
+                entry.remaining_ms = math.ceil(remaining_s * 1000)
+        handles += client.add(prepared.entries, states)
+        return Attempt(client, handles, states)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -235,27 +247,6 @@ class Generation:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
-
-
-def _request_state(
-    request: generate_pb2.GenerateRequest,
-    prompt_token_ids: list[int],
-    model: ServedModel,
-    collector: Collector,
-) -> RequestState:
-    sampling = request.sampling
-    skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
-    detokenizer = None
-    if not sampling.HasField("detokenize") or sampling.detokenize:
-        detokenizer = model.tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=skips_special)
-    include = sampling.include_stop_in_output
-    return RequestState(
-        collector,
-        detokenizer,
-        StopBuffer(sampling.stop, include=include) if sampling.stop else None,
-        include_stop=include,
-        min_tokens=sampling.min_tokens,
-    )
 
 
 def _abort_reason(caller: Caller) -> engine_pb2.AbortReason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -66,13 +66,13 @@ class RequestTrace:
         for name in _SHOWN_PARAMETERS:
             self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
 
-    def note_output(self, state: RequestState, num_output_tokens: int, finish_reason: str) -> None:
+    def note_output(self, states: Sequence[RequestState], num_output_tokens: int, finish_reason: str) -> None:
         """What came of it. Makes the span `detokenize`, from the first output to the last."""
         self._span.set_attribute("gen_ai.usage.output_tokens", num_output_tokens)
         self._span.set_attribute("gen_ai.response.finish_reasons", finish_reason)
-        if state.first_output_at_ns:
-            span = tracer().start_span(
-                "detokenize", context=self._context, start_time=state.first_output_at_ns
-            )
-            span.set_attribute("triptych.busy_us", state.detokenize_ns // 1000)
-            span.end(state.last_output_at_ns)
+        begun = [state for state in states if state.first_output_at_ns]
+        if begun:
+            first_at_ns = min(state.first_output_at_ns for state in begun)
+            span = tracer().start_span("detokenize", context=self._context, start_time=first_at_ns)
+            span.set_attribute("triptych.busy_us", sum(state.detokenize_ns for state in begun) // 1000)
+            span.end(max(state.last_output_at_ns for state in begun))

@@ -8,7 +8,7 @@ import grpc.aio
 
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.limits import Violations
-from frontend_svc.text.preprocess import check_text
+from frontend_svc.text.prompt import check_text
 from frontend_svc.text.sampling import check_token_ids
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
 

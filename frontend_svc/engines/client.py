@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,7 +17,7 @@ from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
 from frontend_svc.engines.routing import EngineInfo
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamLost
-from frontend_svc.output.processor import OutputProcessor
+from frontend_svc.output.processor import OutputProcessor, TokenCounts
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import open_channel
@@ -81,6 +81,7 @@ class EngineClient:
         *,
         on_change: Callable[[EngineClient], None],
         heartbeat_s: float = HEARTBEAT_S,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self.address = address
         self.state = EngineState.CONNECTING
@@ -91,6 +92,7 @@ class EngineClient:
         self._clock = clock
         self._on_change = on_change
         self._heartbeat_s = heartbeat_s
+        self._connect = connect
         self._unreported: set[int] = set()
         self._processor = OutputProcessor(on_end=self._unreported.discard)
         self._handles = itertools.count(1)
@@ -106,10 +108,15 @@ class EngineClient:
         """Requests of this frontend that the engine has not ended."""
         return len(self._processor)
 
+    def has_room(self, num_requests: int) -> bool:
+        """False when the engine would reject so many more requests of this session."""
+        limit = self._ack.max_inflight_adds
+        return limit <= 0 or len(self._processor) + num_requests <= limit
+
     @property
-    def is_full(self) -> bool:
-        """True when the engine would reject one more request of this session."""
-        return 0 < self._ack.max_inflight_adds <= len(self._processor)
+    def counts(self) -> TokenCounts:
+        """Tokens of the requests that went there, since the start."""
+        return self._processor.counts
 
     @property
     def dp_size(self) -> int:
@@ -129,7 +136,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begin to connect, and do so again whenever the stream is lost."""
-        self._task = asyncio.ensure_future(self._run(open_channel(self.address)))
+        self._task = asyncio.ensure_future(self._run(self._connect(self.address)))
 
     async def close(self) -> None:
         """Say goodbye, end what is in flight, stop for good."""
@@ -142,20 +149,27 @@ class EngineClient:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    def add(self, entry: add_pb2.AddEntry, state: RequestState) -> int:
-        """Send a request; returns its handle. The state is registered first: no output can come too early."""
-        assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
-        handle = next(self._handles) & 0xFFFFFFFF
-        self._processor.register(handle, state)
-        self._unreported.add(handle)
-        entry.handle = handle
-        self._stream.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=[entry])))
-        return handle
+    def add(self, entries: Sequence[add_pb2.AddEntry], states: Sequence[RequestState]) -> list[int]:
+        """Send requests together; returns their handles.
 
-    def abort(self, handle: int, reason: engine_pb2.AbortReason) -> None:
-        """End a request in the engine and forget it here; nothing when it has ended."""
-        if self._processor.forget(handle):
-            self._send_abort([handle], reason)
+        The states are registered first: no output can come too early.
+        """
+        assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
+        handles = []
+        for entry, state in zip(entries, states, strict=True):
+            handle = next(self._handles) & 0xFFFFFFFF
+            self._processor.register(handle, state)
+            self._unreported.add(handle)
+            entry.handle = handle
+            handles.append(handle)
+        self._stream.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
+        return handles
+
+    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
+        """End requests in the engine and forget them here; those that have ended are passed over."""
+        running = [handle for handle in handles if self._processor.forget(handle)]
+        if running:
+            self._send_abort(running, reason)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         stub = engine_pb2_grpc.EngineCoreServiceStub(channel)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
@@ -40,18 +41,62 @@ def read_step(step: step_pb2.Step) -> StepColumns:
     cached = {first.row: first.num_cached_tokens for first in step.first}
     if max(endings, default=-1) >= num_rows or max(cached, default=-1) >= num_rows:
         raise MalformedStep(f"a finished or first row is beyond the {num_rows} rows")
-    return StepColumns(handles, counts, token_ids, endings, cached)
+    prompts: dict[int, list[tuple[int, LogprobColumns]]] = {}
+    for extra in step.extras:
+        if extra.row >= num_rows:
+            raise MalformedStep(f"an extra row {extra.row} is beyond the {num_rows} rows")
+        if extra.HasField("prompt_logprobs"):
+            prompts.setdefault(extra.row, []).append(_prompt(extra.prompt_logprobs))
+    return StepColumns(
+        handles, counts, token_ids, endings, cached, _sampled_logprobs(step, len(token_ids)), prompts
+    )
+
+
+def _sampled_logprobs(step: step_pb2.Step, num_places: int) -> LogprobColumns | None:
+    if not step.sampled_logprobs:
+        return None
+    top = step.top_logprobs if step.HasField("top_logprobs") else None
+    return _logprobs(step.sampled_logprobs, step.sampled_ranks, top, num_places)
+
+
+def _prompt(told: step_pb2.PromptLogprobs) -> tuple[int, LogprobColumns]:
+    top = told.top if told.HasField("top") else None
+    return told.first_position, _logprobs(told.logprobs, told.ranks, top, len(told.ranks) // 4)
+
+
+def _logprobs(
+    logprobs: bytes, ranks: bytes, top: step_pb2.StepTopLogprobs | None, num_places: int
+) -> LogprobColumns:
+    values, places = _f32("logprobs", logprobs), _u32("ranks", ranks)
+    k = 0 if top is None else top.k
+    top_ids = array("I") if top is None else _u32("top token_ids", top.token_ids)
+    top_values = array("f") if top is None else _f32("top logprobs", top.logprobs)
+    if len(values) != num_places or len(places) != num_places:
+        raise MalformedStep(f"{len(values)} logprobs, {len(places)} ranks at {num_places} places")
+    if len(top_ids) != k * num_places or len(top_values) != k * num_places:
+        raise MalformedStep(f"{len(top_ids)} top ids, {len(top_values)} top logprobs, {k} a place")
+    return LogprobColumns(values, places, k, top_ids, top_values)
 
 
 def _u32(name: str, column: bytes) -> array[int]:
     values = array("I")
+    _fill(values, name, column)
+    return values
+
+
+def _f32(name: str, column: bytes) -> array[float]:
+    values = array("f")
+    _fill(values, name, column)
+    return values
+
+
+def _fill(values: array[int] | array[float], name: str, column: bytes) -> None:
     try:
         values.frombytes(column)
     except ValueError as error:
         raise MalformedStep(f"{name} has {len(column)} bytes, no multiple of 4") from error
     if sys.byteorder == "big":
         values.byteswap()
-    return values
 
 
 def _ending(finished: step_pb2.StepFinished) -> Ending:

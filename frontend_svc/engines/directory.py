@@ -90,15 +90,20 @@ class Directory:
         return next(iter(models.values()))
 
     def pick(
-        self, model: ServedModel, data_parallel_rank: int | None, *, avoided: EngineClient | None = None
+        self,
+        model: ServedModel,
+        data_parallel_rank: int | None,
+        *,
+        avoided: EngineClient | None = None,
+        num_requests: int = 1,
     ) -> EngineClient:
-        """The engine that gets the next request for `model`, not `avoided`.
+        """The engine that gets the next requests for `model`, all of them, not `avoided`.
 
         Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
         Unavailable when none is ready.
         """
         ready = [client for client in self._ready() if _serves(client, model) and client is not avoided]
-        clients = {client.address: client for client in ready if not client.is_full}
+        clients = {client.address: client for client in ready if client.has_room(num_requests)}
         infos = [client.info() for client in clients.values()]
         picked = pick_engine(infos, data_parallel_rank=data_parallel_rank, turn=self._turn)
         self._turn += 1

@@ -1,4 +1,4 @@
-"""Between the one producer of a request's output and its one reader. Knows no engine and no text rules."""
+"""Between the one producer of a request's outputs and its one reader. Knows no engine and no text rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from frontend_svc.output.logprobs import Logprobs
 from service_kit.errors import ResourceExhausted, ServiceError
+
+# What a logprob of one token and one of its alternatives takes of a reader's buffer.
+_LOGPROB_BYTES = 16
 
 
 class OutputKind(Enum):
@@ -44,14 +48,26 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What a reader takes at once. `num_output_tokens` counts from the start; the last has an ending."""
+class OutputPiece:
+    """What is new of one output, or all of it. `num_output_tokens` counts from its start."""
 
+    index: int
     text: str
     token_ids: list[int]
+    logprobs: Logprobs | None
     num_output_tokens: int
-    num_cached_tokens: int
+    cumulative_logprob: float | None
     ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a reader takes at once: pieces in order of their outputs. After the last nothing comes."""
+
+    pieces: list[OutputPiece]
+    num_cached_tokens: int
+    prompt_logprobs: Logprobs | None
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,62 +79,130 @@ class ReaderLimit:
     grace_s: float = 30.0
 
 
+class _Slot:
+    """What waits of one output."""
+
+    __slots__ = (
+        "cumulative_logprob", "ending", "is_due", "is_told", "logprobs", "num_output", "num_unread", "text",
+        "token_ids",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: Logprobs | None = None
+        self.num_output = 0
+        self.num_unread = 0
+        self.cumulative_logprob: float | None = None
+        self.ending: Ending | None = None
+        self.is_due = False
+        self.is_told = False
+
+    def take(self, index: int, *, keeps: bool) -> OutputPiece:
+        """What is there, which stays there with `keeps`."""
+        text = "".join(self.text)
+        piece = OutputPiece(
+            index, text, self.token_ids, self.logprobs, self.num_output, self.cumulative_logprob, self.ending
+        )
+        self.is_due, self.is_told, self.num_unread = False, self.ending is not None, 0
+        if keeps and not self.is_told:
+            self.text, self.token_ids = [text], list(self.token_ids)
+            if self.logprobs is not None:
+                self.logprobs = _copy(self.logprobs)
+        else:
+            self.clear()
+        return piece
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self.text, self.token_ids, self.logprobs, self.num_unread = [], [], None, 0
+
+
 class Collector:
-    """One slot: what is not read yet merges, the producer never waits, an error overtakes everything.
+    """A slot for each of n outputs: what is not read yet merges, nobody waits to write, an error overtakes.
 
     A reader that leaves more than its limit unread for the grace time is ended with ResourceExhausted;
-    `on_slow` is then called once, so that the owner can stop the production.
+    `on_slow` is then called once, so that the owner can stop the production. With `awaits_prompt` nothing
+    is to be had before output 0 has begun, because what is told of the prompt comes with it.
     """
 
     __slots__ = (
-        "_ending", "_error", "_interval", "_kind", "_limit", "_num_bytes", "_num_cached", "_num_output",
-        "_num_unread", "_on_slow", "_text", "_timer", "_token_ids", "_wake",
+        "_awaits_prompt", "_error", "_interval", "_kind", "_limit", "_num_bytes", "_num_cached", "_num_open",
+        "_num_unread", "_on_slow", "_prompt_logprobs", "_slots", "_timer", "_wake",
     )  # fmt: skip
 
     def __init__(
-        self, kind: OutputKind, *, stream_interval: int, limit: ReaderLimit, on_slow: Callable[[], None]
+        self,
+        kind: OutputKind,
+        n: int = 1,
+        *,
+        stream_interval: int,
+        limit: ReaderLimit,
+        on_slow: Callable[[], None],
+        awaits_prompt: bool = False,
     ) -> None:
         self._kind = kind
         self._interval = stream_interval
         self._limit = limit
         self._on_slow = on_slow
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
+        self._awaits_prompt = awaits_prompt
+        self._slots = [_Slot() for _ in range(n)]
+        self._num_open = n
         self._num_bytes = 0
         self._num_unread = 0
-        self._num_output = 0
         self._num_cached = 0
-        self._ending: Ending | None = None
+        self._prompt_logprobs: Logprobs | None = None
         self._error: ServiceError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
 
-    def put(self, text: str, token_ids: list[int], ending: Ending | None) -> None:
-        """Add newly produced output, and with the last of it how it ended."""
-        is_first = self._num_output == 0
+    def put(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        ending: Ending | None,
+        logprobs: Logprobs | None = None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
+        """Add newly produced output of one output, and with the last of it how it ended."""
+        slot = self._slots[index]
+        is_first = slot.num_output == 0
         if text:
-            self._text.append(text)
-            self._num_bytes += len(text.encode())
-        self._token_ids += token_ids
-        self._num_output += len(token_ids)
+            slot.text.append(text)
+            self._num_bytes += len(text) if text.isascii() else len(text.encode())
+        slot.token_ids += token_ids
+        slot.num_output += len(token_ids)
+        slot.num_unread += len(token_ids)
         self._num_unread += len(token_ids)
+        if logprobs is not None:
+            self._add_logprobs(slot, logprobs, cumulative_logprob)
         if ending is not None:
-            self._ending = ending
-        elif self._kind is OutputKind.FINAL_ONLY or (self._num_unread < self._interval and not is_first):
+            slot.ending = ending
+            self._num_open -= 1
+        elif slot.num_unread < self._interval and not is_first:
             return
-        self._wake.set()
+        slot.is_due = True
+        self._wake_if_due()
         if self._timer is None and self._is_over_limit():
             self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
 
     def note_cached(self, num_cached_tokens: int) -> None:
         """Remember how much of the prompt came from the prefix cache."""
-        self._num_cached = num_cached_tokens
+        self._num_cached = max(self._num_cached, num_cached_tokens)
+
+    def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """Add what is told of the next places of the prompt."""
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = logprobs
+        else:
+            self._prompt_logprobs.extend(logprobs)
 
     def fail(self, error: ServiceError) -> None:
         """End with `error`: it is read next, whatever else waits. The first error counts."""
         if self._error is None:
             self._error = error
-            self._clear()
+            self.close()
             self._wake.set()
 
     async def get(self) -> Output:
@@ -129,37 +213,63 @@ class Collector:
             # Stays set: a reader that asks again after the end is answered the same.
             self._wake.set()
             raise self._error
-        text, token_ids = "".join(self._text), self._token_ids
-        if self._kind is OutputKind.CUMULATIVE:
-            self._text, token_ids = [text], list(token_ids)
-            self._num_unread = 0
-        else:
-            self._clear()
-        return Output(text, token_ids, self._num_output, self._num_cached, self._ending)
+        keeps = self._kind is OutputKind.CUMULATIVE
+        due = [(index, slot) for index, slot in enumerate(self._slots) if slot.is_due]
+        self._num_unread -= sum(slot.num_unread for _, slot in due)
+        pieces = [slot.take(index, keeps=keeps) for index, slot in due]
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        self._num_bytes = 0
+        self._stop_timer()
+        is_last = not self._num_open and all(slot.is_told for slot in self._slots)
+        return Output(pieces, self._num_cached, prompt_logprobs, is_last)
 
     def close(self) -> None:
         """Forget everything: the reader is gone."""
-        self._clear()
+        for slot in self._slots:
+            slot.clear()
+        self._prompt_logprobs = None
+        self._num_bytes = self._num_unread = 0
+        self._stop_timer()
+
+    def _add_logprobs(self, slot: _Slot, logprobs: Logprobs, cumulative: float | None) -> None:
+        slot.cumulative_logprob = cumulative
+        self._num_bytes += _LOGPROB_BYTES * (len(logprobs) + sum(map(len, logprobs.top_ids)))
+        if slot.logprobs is None:
+            slot.logprobs = logprobs
+        else:
+            slot.logprobs.extend(logprobs)
+
+    def _wake_if_due(self) -> None:
+        if self._kind is OutputKind.FINAL_ONLY and self._num_open:
+            return
+        if self._awaits_prompt and not (self._slots[0].num_output or self._slots[0].ending):
+            return
+        self._wake.set()
 
     def _is_over_limit(self) -> bool:
         if self._kind is not OutputKind.DELTA:
             return False
-        return self._num_unread > self._limit.max_tokens or self._num_bytes > self._limit.max_bytes
+        n, limit = len(self._slots), self._limit
+        return self._num_unread > n * limit.max_tokens or self._num_bytes > n * limit.max_bytes
 
     def _end_slow_reader(self) -> None:
         limit = self._limit
         self.fail(
             ResourceExhausted(
-                f"the client left more than {limit.max_tokens} tokens or {limit.max_bytes} bytes unread "
-                f"for {limit.grace_s:g} s",
+                f"the client left more than {limit.max_tokens} tokens or {limit.max_bytes} bytes an output "
+                f"unread for {limit.grace_s:g} s",
                 reason="SLOW_READER",
             )
         )
         self._on_slow()
 
-    def _clear(self) -> None:
-        self._text, self._token_ids = [], []
-        self._num_bytes = self._num_unread = 0
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _copy(logprobs: Logprobs) -> Logprobs:
+    copied = Logprobs()
+    copied.extend(logprobs)
+    return copied

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from frontend_svc.output.collector import Ending
+from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.request_state import RequestState
 from service_kit.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """One step's outputs as parallel columns. `endings` and `cached` are by row, where there is something."""
+    """One step's outputs as parallel columns; mappings are by row, where there is something.
+
+    `logprobs` has a place for each of `token_ids`, `prompts` the places of prompts by their first position.
+    """
 
     handles: Sequence[int]
     num_tokens: Sequence[int]
     token_ids: list[int]
     endings: Mapping[int, Ending]
     cached: Mapping[int, int]
+    logprobs: LogprobColumns | None = None
+    prompts: Mapping[int, list[tuple[int, LogprobColumns]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of requests since the start: prompts that yielded a first token, and outputs."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class OutputProcessor:
@@ -30,6 +44,7 @@ class OutputProcessor:
     def __init__(self, *, on_end: Callable[[int], None]) -> None:
         self._states: dict[int, RequestState] = {}
         self._on_end = on_end
+        self.counts = TokenCounts()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -48,19 +63,22 @@ class OutputProcessor:
         Rows of handles that are not known (any more) are dropped: an abort and an output may cross.
         """
         to_abort: list[int] = []
-        states, endings, token_ids = self._states, step.endings, step.token_ids
-        for row, num_cached in step.cached.items():
-            state = states.get(step.handles[row])
-            if state is not None:
-                state.collector.note_cached(num_cached)
+        states, endings, token_ids, logprobs = self._states, step.endings, step.token_ids, step.logprobs
+        self._tell_prompts(step)
         end = 0
         for row, (handle, count) in enumerate(zip(step.handles, step.num_tokens, strict=True)):
             start, end = end, end + count
             state = states.get(handle)
             if state is None:
                 continue
+            if count and not state.has_begun:
+                self.counts.num_prompt_tokens += state.num_prompt_tokens
+            self.counts.num_output_tokens += count
             engine_ending = endings.get(row)
-            if state.advance(token_ids[start:end], engine_ending) is None:
+            columns = None if logprobs is None else logprobs.part(start, end)
+            if not count and engine_ending is None:
+                continue
+            if state.advance(token_ids[start:end], engine_ending, columns) is None:
                 continue
             self._remove(handle)
             if engine_ending is None:
@@ -89,6 +107,17 @@ class OutputProcessor:
         for handle in handles:
             self.fail(handle, error)
         return len(handles)
+
+    def _tell_prompts(self, step: StepColumns) -> None:
+        for row, num_cached in step.cached.items():
+            state = self._states.get(step.handles[row])
+            if state is not None:
+                state.collector.note_cached(num_cached)
+        for row, parts in step.prompts.items():
+            state = self._states.get(step.handles[row])
+            for first_position, columns in parts:
+                if state is not None:
+                    state.tell_prompt(first_position, columns)
 
     def _remove(self, handle: int) -> None:
         del self._states[handle]

@@ -1,20 +1,25 @@
-"""Everything one request needs to turn its token ids into text: detokenizer, stop strings, collector."""
+"""Everything one request needs to turn its token ids into text: detokenizer, stop strings, logprobs."""
 
 from __future__ import annotations
 
 from time import perf_counter_ns, time_ns
 
 from frontend_svc.output.collector import Collector, Ending, EndReason
+from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 
 
 class RequestState:
-    """One request in flight. Owned by the `OutputProcessor` it is registered with, until it ends."""
+    """One request in flight, the output `index` of its collector.
+
+    Owned by the `OutputProcessor` it is registered with, until it ends.
+    """
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_min_tokens", "_num_output", "_stops", "collector", "detokenize_ns",
-        "first_output_at_ns", "last_output_at_ns",
+        "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_num_output", "_prompt",
+        "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns",
+        "last_output_at_ns", "num_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -25,18 +30,35 @@ class RequestState:
         *,
         include_stop: bool,
         min_tokens: int,
+        index: int = 0,
+        logprobs: LogprobReader | None = None,
+        prompt_logprobs: LogprobReader | None = None,
+        prompt_token_ids: list[int] | None = None,
     ) -> None:
         self.collector = collector
         self._detokenizer = detokenizer
         self._stops = stops
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._index = index
+        self._logprobs = logprobs
+        self._prompt = prompt_logprobs
+        self._prompt_token_ids = prompt_token_ids or []
         self._num_output = 0
+        # Counted once for a sampling group, whose prompt is the same.
+        self.num_prompt_tokens = 0 if index else len(self._prompt_token_ids)
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0
 
-    def advance(self, token_ids: list[int], ending: Ending | None) -> Ending | None:
+    @property
+    def has_begun(self) -> bool:
+        """True once there was output."""
+        return self._num_output > 0
+
+    def advance(
+        self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
+    ) -> Ending | None:
         """Take one step's tokens and the end the engine tells; returns how the output ended, if it did.
 
         A stop string ends it although the engine has not, or had another reason for the same tokens. All
@@ -49,12 +71,23 @@ class RequestState:
             if stop is not None:
                 ending = Ending(EndReason.STOP, stop_string=stop)
         self._num_output += len(token_ids)
-        self.collector.put(text, token_ids, ending)
+        if self._logprobs is None or columns is None or not token_ids:
+            self.collector.put(self._index, text, token_ids, ending)
+        else:
+            logprobs = self._logprobs.read(token_ids, columns)
+            cumulative = self._logprobs.cumulative
+            self.collector.put(self._index, text, token_ids, ending, logprobs, cumulative)
         self.last_output_at_ns = time_ns()
         if not self.first_output_at_ns:
             self.first_output_at_ns = self.last_output_at_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
         return ending
+
+    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+        """Take what a step tells of the prompt's places from `first_position` on."""
+        if self._prompt is not None:
+            ids = self._prompt_token_ids[first_position : first_position + len(columns.ranks)]
+            self.collector.add_prompt_logprobs(self._prompt.read(ids, columns))
 
     def _text_of(
         self, detokenizer: Detokenizer, token_ids: list[int], ending: Ending | None

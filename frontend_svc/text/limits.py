@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service_kit.errors import InvalidArgument
@@ -11,10 +12,16 @@ _MAX_SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits that hold for every model. Ranges are inclusive."""
+    """The limits that hold for every model. Ranges are inclusive.
+
+    A `max_logprobs` of -1 is the vocabulary of the model. `stream_interval` is a floor, not a limit: who asks
+    for deltas of fewer tokens gets these many.
+    """
 
     max_n: int = 64
     max_logprobs: int = 20
+    max_logprob_token_ids: int = 128
+    max_prompt_logprob_entries: int = 200_000
     max_temperature: float = 2.0
     max_priority: int = 100
     max_penalty: float = 2.0
@@ -22,9 +29,12 @@ class RequestLimits:
     max_stop_string_chars: int = 256
     max_stop_token_ids: int = 4096
     max_bad_words: int = 128
+    max_bad_word_chars: int = 1024
     max_logit_bias: int = 300
     max_abs_logit_bias: float = 100.0
     max_id_chars: int = 128
+    max_orphan_grace_ms: int = 5000
+    stream_interval: int = 1
     max_stream_interval: int = 4096
     max_pattern_size: int = 256
     max_pattern_count: int = 64
@@ -53,11 +63,13 @@ class Violations:
         if not is_fine:
             self.add(field, value, rule, index=index)
 
-    def raise_if_any(self) -> None:
+    def raise_if_any(
+        self, reason: str = "INVALID_REQUEST", metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Raise InvalidArgument that lists every breach, if there is one."""
         if self._found:
             message = "; ".join(description for _, description in self._found)
-            raise InvalidArgument(message, reason="INVALID_REQUEST", violations=self._found)
+            raise InvalidArgument(message, reason=reason, metadata=metadata, violations=self._found)
 
 
 def _place(field: str, index: int | None) -> str:

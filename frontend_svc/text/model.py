@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from frontend_svc.text.tokenizer import ModelTokenizer
@@ -13,10 +14,23 @@ logger = logging.getLogger(__name__)
 
 # Sampling defaults some models come with that are not applied: who does not ask for them goes without.
 _UNAPPLIED_DEFAULTS: tuple[tuple[str, float], ...] = (
-    ("repetition_penalty", 1.0),
-    ("min_p", 0.0),
     ("typical_p", 1.0),
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+    ("no_repeat_ngram_size", 0),
 )
+
+# The defaults that are applied, and which of their values an engine takes.
+_APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0.0 <= value <= 2.0,
+    "top_p": lambda value: 0.0 < value <= 1.0,
+    "top_k": lambda value: -1 <= value < math.inf,
+    "min_p": lambda value: 0.0 <= value <= 1.0,
+    "presence_penalty": lambda value: -2.0 <= value <= 2.0,
+    "frequency_penalty": lambda value: -2.0 <= value <= 2.0,
+    "repetition_penalty": lambda value: 0.0 < value < math.inf,
+    "max_new_tokens": lambda value: 1 <= value < math.inf,
+}
 
 _ALWAYS_TAKEN_CHARS = 1024 * 1024
 # Text has about four; long runs of one character in a vocabulary that has words for them have more.
@@ -31,6 +45,10 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     max_new_tokens: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +77,18 @@ def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
     values = read_json_object(generation_config)
     for name, neutral in _UNAPPLIED_DEFAULTS:
         if _number(values, name) not in (None, neutral):
-            logger.warning(
-                "default of the model is not applied", extra={"option": name, "value": values[name]}
-            )
-    temperature, top_k = _number(values, "temperature"), _number(values, "top_k")
-    if values.get("do_sample") is False:
-        temperature = 0.0
-    max_new_tokens = _number(values, "max_new_tokens")
+            _warn_unapplied(name, values)
+    found = {name: _default(values, name, is_fine) for name, is_fine in _APPLIED_DEFAULTS.items()}
+    top_k, max_new_tokens = found["top_k"], found["max_new_tokens"]
     return GenerationDefaults(
-        temperature=temperature,
-        top_p=_number(values, "top_p"),
+        temperature=0.0 if values.get("do_sample") is False else found["temperature"],
+        top_p=found["top_p"],
         top_k=None if top_k is None else int(top_k),
-        max_new_tokens=int(max_new_tokens) if max_new_tokens is not None and max_new_tokens >= 1 else None,
+        min_p=found["min_p"],
+        presence_penalty=found["presence_penalty"],
+        frequency_penalty=found["frequency_penalty"],
+        repetition_penalty=found["repetition_penalty"],
+        max_new_tokens=None if max_new_tokens is None else int(max_new_tokens),
     )
 
 
@@ -93,6 +111,19 @@ def read_json_object(content: bytes) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise ValueError("the file does not hold a JSON object")
     return value
+
+
+def _default(values: Mapping[str, object], name: str, is_fine: Callable[[float], bool]) -> float | None:
+    value = _number(values, name)
+    if value is None or is_fine(value):
+        return value
+    # The authors' mistake must not make every request fail that leaves the choice to them.
+    _warn_unapplied(name, values)
+    return None
+
+
+def _warn_unapplied(name: str, values: Mapping[str, object]) -> None:
+    logger.warning("default of the model is not applied", extra={"option": name, "value": values[name]})
 
 
 def _number(values: Mapping[str, object], name: str) -> float | None:

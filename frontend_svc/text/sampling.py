@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import GenerationDefaults
 from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 
-_UNSERVED_OPTIONALS = (
-    "logprobs",
-    "prompt_logprobs",
-    "structured_output",
-    "thinking_token_budget",
-)
-_UNSERVED_LISTS = ("bad_words", "logprob_token_ids")
+# Below the first a temperature is greedy; below the second dividing logits by it could overflow.
+_GREEDY_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 0.01
+_NO_DEFAULTS = GenerationDefaults()
 
 
 def check_sampling(
-    sampling: sampling_pb2.SamplingParams, *, vocab_size: int, limits: RequestLimits, violations: Violations
+    sampling: sampling_pb2.SamplingParams,
+    *,
+    vocab_size: int,
+    limits: RequestLimits,
+    violations: Violations,
+    defaults: GenerationDefaults = _NO_DEFAULTS,
 ) -> None:
-    """Note every value outside of its range, whether it can be served or not."""
-    _check_numbers(sampling, vocab_size, limits, violations)
+    """Note every value outside of its range, whether it can be served or not.
+
+    `defaults` are the model's, which tell whether a request without a temperature is greedy.
+    """
+    _check_numbers(sampling, limits, violations)
     _check_counts(sampling, limits, violations)
-    count = violations.need_count
-    count("sampling.stop", len(sampling.stop), "strings", 0, limits.max_stop_strings)
-    for index, stop in enumerate(sampling.stop[: limits.max_stop_strings]):
-        count("sampling.stop", len(stop), "characters", 1, limits.max_stop_string_chars, index=index)
+    _check_group(sampling, defaults, limits, violations)
+    _check_logprobs(sampling, vocab_size, limits, violations)
+    _check_texts(sampling, limits, violations)
     _check_repetition(sampling.repetition_detection, limits, violations)
-    if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
-        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
-    count("sampling.stop_token_ids", len(sampling.stop_token_ids), "ids", 0, limits.max_stop_token_ids)
-    for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        check_token_ids(f"sampling.{field}", getattr(sampling, field), vocab_size, violations)
+    _check_bias(sampling, vocab_size, limits, violations)
+    for field, ids, most in (
+        ("sampling.stop_token_ids", sampling.stop_token_ids, limits.max_stop_token_ids),
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size),
+        ("sampling.logprob_token_ids", sampling.logprob_token_ids, limits.max_logprob_token_ids),
+    ):
+        violations.need_count(field, len(ids), "ids", 0, most)
+        check_token_ids(field, ids, vocab_size, violations)
 
 
-def check_token_ids(field: str, token_ids: list[int], vocab_size: int, violations: Violations) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, violations: Violations) -> None:
     """Note the first id that the model does not have."""
     if token_ids and max(token_ids) >= vocab_size:
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
@@ -45,15 +53,53 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int, violation
         )
 
 
+def check_fit(
+    sampling: sampling_pb2.SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    limits: RequestLimits,
+) -> None:
+    """Raise InvalidArgument for every wish that is too large for a prompt of this length."""
+    too_many = Violations()
+    most = max_model_len - num_prompt_tokens
+    rule = f"but {num_prompt_tokens} prompt tokens leave only {most} of {max_model_len}"
+    asked = {"max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens}
+    for name, value in asked.items():
+        too_many.need(value <= most, f"sampling.{name}", value, rule)
+    too_many.raise_if_any(
+        "CONTEXT_LENGTH_EXCEEDED",
+        {
+            "num_tokens": str(num_prompt_tokens + max(asked.values())),
+            "max_model_len": str(max_model_len),
+        },
+    )
+    if sampling.HasField("prompt_logprobs"):
+        entries = Violations()
+        num_each = max(0, sampling.prompt_logprobs) + len(sampling.logprob_token_ids)
+        entries.need_count(
+            "sampling.prompt_logprobs",
+            num_each * num_prompt_tokens,
+            f"entries for {num_prompt_tokens} prompt tokens",
+            0,
+            limits.max_prompt_logprob_entries,
+        )
+        entries.raise_if_any()
+
+
 def refuse_unserved(sampling: sampling_pb2.SamplingParams) -> None:
     """Raise Unimplemented that names what is asked for and cannot be served: it is never ignored."""
-    unserved = ["n"] if sampling.HasField("n") and sampling.n != 1 else []
-    unserved += [name for name in _UNSERVED_OPTIONALS if sampling.HasField(name)]
-    unserved += [name for name in _UNSERVED_LISTS if getattr(sampling, name)]
-    if sampling.spaces_between_special_tokens and sampling.HasField("skip_special_tokens"):
-        unserved += [] if sampling.skip_special_tokens else ["spaces_between_special_tokens"]
+    unserved = []
+    if sampling.HasField("structured_output"):
+        unserved.append("sampling.structured_output")
+    # Minus one is how some clients spell that there is no budget.
+    if sampling.HasField("thinking_token_budget") and sampling.thinking_token_budget != -1:
+        unserved.append("sampling.thinking_token_budget")
+    shows_special = sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
+    if shows_special and sampling.spaces_between_special_tokens:
+        unserved.append("sampling.spaces_between_special_tokens")
     if unserved:
-        names = ", ".join(f"sampling.{name}" for name in unserved)
+        names = ", ".join(unserved)
         raise Unimplemented(
             f"not served yet: {names}", reason="PARAMETER_NOT_SERVED", metadata={"fields": names}
         )
@@ -68,29 +114,35 @@ def complete_sampling(
 ) -> sampling_pb2.SamplingParams:
     """What the engine needs, nothing left unset: the client's values, else the model's, else the plain ones.
 
-    `max_new_tokens` is what fits the model. What concerns text alone stays here, and the model's
-    end-of-sequence ids are the engine's own.
+    `max_new_tokens` is what fits the model. What concerns text alone stays here; n and the words of bad_words
+    travel beside it, and the model's end-of-sequence ids are the engine's own, which ends at each of them.
     """
     complete = sampling_pb2.SamplingParams(
-        temperature=_chosen(sampling, "temperature", defaults.temperature, 1.0),
-        top_p=_chosen(sampling, "top_p", defaults.top_p, 1.0),
-        top_k=int(_chosen(sampling, "top_k", defaults.top_k, 0)),
-        max_tokens=sampling.max_tokens
-        if sampling.HasField("max_tokens")
-        else min(max_new_tokens, defaults.max_new_tokens or max_new_tokens),
+        max_tokens=_max_tokens(sampling, defaults, max_new_tokens),
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=_chosen(
+            sampling, "presence_penalty", sampling.presence_penalty, defaults.presence_penalty, 0.0
+        ),
+        frequency_penalty=_chosen(
+            sampling, "frequency_penalty", sampling.frequency_penalty, defaults.frequency_penalty, 0.0
+        ),
+        repetition_penalty=_chosen(
+            sampling, "repetition_penalty", sampling.repetition_penalty, defaults.repetition_penalty, 1.0
+        ),
         logit_bias=sampling.logit_bias,
+        stop_token_ids=dict.fromkeys(sampling.stop_token_ids),
         allowed_token_ids=dict.fromkeys(sampling.allowed_token_ids),
+        logprob_token_ids=sampling.logprob_token_ids,
     )
-    # Zero is all tokens, as are minus one and anything that exceeds the vocabulary.
-    complete.top_k = complete.top_k if 0 < complete.top_k < vocab_size else 0
-    complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
-    complete.stop_token_ids.extend(dict.fromkeys(sampling.stop_token_ids))
+    _complete_draw(complete, sampling, defaults, vocab_size)
+    if sampling.HasField("logprobs"):
+        complete.logprobs = min(sampling.logprobs, vocab_size)
+    if sampling.HasField("prompt_logprobs"):
+        complete.prompt_logprobs = min(sampling.prompt_logprobs, vocab_size)
+        # Nothing can be told of places that are not computed.
+        if not sampling.HasField("skip_reading_prefix_cache"):
+            complete.skip_reading_prefix_cache = True
     detection = sampling.repetition_detection
     if detection.max_pattern_size:
         complete.repetition_detection.CopyFrom(detection)
@@ -98,81 +150,154 @@ def complete_sampling(
     return complete
 
 
-def _check_numbers(
-    sampling: sampling_pb2.SamplingParams, vocab_size: int, limits: RequestLimits, violations: Violations
+def stream_interval(sampling: sampling_pb2.SamplingParams, limits: RequestLimits) -> int:
+    """How many tokens are gathered for a delta: what the client asks, but no fewer than the service's own."""
+    return max(limits.stream_interval, sampling.stream_interval)
+
+
+def _complete_draw(
+    complete: sampling_pb2.SamplingParams,
+    sampling: sampling_pb2.SamplingParams,
+    defaults: GenerationDefaults,
+    vocab_size: int,
 ) -> None:
-    def check(name: str, is_fine: bool, rule: str) -> None:
+    temperature = _chosen(sampling, "temperature", sampling.temperature, defaults.temperature, 1.0)
+    # A greedy request has nothing to draw from, whatever else is asked or the model's default.
+    if temperature < _GREEDY_TEMPERATURE:
+        complete.temperature, complete.top_p, complete.top_k, complete.min_p = 0.0, 1.0, 0, 0.0
+        return
+    complete.temperature = max(_MIN_TEMPERATURE, temperature)
+    complete.top_p = _chosen(sampling, "top_p", sampling.top_p, defaults.top_p, 1.0)
+    complete.min_p = _chosen(sampling, "min_p", sampling.min_p, defaults.min_p, 0.0)
+    top_k = int(_chosen(sampling, "top_k", sampling.top_k, defaults.top_k, 0))
+    # Zero is all tokens, as are minus one and anything that exceeds the vocabulary.
+    complete.top_k = top_k if 0 < top_k < vocab_size else 0
+
+
+def _max_tokens(
+    sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults, max_new_tokens: int
+) -> int:
+    if sampling.HasField("max_tokens"):
+        return sampling.max_tokens
+    default = max_new_tokens if defaults.max_new_tokens is None else defaults.max_new_tokens
+    # Who asks for at least some tokens does not mean to be stopped before them by a default.
+    return min(max_new_tokens, max(default, sampling.min_tokens))
+
+
+def _check_numbers(
+    sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations
+) -> None:
+    def check(name: str, value: float, is_fine: bool, rule: str) -> None:
         if sampling.HasField(name):
-            value = getattr(sampling, name)
             violations.need(is_fine and math.isfinite(value), f"sampling.{name}", _plain(value), rule)
 
     top, penalty = limits.max_temperature, limits.max_penalty
-    check("temperature", 0 <= sampling.temperature <= top, f"must be finite and in 0..{top:g}")
-    check("top_p", 0 < sampling.top_p <= 1, "must be above 0 and at most 1")
-    check("top_k", sampling.top_k >= -1, "must be -1, 0 (both: all tokens) or more")
-    check("min_p", 0 <= sampling.min_p <= 1, "must be in 0..1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        check(name, abs(getattr(sampling, name)) <= penalty, f"must be in -{penalty:g}..{penalty:g}")
-    check("repetition_penalty", sampling.repetition_penalty > 0, "must be finite and above 0")
-    violations.need_count(
-        "sampling.logit_bias", len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
-    )
-    bound = limits.max_abs_logit_bias
-    for index, entry in enumerate(sampling.logit_bias[: limits.max_logit_bias]):
-        is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= bound
-        rule = f"must be in -{bound:g}..{bound:g}"
-        violations.need(is_fine, "sampling.logit_bias", _plain(entry.bias), rule, index=index)
-    ids = [entry.token_id for entry in sampling.logit_bias]
-    check_token_ids("sampling.logit_bias", ids, vocab_size, violations)
+    within = f"must be in -{penalty:g}..{penalty:g}"
+    temperature, min_p, repetition = sampling.temperature, sampling.min_p, sampling.repetition_penalty
+    check("temperature", temperature, 0 <= temperature <= top, f"must be finite and in 0..{top:g}")
+    check("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "must be above 0 and at most 1")
+    check("top_k", sampling.top_k, sampling.top_k >= -1, "must be -1, 0 (both: all tokens) or more")
+    check("min_p", min_p, 0 <= min_p <= 1, "must be in 0..1")
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    check("presence_penalty", presence, abs(presence) <= penalty, within)
+    check("frequency_penalty", frequency, abs(frequency) <= penalty, within)
+    check("repetition_penalty", repetition, repetition > 0, "must be finite and above 0")
 
 
 def _check_counts(
     sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations
 ) -> None:
-    def check(name: str, is_fine: bool, rule: str) -> None:
+    def check(name: str, value: int, is_fine: bool, rule: str) -> None:
         if sampling.HasField(name):
-            violations.need(is_fine, f"sampling.{name}", getattr(sampling, name), rule)
+            violations.need(is_fine, f"sampling.{name}", value, rule)
 
-    check("max_tokens", sampling.max_tokens >= 1, "must be at least 1")
-    check("min_tokens", sampling.min_tokens >= 0, "must be at least 0")
-    if sampling.HasField("max_tokens") and sampling.max_tokens >= 1:
-        check(
-            "min_tokens",
-            sampling.min_tokens <= sampling.max_tokens,
-            f"must be at most max_tokens, {sampling.max_tokens}",
-        )
-    check("n", 1 <= sampling.n <= limits.max_n, f"must be in 1..{limits.max_n}")
-    for name in ("logprobs", "prompt_logprobs"):
-        rule = f"must be in 0..{limits.max_logprobs}"
-        check(name, 0 <= getattr(sampling, name) <= limits.max_logprobs, rule)
-    interval = limits.max_stream_interval
-    check("stream_interval", 1 <= sampling.stream_interval <= interval, f"must be in 1..{interval}")
-    violations.need_count("sampling.bad_words", len(sampling.bad_words), "words", 0, limits.max_bad_words)
+    most, least = sampling.max_tokens, sampling.min_tokens
+    check("max_tokens", most, most >= 1, "must be at least 1")
+    check("min_tokens", least, least >= 0, "must be at least 0")
+    if sampling.HasField("max_tokens") and most >= 1:
+        check("min_tokens", least, least <= most, f"must be at most max_tokens, {most}")
+    asked, interval = sampling.stream_interval, limits.max_stream_interval
+    check("stream_interval", asked, 1 <= asked <= interval, f"must be in 1..{interval}")
+    budget = sampling.thinking_token_budget
+    check("thinking_token_budget", budget, budget >= -1, "must be -1 (no budget), 0 or more")
     kinds = sampling_pb2.OutputKind.values()
     violations.need(
         sampling.output_kind in kinds, "sampling.output_kind", sampling.output_kind, f"must be one of {kinds}"
     )
 
 
+def _check_group(
+    sampling: sampling_pb2.SamplingParams,
+    defaults: GenerationDefaults,
+    limits: RequestLimits,
+    violations: Violations,
+) -> None:
+    if not sampling.HasField("n"):
+        return
+    violations.need(
+        1 <= sampling.n <= limits.max_n, "sampling.n", sampling.n, f"must be in 1..{limits.max_n}"
+    )
+    temperature = _chosen(sampling, "temperature", sampling.temperature, defaults.temperature, 1.0)
+    if sampling.n > 1 and 0 <= temperature < _GREEDY_TEMPERATURE:
+        rule = f"must be 1 where temperature is {_plain(temperature):g}: greedy outputs are all the same"
+        violations.add("sampling.n", sampling.n, rule)
+
+
+def _check_logprobs(
+    sampling: sampling_pb2.SamplingParams, vocab_size: int, limits: RequestLimits, violations: Violations
+) -> None:
+    is_open = limits.max_logprobs == -1
+    least, most = (-1, vocab_size) if is_open else (0, limits.max_logprobs)
+    rule = f"must be in {least}..{most}" + (" (-1: the vocabulary)" if is_open else "")
+    for name, value in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if sampling.HasField(name):
+            violations.need(least <= value <= most, f"sampling.{name}", value, rule)
+
+
+def _check_texts(
+    sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations
+) -> None:
+    for field, texts, unit, most, most_chars in (
+        ("sampling.stop", sampling.stop, "strings", limits.max_stop_strings, limits.max_stop_string_chars),
+        ("sampling.bad_words", sampling.bad_words, "words", limits.max_bad_words, limits.max_bad_word_chars),
+    ):
+        violations.need_count(field, len(texts), unit, 0, most)
+        for index, text in enumerate(texts[:most]):
+            violations.need_count(field, len(text), "characters", 1, most_chars, index=index)
+    if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
+        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
+
+
 def _check_repetition(
     detection: sampling_pb2.RepetitionDetection, limits: RequestLimits, violations: Violations
 ) -> None:
-    def check(name: str, least: int, most: int) -> None:
-        value = getattr(detection, name)
+    def check(name: str, value: int, least: int, most: int) -> None:
         field = f"sampling.repetition_detection.{name}"
         violations.need(least <= value <= most, field, value, f"must be in {least}..{most}")
 
-    check("max_pattern_size", 0, limits.max_pattern_size)
     longest = detection.max_pattern_size
-    check("min_pattern_size", 0, max(0, min(longest, limits.max_pattern_size)))
+    check("max_pattern_size", longest, 0, limits.max_pattern_size)
+    check("min_pattern_size", detection.min_pattern_size, 0, max(0, min(longest, limits.max_pattern_size)))
     # Without a longest pattern nothing is looked for, however often.
     if longest:
-        check("min_count", 2, limits.max_pattern_count)
+        check("min_count", detection.min_count, 2, limits.max_pattern_count)
 
 
-def _chosen(sampling: sampling_pb2.SamplingParams, name: str, default: float | None, plain: float) -> float:
+def _check_bias(
+    sampling: sampling_pb2.SamplingParams, vocab_size: int, limits: RequestLimits, violations: Violations
+) -> None:
+    field, most, bound = "sampling.logit_bias", limits.max_logit_bias, limits.max_abs_logit_bias
+    violations.need_count(field, len(sampling.logit_bias), "entries", 0, most)
+    for index, entry in enumerate(sampling.logit_bias[:most]):
+        is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= bound
+        violations.need(is_fine, field, _plain(entry.bias), f"must be in -{bound:g}..{bound:g}", index=index)
+    check_token_ids(field, [entry.token_id for entry in sampling.logit_bias], vocab_size, violations)
+
+
+def _chosen(
+    sampling: sampling_pb2.SamplingParams, name: str, value: float, default: float | None, plain: float
+) -> float:
     if sampling.HasField(name):
-        value: float = getattr(sampling, name)
         return value
     return plain if default is None else default
 

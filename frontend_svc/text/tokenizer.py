@@ -12,6 +12,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from frontend_svc.text.detokenizer import Detokenizer
+from frontend_svc.text.token_text import TokenTexts
 from service_kit.errors import ResourceExhausted
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class ModelTokenizer:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._max_token_chars = max((len(token) for token in vocabulary), default=1)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.token_texts = TokenTexts(tokenizer)
 
     @property
     def vocab_size(self) -> int:

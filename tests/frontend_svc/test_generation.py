@@ -12,6 +12,7 @@ import pytest
 from frontend_svc.build import Frontend
 from frontend_svc.generation import Caller
 from frontend_svc.output.collector import Output, OutputKind
+from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
 from service_kit.errors import DeadlineExceeded
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
@@ -199,7 +200,7 @@ async def test_a_deadline_that_the_engine_sees_first_is_no_finished_stream():
                 await first_output(frontend, remaining_s)
             assert len(engine.requests) == num_sent
         output = await first_output(frontend, [2.0, 1.0])
-        assert output.ending is not None
+        assert output.is_last
     assert engine.requests[0].entry.remaining_ms == 1
 
 
@@ -208,7 +209,10 @@ async def first_output(frontend: Frontend, remaining_s: list[float]) -> Output:
     left = itertools.chain(remaining_s, itertools.repeat(remaining_s[-1]))
     caller = Caller("x", "", "", lambda: next(left))
     trace = RequestTrace("x", "", "")
-    async with frontend.generation.open(make_request(), caller, OutputKind.DELTA, trace) as opened:
+    request = make_request()
+    async with frontend.generation.open(
+        request, RequestPrompt(request), caller, OutputKind.DELTA, trace
+    ) as opened:
         return await opened.next()
 
 

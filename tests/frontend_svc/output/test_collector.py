@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
+from frontend_svc.output.collector import (
+    Collector,
+    Ending,
+    EndReason,
+    OutputKind,
+    OutputPiece,
+    ReaderLimit,
+)
+from frontend_svc.output.logprobs import Logprobs
 from service_kit.errors import ResourceExhausted, Unavailable
 
 STOP = Ending(EndReason.STOP)
@@ -22,11 +30,17 @@ def collector(
     return Collector(kind, stream_interval=interval, limit=limit or ReaderLimit(), on_slow=on_slow)
 
 
+async def piece_of(slot: Collector) -> OutputPiece:
+    """The one piece that is to be had."""
+    (piece,) = (await slot.get()).pieces
+    return piece
+
+
 async def test_unread_deltas_merge():
     slot = collector()
-    slot.put("ab", [1], None)
-    slot.put("c", [2, 3], None)
-    output = await slot.get()
+    slot.put(0, "ab", [1], None)
+    slot.put(0, "c", [2, 3], None)
+    output = await piece_of(slot)
     assert (output.text, output.token_ids, output.num_output_tokens, output.ending) == (
         "abc",
         [1, 2, 3],
@@ -37,29 +51,29 @@ async def test_unread_deltas_merge():
 
 async def test_the_end_merges_with_what_is_unread():
     slot = collector()
-    slot.put("a", [1], None)
-    slot.put("b", [2], None)
-    slot.put("c", [3], STOP)
-    output = await slot.get()
+    slot.put(0, "a", [1], None)
+    slot.put(0, "b", [2], None)
+    slot.put(0, "c", [3], STOP)
+    output = await piece_of(slot)
     assert (output.text, output.ending) == ("abc", STOP)
 
 
 async def test_deltas_are_read_once():
     slot = collector()
-    slot.put("a", [1], None)
+    slot.put(0, "a", [1], None)
     await slot.get()
-    slot.put("b", [2], STOP)
-    output = await slot.get()
+    slot.put(0, "b", [2], STOP)
+    output = await piece_of(slot)
     assert (output.text, output.token_ids, output.num_output_tokens) == ("b", [2], 2)
 
 
 async def test_cumulative_outputs_replace_each_other():
     slot = collector(OutputKind.CUMULATIVE)
-    slot.put("a", [1], None)
-    first = await slot.get()
-    slot.put("b", [2], None)
-    slot.put("c", [3], STOP)
-    last = await slot.get()
+    slot.put(0, "a", [1], None)
+    first = await piece_of(slot)
+    slot.put(0, "b", [2], None)
+    slot.put(0, "c", [3], STOP)
+    last = await piece_of(slot)
     assert (first.text, first.token_ids) == ("a", [1])
     assert (last.text, last.token_ids) == ("abc", [1, 2, 3])
 
@@ -67,29 +81,29 @@ async def test_cumulative_outputs_replace_each_other():
 async def test_final_only_wakes_the_reader_once():
     slot = collector(OutputKind.FINAL_ONLY)
     reader = asyncio.ensure_future(slot.get())
-    slot.put("a", [1], None)
+    slot.put(0, "a", [1], None)
     await asyncio.sleep(0)
     assert not reader.done()
-    slot.put("b", [2], STOP)
-    assert (await reader).text == "ab"
+    slot.put(0, "b", [2], STOP)
+    assert (await reader).pieces[0].text == "ab"
 
 
 async def test_stream_interval_gives_the_first_token_then_groups_then_the_rest():
     slot, sizes = collector(interval=10), []
     for index in range(25):
         reader = asyncio.ensure_future(slot.get())
-        slot.put("x", [index], STOP if index == 24 else None)
+        slot.put(0, "x", [index], STOP if index == 24 else None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         if reader.done():
-            sizes.append(len(reader.result().token_ids))
+            sizes.append(len(reader.result().pieces[0].token_ids))
         reader.cancel()
     assert sizes == [1, 10, 10, 4]
 
 
 async def test_an_error_overtakes_what_is_unread_and_stays():
     slot = collector()
-    slot.put("a", [1], None)
+    slot.put(0, "a", [1], None)
     slot.fail(Unavailable("gone"))
     slot.fail(Unavailable("second"))
     for _ in range(2):
@@ -112,8 +126,8 @@ async def test_an_error_wakes_a_waiting_reader():
 async def test_a_reader_behind_its_limit_is_ended(limit):
     slow = asyncio.Event()
     slot = collector(limit=limit, on_slow=slow.set)
-    slot.put("日", [1, 2, 3], None)
-    slot.put("日本", [4, 5], None)
+    slot.put(0, "日", [1, 2, 3], None)
+    slot.put(0, "日本", [4, 5], None)
     await slow.wait()
     with pytest.raises(ResourceExhausted, match="unread"):
         await slot.get()
@@ -121,17 +135,98 @@ async def test_a_reader_behind_its_limit_is_ended(limit):
 
 async def test_a_reader_that_catches_up_in_time_goes_on():
     slot = collector(limit=ReaderLimit(max_tokens=1, grace_s=0.0))
-    slot.put("ab", [1, 2], None)
+    slot.put(0, "ab", [1, 2], None)
     await slot.get()
     # The timer would fire in these turns of the loop, had reading not stopped it.
     for _ in range(3):
         await asyncio.sleep(0)
-    slot.put("c", [3], STOP)
-    assert (await slot.get()).text == "c"
+    slot.put(0, "c", [3], STOP)
+    assert (await piece_of(slot)).text == "c"
 
 
 async def test_cached_tokens_are_told_with_the_first_output():
     slot = collector()
     slot.note_cached(32)
-    slot.put("a", [1], None)
+    slot.put(0, "a", [1], None)
     assert (await slot.get()).num_cached_tokens == 32
+
+
+def group(kind: OutputKind, n: int, **fields) -> Collector:
+    return Collector(kind, n, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None, **fields)
+
+
+async def test_pieces_come_in_order_of_their_outputs_and_each_ending_once():
+    slot = group(OutputKind.DELTA, 2)
+    slot.put(1, "b", [2], STOP)
+    slot.put(0, "a", [1], None)
+    both = await slot.get()
+    assert [(piece.index, piece.text, piece.ending) for piece in both.pieces] == [
+        (0, "a", None),
+        (1, "b", STOP),
+    ]
+    assert not both.is_last
+    slot.put(0, "c", [3], STOP)
+    last = await slot.get()
+    assert [(piece.index, piece.text, piece.num_output_tokens) for piece in last.pieces] == [(0, "c", 2)]
+    assert last.is_last
+
+
+async def test_final_only_waits_for_all_outputs_and_gives_them_in_order():
+    slot = group(OutputKind.FINAL_ONLY, 2)
+    slot.put(1, "b", [2], STOP)
+    reader = asyncio.ensure_future(slot.get())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    slot.put(0, "a", [1], STOP)
+    output = await reader
+    assert [(piece.index, piece.text) for piece in output.pieces] == [(0, "a"), (1, "b")]
+    assert output.is_last
+
+
+async def test_cumulative_outputs_of_a_group_keep_one_entry_each():
+    slot = group(OutputKind.CUMULATIVE, 2)
+    for index, text in ((0, "a"), (1, "x"), (0, "b"), (1, "y")):
+        slot.put(index, text, [7], None)
+    output = await slot.get()
+    assert [(piece.index, piece.text, piece.token_ids) for piece in output.pieces] == [
+        (0, "ab", [7, 7]),
+        (1, "xy", [7, 7]),
+    ]
+    slot.put(0, "c", [8], STOP)
+    (piece,) = (await slot.get()).pieces
+    assert (piece.index, piece.text, piece.token_ids) == (0, "abc", [7, 7, 8])
+
+
+async def test_logprobs_merge_and_the_last_sum_counts():
+    slot = collector()
+    slot.put(0, "a", [1], None, Logprobs([1], [-1.0], [1]), -1.0)
+    slot.put(0, "b", [2], None, Logprobs([2], [-0.5], [3]), -1.5)
+    piece = await piece_of(slot)
+    assert piece.logprobs == Logprobs([1, 2], [-1.0, -0.5], [1, 3])
+    assert piece.cumulative_logprob == -1.5
+
+
+async def test_a_cumulative_reader_keeps_what_it_was_given():
+    slot = collector(OutputKind.CUMULATIVE)
+    slot.put(0, "a", [1], None, Logprobs([1], [-1.0], [1]), -1.0)
+    first = await piece_of(slot)
+    slot.put(0, "b", [2], None, Logprobs([2], [-0.5], [3]), -1.5)
+    second = await piece_of(slot)
+    assert (first.token_ids, first.logprobs) == ([1], Logprobs([1], [-1.0], [1]))
+    assert second.logprobs == Logprobs([1, 2], [-1.0, -0.5], [1, 3])
+
+
+async def test_nothing_is_told_before_what_was_asked_of_the_prompt():
+    slot = group(OutputKind.DELTA, 2, awaits_prompt=True)
+    slot.put(1, "b", [2], None)
+    reader = asyncio.ensure_future(slot.get())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    slot.add_prompt_logprobs(Logprobs([5], [float("-inf")], [1]))
+    slot.add_prompt_logprobs(Logprobs([6], [-1.0], [2]))
+    slot.put(0, "a", [1], None)
+    output = await reader
+    assert output.prompt_logprobs == Logprobs([5, 6], [float("-inf"), -1.0], [1, 2])
+    assert [piece.text for piece in output.pieces] == ["a", "b"]
+    slot.put(0, "c", [3], None)
+    assert (await slot.get()).prompt_logprobs is None

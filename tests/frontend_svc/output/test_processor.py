@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
+from frontend_svc.output.logprobs import LogprobColumns, LogprobReader, Logprobs
 from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
@@ -24,13 +25,16 @@ class Fixture:
         self.ended: list[int] = []
         self.processor = OutputProcessor(on_end=self.ended.append)
 
-    def add(self, handle: int, *stops: str) -> RequestState:
+    def add(self, handle: int, *stops: str, prompt: list[int] | None = None) -> RequestState:
         state = RequestState(
             Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None),
             Detokenizer(TOKENIZER, [], special_ids=frozenset(), skip_special_tokens=True),
             StopBuffer(stops, include=False) if stops else None,
             include_stop=False,
             min_tokens=0,
+            logprobs=LogprobReader(None),
+            prompt_logprobs=LogprobReader(None),
+            prompt_token_ids=prompt,
         )
         self.processor.register(handle, state)
         return state
@@ -48,14 +52,14 @@ async def test_each_row_goes_to_its_request():
     first, second = fixture.add(7), fixture.add(9)
     assert fixture.processor.process(step({9: [B, C], 7: [A]}, cached={0: 16})) == []
     one, two = await first.collector.get(), await second.collector.get()
-    assert (one.text, two.text, two.num_cached_tokens) == ("a", "bc", 16)
+    assert (one.pieces[0].text, two.pieces[0].text, two.num_cached_tokens) == ("a", "bc", 16)
 
 
 async def test_an_ended_request_is_forgotten_and_nothing_is_aborted():
     fixture = Fixture()
     state = fixture.add(7)
     assert fixture.processor.process(step({7: [A]}, endings={0: LENGTH})) == []
-    assert (await state.collector.get()).ending == LENGTH
+    assert (await state.collector.get()).pieces[0].ending == LENGTH
     assert (len(fixture.processor), fixture.ended) == (0, [7])
 
 
@@ -64,7 +68,7 @@ async def test_a_stop_string_asks_for_one_abort_and_nothing_comes_after():
     state = fixture.add(7, "b")
     assert fixture.processor.process(step({7: [A, B]})) == [7]
     assert fixture.processor.process(step({7: [C]})) == []
-    output = await state.collector.get()
+    (output,) = (await state.collector.get()).pieces
     assert (output.text, output.token_ids) == ("a", [A, B])
 
 
@@ -95,3 +99,44 @@ async def test_no_state_is_left_after_many_requests():
         fixture.add(handle)
         fixture.processor.process(step({handle: [A]}, endings={0: LENGTH}))
     assert (len(fixture.processor), len(fixture.ended)) == (0, 10_000)
+
+
+def test_89_prompts_are_counted_once_with_their_first_token():
+    fixture = Fixture()
+    fixture.add(1, prompt=[A] * 10)
+    fixture.add(2, prompt=[B] * 20)
+    fixture.processor.process(step({1: [A], 2: [B]}))
+    counts = fixture.processor.counts
+    assert (counts.num_prompt_tokens, counts.num_output_tokens) == (30, 2)
+    fixture.processor.process(step({1: [A], 2: [B]}))
+    assert (counts.num_prompt_tokens, counts.num_output_tokens) == (30, 4)
+    fixture.add(3, prompt=[C] * 5)
+    fixture.processor.process(step({1: [A], 2: [B], 3: [C]}))
+    assert (counts.num_prompt_tokens, counts.num_output_tokens) == (35, 7)
+
+
+async def test_each_row_gets_its_own_places_of_the_logprob_columns():
+    fixture, nan = Fixture(), float("nan")
+    one, two = fixture.add(1), fixture.add(2)
+    columns = LogprobColumns(
+        [-1.0, -2.0, -3.0], [1, 2, 3], 2, [1, 2, 3, 4, 5, 0], [-1.0, -1.5, -2.0, -2.5, -3.0, nan]
+    )
+    fixture.processor.process(StepColumns([1, 2], [2, 1], [A, B, C], {}, {}, columns))
+    (first,), (second,) = (await one.collector.get()).pieces, (await two.collector.get()).pieces
+    assert first.logprobs == Logprobs(
+        [A, B], [-1.0, -2.0], [1, 2], [[1, 2], [3, 4]], [[-1.0, -1.5], [-2.0, -2.5]]
+    )
+    assert second.logprobs == Logprobs([C], [-3.0], [3], [[5]], [[-3.0]])
+    assert (first.cumulative_logprob, second.cumulative_logprob) == (-3.0, -3.0)
+
+
+async def test_what_is_told_of_a_prompt_in_parts_comes_with_the_first_token():
+    fixture, nan = Fixture(), float("nan")
+    state = fixture.add(1, prompt=[A, B, C])
+    early = StepColumns([1], [0], [], {}, {}, None, {0: [(0, LogprobColumns([nan, -1.0], [0, 4]))]})
+    fixture.processor.process(early)
+    last = StepColumns([1], [1], [A], {}, {}, None, {0: [(2, LogprobColumns([-2.0], [5]))]})
+    fixture.processor.process(last)
+    told = (await state.collector.get()).prompt_logprobs
+    assert told is not None
+    assert (told.token_ids, told.ranks, told.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])

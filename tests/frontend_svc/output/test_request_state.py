@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
+from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
@@ -28,11 +28,12 @@ def state(
     )
 
 
-async def run(request: RequestState, *steps: list[int], ending: Ending | None = None) -> Output:
+async def run(request: RequestState, *steps: list[int], ending: Ending | None = None) -> OutputPiece:
     for index, ids in enumerate(steps):
         if request.advance(ids, ending if index == len(steps) - 1 else None) is not None:
             break
-    return await request.collector.get()
+    (piece,) = (await request.collector.get()).pieces
+    return piece
 
 
 def letters(text: str) -> list[int]:

@@ -9,12 +9,16 @@ import pytest
 
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
-from frontend_svc.text.preprocess import build_entry, check_request, tokenize_prompt
+from frontend_svc.text.preprocess import check_request as check
+from frontend_svc.text.preprocess import child_seed, prepare
+from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer
+from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
 
 LIMITS = RequestLimits()
 
@@ -35,21 +39,36 @@ def model() -> Iterator[ServedModel]:
     pool.close()
 
 
-def test_unset_max_tokens_is_what_fits(model):
-    assert build_entry(make_request([5] * 100), [5] * 100, model).entry.sampling.max_tokens == 1948
+def check_request(request: generate_pb2.GenerateRequest, model: ServedModel, limits: RequestLimits) -> None:
+    check(request, RequestPrompt(request), model, limits)
 
 
-def test_prompt_and_one_token_must_fit_and_the_error_names_both_numbers(model):
-    assert build_entry(make_request([5]), [5] * 2047, model).entry.sampling.max_tokens == 1
+async def entry_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> add_pb2.AddEntry:
+    """The one ADD of a request."""
+    (entry,) = (await prepare(request, RequestPrompt(request), model, LIMITS)).entries
+    return entry
+
+
+async def prompt_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> list[int]:
+    """The ids that are sent as its prompt."""
+    return (await prepare(request, RequestPrompt(request), model, LIMITS)).prompt_token_ids
+
+
+async def test_unset_max_tokens_is_what_fits(model):
+    assert (await entry_of(make_request([5] * 100), model)).sampling.max_tokens == 1948
+
+
+async def test_prompt_and_one_token_must_fit_and_the_error_names_both_numbers(model):
+    assert (await entry_of(make_request([5] * 2047), model)).sampling.max_tokens == 1
     with pytest.raises(InvalidArgument, match="2048 tokens, the model takes 2048") as caught:
-        build_entry(make_request([5]), [5] * 2048, model)
+        await entry_of(make_request([5] * 2048), model)
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
     assert caught.value.metadata == {"num_tokens": "2048", "max_model_len": "2048"}
 
 
-def test_same_input_yields_the_same_entry_but_for_id_and_seed(model):
+async def test_same_input_yields_the_same_entry_but_for_id_and_seed(model):
     request = make_request([5, 6], temperature=0.5, stop_token_ids=[7, 7])
-    first, second = (build_entry(request, [5, 6], model).entry for _ in range(2))
+    first, second = [await entry_of(request, model) for _ in range(2)]
     assert (first.request_id, first.request_seed) != (second.request_id, second.request_seed)
     for entry in (first, second):
         entry.ClearField("request_id")
@@ -58,67 +77,65 @@ def test_same_input_yields_the_same_entry_but_for_id_and_seed(model):
     assert list(first.sampling.stop_token_ids) == [7]
 
 
-def test_the_models_defaults_are_used_only_where_the_client_set_nothing(model):
+async def test_the_models_defaults_are_used_only_where_the_client_set_nothing(model):
     model = replace(
         model, defaults=GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=64)
     )
-    unset = build_entry(make_request([5]), [5], model).entry.sampling
+    unset = (await entry_of(make_request([5]), model)).sampling
     assert (unset.temperature, unset.top_p) == (pytest.approx(0.6), pytest.approx(0.9))
     assert (unset.top_k, unset.max_tokens) == (20, 64)
-    given = build_entry(make_request([5], temperature=0.0, top_p=1.0, top_k=0, max_tokens=100), [5], model)
-    sampling = given.entry.sampling
+    given = make_request([5], temperature=0.0, top_p=1.0, top_k=0, max_tokens=100)
+    sampling = (await entry_of(given, model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 100)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 600, 10**9])
-def test_every_way_to_ask_for_all_tokens_is_zero(model, top_k):
-    assert build_entry(make_request([5], top_k=top_k), [5], model).entry.sampling.top_k == 0
+async def test_every_way_to_ask_for_all_tokens_is_zero(model, top_k):
+    assert (await entry_of(make_request([5], top_k=top_k), model)).sampling.top_k == 0
 
 
 async def test_truncation_keeps_the_end_of_the_prompt(model):
     request = make_request(list(range(1, 101)), truncate_prompt_tokens=10)
-    assert await tokenize_prompt(request, model) == list(range(91, 101))
+    assert await prompt_of(request, model) == list(range(91, 101))
     request = make_request(range(5000), truncate_prompt_tokens=-1, max_tokens=48)
-    assert len(await tokenize_prompt(request, model)) == 2000
+    assert len(await prompt_of(request, model)) == 2000
 
 
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(model):
     with pytest.raises(InvalidArgument, match="at least"):
-        await tokenize_prompt(make_request("x" * 10_000_000), model)
+        await prompt_of(make_request("x" * 10_000_000), model)
 
 
 async def test_text_that_would_take_seconds_is_refused_even_if_its_tokens_would_be_cut(model):
     with pytest.raises(InvalidArgument, match="prompt has 10000000 characters, must have at most 1048576"):
-        await tokenize_prompt(make_request("x" * 10_000_000, truncate_prompt_tokens=5), model)
+        await prompt_of(make_request("x" * 10_000_000, truncate_prompt_tokens=5), model)
     long_model = replace(model, max_model_len=100_000)
-    assert (
-        len(await tokenize_prompt(make_request("x" * 1_600_000, truncate_prompt_tokens=5), long_model)) == 5
-    )
+    assert len(await prompt_of(make_request("x" * 1_600_000, truncate_prompt_tokens=5), long_model)) == 5
 
 
-def test_repetition_detection_goes_to_the_engine_complete_and_only_where_it_is_on(model):
-    def detection_of(**fields: int) -> sampling_pb2.RepetitionDetection | None:
+async def test_repetition_detection_goes_to_the_engine_complete_and_only_where_it_is_on(model):
+    async def detection_of(**fields: int) -> sampling_pb2.RepetitionDetection | None:
         request = make_request([5], repetition_detection=fields)
         check_request(request, model, LIMITS)
-        sampling = build_entry(request, [5], model).entry.sampling
+        sampling = (await entry_of(request, model)).sampling
         return sampling.repetition_detection if sampling.HasField("repetition_detection") else None
 
     expected = sampling_pb2.RepetitionDetection(max_pattern_size=4, min_pattern_size=1, min_count=3)
-    assert detection_of(max_pattern_size=4, min_count=3) == expected
-    assert detection_of(max_pattern_size=4, min_pattern_size=1, min_count=3) == expected
+    assert await detection_of(max_pattern_size=4, min_count=3) == expected
+    assert await detection_of(max_pattern_size=4, min_pattern_size=1, min_count=3) == expected
     widest = {"max_pattern_size": 256, "min_pattern_size": 256, "min_count": 64}
-    assert detection_of(**widest) == sampling_pb2.RepetitionDetection(**widest)
-    assert detection_of() is None
-    assert detection_of(min_count=3) is None
+    assert await detection_of(**widest) == sampling_pb2.RepetitionDetection(**widest)
+    assert await detection_of() is None
+    assert await detection_of(min_count=3) is None
 
 
-def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
-    def sampling_of(**fields: object) -> sampling_pb2.SamplingParams:
+async def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
+    async def sampling_of(**fields: object) -> sampling_pb2.SamplingParams:
         request = make_request([5], **fields)
         check_request(request, model, LIMITS)
-        return build_entry(request, [5], model).entry.sampling
+        return (await entry_of(request, model)).sampling
 
-    plain = sampling_of()
+    plain = await sampling_of()
     assert (plain.min_p, plain.presence_penalty, plain.frequency_penalty) == (0.0, 0.0, 0.0)
     assert plain.repetition_penalty == 1.0
     assert not plain.logit_bias
@@ -131,9 +148,9 @@ def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
         "logit_bias": [sampling_pb2.LogitBias(token_id=3, bias=-100.0)],
         "allowed_token_ids": [3, 5],
     }
-    asked = sampling_of(**wishes)
+    asked = await sampling_of(**wishes)
     assert {name: getattr(asked, name) for name in wishes} == wishes
-    assert list(sampling_of(allowed_token_ids=[3, 5, 3]).allowed_token_ids) == [3, 5]
+    assert list((await sampling_of(allowed_token_ids=[3, 5, 3])).allowed_token_ids) == [3, 5]
 
 
 def test_all_breaches_are_told_together(model):
@@ -157,16 +174,10 @@ def test_min_tokens_beyond_max_tokens_is_a_breach(model):
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"n": 2}, "sampling.n"),
-        ({"logprobs": 0}, "sampling.logprobs"),
-        ({"prompt_logprobs": 1}, "sampling.prompt_logprobs"),
-        ({"logprob_token_ids": [1]}, "sampling.logprob_token_ids"),
-        ({"bad_words": ["x"]}, "sampling.bad_words"),
         ({"structured_output": {"regex": "a"}}, "sampling.structured_output"),
         ({"thinking_token_budget": 1}, "sampling.thinking_token_budget"),
         ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between"),
         ({"adapter": "x"}, "adapter"),
-        ({"media": [{"url": "x"}]}, "media"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model, fields, name):
@@ -222,3 +233,15 @@ def test_what_is_not_served_is_refused_by_name(model, fields, name):
 def test_values_out_of_range_are_refused_with_value_and_limit(model, fields, name):
     with pytest.raises(InvalidArgument, match=name):
         check_request(make_request("x", **fields), model, LIMITS)
+
+
+async def test_a_group_has_an_id_an_order_and_noise_of_its_own_for_each_output(model):
+    request = make_request([5, 6], n=3, seed=11, temperature=0.5, prompt_logprobs=1)
+    entries = (await prepare(request, RequestPrompt(request), model, LIMITS)).entries
+    assert [entry.group_index for entry in entries] == [0, 1, 2]
+    assert len({entry.group_id for entry in entries}) == 1
+    assert len({entry.request_id for entry in entries}) == 3
+    assert [entry.request_seed for entry in entries] == [child_seed(11, index) for index in range(3)]
+    assert len({child_seed(seed, index) for seed in (11, 12, 13) for index in range(3)}) == 9
+    assert [entry.sampling.HasField("prompt_logprobs") for entry in entries] == [True, False, False]
+    assert not any(entry.sampling.n for entry in entries)

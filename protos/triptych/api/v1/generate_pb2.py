@@ -27,7 +27,7 @@ from triptych.common.v1 import sampling_pb2 as triptych_dot_common_dot_v1_dot_sa
 from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/generate.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\"\xe1\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x12/\n\x06\x65mbeds\x18\x04 \x01(\x0b\x32\x1d.triptych.api.v1.PromptEmbedsH\x00\x12\x34\n\x08sampling\x18\x05 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x0e\n\x06job_id\x18\n \x01(\t\x12\x14\n\x0cis_last_step\x18\x0b \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\x03H\x02\x88\x01\x01\x12%\n\x05media\x18\x0e \x03(\x0b\x32\x16.triptych.api.v1.Media\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x10 \x01(\x08H\x04\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x11 \x01(\x08\x42\x07\n\x05inputB\x0b\n\t_priorityB\x15\n\x13_data_parallel_rankB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"_\n\x0cPromptEmbeds\x12*\n\x06\x65mbeds\x18\x01 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08is_token\x18\x03 \x01(\x0c\"\x84\x01\n\x05Media\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x0c\n\x04uuid\x18\x05 \x01(\tB\x08\n\x06source\"\xb2\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.triptych.api.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.triptych.api.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x19.triptych.api.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xc9\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\"n\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\"\xaf\x01\n\x08\x46inished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x03 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.triptych.common.v1.Usageb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/generate.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\"\x93\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x12/\n\x06\x65mbeds\x18\x04 \x01(\x0b\x32\x1d.triptych.api.v1.PromptEmbedsH\x00\x12\x34\n\x08sampling\x18\x05 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x0e\n\x06job_id\x18\n \x01(\t\x12\x14\n\x0cis_last_step\x18\x0b \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\x03H\x02\x88\x01\x01\x12%\n\x05media\x18\x0e \x03(\x0b\x32\x16.triptych.api.v1.Media\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x10 \x01(\x08H\x04\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x11 \x01(\x08\x12\x1c\n\x0forphan_grace_ms\x18\x12 \x01(\x03H\x05\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priorityB\x15\n\x13_data_parallel_rankB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x12\n\x10_orphan_grace_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"_\n\x0cPromptEmbeds\x12*\n\x06\x65mbeds\x18\x01 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08is_token\x18\x03 \x01(\x0c\"\x84\x01\n\x05Media\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x0c\n\x04uuid\x18\x05 \x01(\tB\x08\n\x06source\"\xb2\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.triptych.api.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.triptych.api.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x19.triptych.api.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xc9\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\"n\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\"\xe7\x01\n\x08\x46inished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x03 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprobb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.generate_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=153
-  _globals['_GENERATEREQUEST']._serialized_end=762
-  _globals['_TOKENIDS']._serialized_start=764
-  _globals['_TOKENIDS']._serialized_end=787
-  _globals['_PROMPTEMBEDS']._serialized_start=789
-  _globals['_PROMPTEMBEDS']._serialized_end=884
-  _globals['_MEDIA']._serialized_start=887
-  _globals['_MEDIA']._serialized_end=1019
-  _globals['_GENERATERESPONSE']._serialized_start=1022
-  _globals['_GENERATERESPONSE']._serialized_end=1200
-  _globals['_STARTED']._serialized_start=1203
-  _globals['_STARTED']._serialized_end=1404
-  _globals['_DELTA']._serialized_start=1406
-  _globals['_DELTA']._serialized_end=1516
-  _globals['_FINISHED']._serialized_start=1519
-  _globals['_FINISHED']._serialized_end=1694
+  _globals['_GENERATEREQUEST']._serialized_end=812
+  _globals['_TOKENIDS']._serialized_start=814
+  _globals['_TOKENIDS']._serialized_end=837
+  _globals['_PROMPTEMBEDS']._serialized_start=839
+  _globals['_PROMPTEMBEDS']._serialized_end=934
+  _globals['_MEDIA']._serialized_start=937
+  _globals['_MEDIA']._serialized_end=1069
+  _globals['_GENERATERESPONSE']._serialized_start=1072
+  _globals['_GENERATERESPONSE']._serialized_end=1250
+  _globals['_STARTED']._serialized_start=1253
+  _globals['_STARTED']._serialized_end=1454
+  _globals['_DELTA']._serialized_start=1456
+  _globals['_DELTA']._serialized_end=1566
+  _globals['_FINISHED']._serialized_start=1569
+  _globals['_FINISHED']._serialized_end=1800
 # @@protoc_insertion_point(module_scope)

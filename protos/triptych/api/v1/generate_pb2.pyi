@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "embeds", "sampling", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "media", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids")
+    __slots__ = ("model", "prompt", "token_ids", "embeds", "sampling", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "media", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "orphan_grace_ms")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIds
@@ -45,7 +46,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     add_special_tokens: bool
     return_prompt_token_ids: bool
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
+    orphan_grace_ms: int
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., orphan_grace_ms: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -120,13 +122,15 @@ class Delta(_message.Message):
     def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("output_index", "reason", "stop_match", "usage")
+    __slots__ = ("output_index", "reason", "stop_match", "usage", "cumulative_logprob")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     reason: _output_pb2.FinishReason
     stop_match: _output_pb2.StopMatch
     usage: _output_pb2.Usage
-    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...

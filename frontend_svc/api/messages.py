@@ -1,0 +1,85 @@
+"""Outputs as messages of the public API, in the parts that its services share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frontend_svc.generation import OpenRequest
+from frontend_svc.output.collector import Ending, EndReason, Output, OutputPiece
+from frontend_svc.output.logprobs import Logprobs
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import output_pb2
+
+_REASONS = {
+    EndReason.STOP: output_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
+    EndReason.ABORT: output_pb2.FINISH_REASON_ABORT,
+    EndReason.ERROR: output_pb2.FINISH_REASON_ERROR,
+    EndReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
+}
+
+
+def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -> generate_pb2.Started:
+    """What a stream tells first, with the first output."""
+    return generate_pb2.Started(
+        request_id=opened.request_id,
+        num_prompt_tokens=len(opened.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens,
+        prompt_token_ids=opened.prompt_token_ids if returns_ids else (),
+        prompt_logprobs=logprobs_message(output.prompt_logprobs),
+        model=opened.model,
+    )
+
+
+def finished_message(
+    opened: OpenRequest, output: Output, piece: OutputPiece, ending: Ending
+) -> generate_pb2.Finished:
+    """The end of one output."""
+    return generate_pb2.Finished(
+        output_index=piece.index,
+        reason=reason_value(ending),
+        stop_match=stop_match_message(ending),
+        usage=usage_message(opened, output, [piece]),
+        cumulative_logprob=piece.cumulative_logprob,
+    )
+
+
+def reason_value(ending: Ending) -> output_pb2.FinishReason:
+    """Why an output ended."""
+    return _REASONS[ending.reason]
+
+
+def stop_match_message(ending: Ending) -> output_pb2.StopMatch | None:
+    """What an output stopped on, if it did."""
+    if ending.stop_string is not None:
+        return output_pb2.StopMatch(string=ending.stop_string)
+    if ending.eos_token_id is not None:
+        return output_pb2.StopMatch(eos=ending.eos_token_id)
+    if ending.stop_token_id is not None:
+        return output_pb2.StopMatch(token_id=ending.stop_token_id)
+    return None
+
+
+def usage_message(opened: OpenRequest, output: Output, pieces: Sequence[OutputPiece]) -> output_pb2.Usage:
+    """The tokens of `pieces`, and once those of the prompt."""
+    return output_pb2.Usage(
+        num_prompt_tokens=len(opened.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens,
+        num_completion_tokens=sum(piece.num_output_tokens for piece in pieces),
+    )
+
+
+def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:
+    """Log probabilities as columns, if they were asked for."""
+    if logprobs is None:
+        return None
+    message = output_pb2.Logprobs(
+        token_ids=logprobs.token_ids,
+        logprobs=logprobs.logprobs,
+        ranks=logprobs.ranks,
+        texts=logprobs.texts,
+    )
+    for place, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
+        texts = logprobs.top_texts[place] if logprobs.top_texts else ()
+        message.top.add(token_ids=ids, logprobs=values, texts=texts)
+    return message

@@ -1,0 +1,48 @@
+"""The states of a sampling group: one for each of the n outputs of a prompt, over one collector."""
+
+from __future__ import annotations
+
+from frontend_svc.output.collector import Collector
+from frontend_svc.output.logprobs import LogprobReader
+from frontend_svc.output.request_state import RequestState
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.stop_strings import StopBuffer
+from triptych.common.v1 import sampling_pb2
+
+
+def make_states(
+    sampling: sampling_pb2.SamplingParams,
+    prompt_token_ids: list[int],
+    model: ServedModel,
+    collector: Collector,
+    n: int,
+) -> list[RequestState]:
+    """What each output needs to become what the client asked for with `sampling`."""
+    skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
+    has_text = not sampling.HasField("detokenize") or sampling.detokenize
+    texts = model.tokenizer.token_texts if has_text else None
+    include = sampling.include_stop_in_output
+    states = []
+    for index in range(n):
+        detokenizer = None
+        if has_text:
+            detokenizer = model.tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=skips_special)
+        tells_prompt = index == 0 and sampling.HasField("prompt_logprobs")
+        states.append(
+            RequestState(
+                collector,
+                detokenizer,
+                StopBuffer(sampling.stop, include=include) if sampling.stop else None,
+                include_stop=include,
+                min_tokens=sampling.min_tokens,
+                index=index,
+                logprobs=LogprobReader(texts, prompt_token_ids) if _wants_logprobs(sampling) else None,
+                prompt_logprobs=LogprobReader(texts) if tells_prompt else None,
+                prompt_token_ids=prompt_token_ids,
+            )
+        )
+    return states
+
+
+def _wants_logprobs(sampling: sampling_pb2.SamplingParams) -> bool:
+    return sampling.HasField("logprobs") or len(sampling.logprob_token_ids) > 0

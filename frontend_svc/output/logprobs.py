@@ -1,0 +1,102 @@
+"""Log probabilities of a request's tokens, with their texts. Knows no wire and no collector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from frontend_svc.text.token_text import TokenTexts
+
+_CONTEXT_TOKENS = 4
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Consecutive places as parallel columns; `top_*` have a list for each place, best first.
+
+    NaN and rank 0 stand where there is nothing to tell, as at the first place of a prompt. The texts are
+    empty lists where the request wants no text.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    top_texts: list[list[str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, more: Logprobs) -> None:
+        """Append the places of `more`."""
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+        self.top_ids += more.top_ids
+        self.top_logprobs += more.top_logprobs
+        self.texts += more.texts
+        self.top_texts += more.top_texts
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """What a step tells of consecutive places: `k` entries of the top columns belong to each of them."""
+
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    k: int = 0
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+    def part(self, start: int, end: int) -> LogprobColumns:
+        """The places from `start` to before `end`."""
+        top = slice(start * self.k, end * self.k)
+        return LogprobColumns(
+            self.logprobs[start:end], self.ranks[start:end], self.k, self.top_ids[top], self.top_logprobs[top]
+        )
+
+
+class LogprobReader:
+    """Turns the columns of one request into what its client gets, and sums them up.
+
+    `context` is the end of the tokens before the first place, so that a text is what a token adds to it.
+    """
+
+    __slots__ = ("_context", "_texts", "cumulative")
+
+    def __init__(self, texts: TokenTexts | None, context: Sequence[int] = ()) -> None:
+        self._texts = texts
+        self._context = list(context[-_CONTEXT_TOKENS:])
+        self.cumulative = 0.0
+
+    def read(self, token_ids: Sequence[int], columns: LogprobColumns) -> Logprobs:
+        """The places of `token_ids`, which come after those that were read before."""
+        read = Logprobs(list(token_ids), list(columns.logprobs), list(columns.ranks))
+        self.cumulative += sum(value for value in read.logprobs if not math.isnan(value))
+        k = columns.k
+        if k:
+            for start in range(0, k * len(read), k):
+                # The columns are as wide as the widest request of the step; shorter ones end in NaN.
+                entries = [
+                    (token_id, value)
+                    for token_id, value in zip(
+                        columns.top_ids[start : start + k],
+                        columns.top_logprobs[start : start + k],
+                        strict=True,
+                    )
+                    if not math.isnan(value)
+                ]
+                read.top_ids.append([token_id for token_id, _ in entries])
+                read.top_logprobs.append([value for _, value in entries])
+        if self._texts is not None:
+            self._add_texts(read, self._texts)
+        return read
+
+    def _add_texts(self, read: Logprobs, texts: TokenTexts) -> None:
+        for token_id in read.token_ids:
+            read.texts.append(texts.added(self._context, token_id))
+            self._context = [*self._context[1 - _CONTEXT_TOKENS :], token_id]
+        read.top_texts = [[texts.of(token_id) for token_id in ids] for ids in read.top_ids]

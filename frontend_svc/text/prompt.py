@@ -1,0 +1,103 @@
+"""How a request's prompt becomes token ids. Knows no engine and no sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from frontend_svc.text.limits import Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.sampling import check_token_ids
+from service_kit.errors import InvalidArgument, Unimplemented
+from triptych.api.v1 import generate_pb2
+
+MAX_ORPHAN_GRACE_MS = 5000
+
+
+class Prompt(Protocol):
+    """What a request continues, by whatever service it came."""
+
+    @property
+    def field(self) -> str:
+        """The name of its field, for violations."""
+        ...
+
+    def check(self, model: ServedModel, violations: Violations) -> None:
+        """Note what is wrong with it before any work goes into it."""
+        ...
+
+    async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
+        """Its token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early."""
+        ...
+
+
+class RequestPrompt:
+    """The prompt of a GenerateRequest: a text, or ids."""
+
+    def __init__(self, request: generate_pb2.GenerateRequest) -> None:
+        self._request = request
+        self._kind = request.WhichOneof("input")
+
+    @property
+    def field(self) -> str:
+        """`prompt` or `token_ids`, whichever is set."""
+        return self._kind or "input"
+
+    def check(self, model: ServedModel, violations: Violations) -> None:
+        """Note an input that is missing or empty, or has ids that the model does not have."""
+        request = self._request
+        grace_ms = request.orphan_grace_ms
+        rule = f"must be in 0..{MAX_ORPHAN_GRACE_MS}"
+        violations.need(0 <= grace_ms <= MAX_ORPHAN_GRACE_MS, "orphan_grace_ms", grace_ms, rule)
+        if self._kind is None:
+            violations.add("input", None, "must be one of prompt, token_ids, embeds")
+        elif self._kind == "prompt":
+            violations.need(request.prompt != "", "prompt", request.prompt, "must not be empty")
+        elif self._kind == "token_ids":
+            ids = request.token_ids.ids
+            violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
+            check_token_ids("token_ids", list(ids), model.vocab_size, violations)
+
+    async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
+        """The ids. Raises Unimplemented for embeddings and media, InvalidArgument for too long a text."""
+        request = self._request
+        unserved = [name for name in ("embeds", "media") if name == self._kind or _has_media(request, name)]
+        if unserved:
+            shown = ", ".join(unserved)
+            raise Unimplemented(
+                f"not served yet: {shown}", reason="PARAMETER_NOT_SERVED", metadata={"fields": shown}
+            )
+        if self._kind == "token_ids":
+            return list(request.token_ids.ids)
+        if not may_be_long:
+            check_fits("prompt", request.prompt, model)
+        check_text("prompt", request.prompt, model)
+        has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
+
+
+def check_text(field: str, text: str, model: ServedModel) -> None:
+    """Raise InvalidArgument for text that takes too long to tokenize, whatever is done with its tokens."""
+    violations = Violations()
+    violations.need_count(field, len(text), "characters", 0, model.max_text_chars)
+    violations.raise_if_any()
+
+
+def check_fits(field: str, text: str, model: ServedModel) -> None:
+    """Raise InvalidArgument for text that cannot fit the model whatever its tokens are."""
+    at_least = model.tokenizer.min_num_tokens(text)
+    if at_least >= model.max_model_len:
+        raise too_long(field, f"at least {at_least}", at_least, model.max_model_len)
+
+
+def too_long(field: str, shown: str, num_tokens: int, limit: int) -> InvalidArgument:
+    """The error of a prompt that leaves no room for output."""
+    return InvalidArgument(
+        f"{field} has {shown} tokens, the model takes {limit} with at least 1 of them for the output",
+        field=field,
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        metadata={"num_tokens": str(num_tokens), "max_model_len": str(limit)},
+    )
+
+
+def _has_media(request: generate_pb2.GenerateRequest, name: str) -> bool:
+    return name == "media" and len(request.media) > 0

@@ -1,0 +1,98 @@
+"""The texts of single tokens, as log probabilities show them. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes, and a token at least one of them.
+_MAX_CONTEXT_TOKENS = 4
+# Most of a vocabulary: the texts of the tokens that are seen, a few MB.
+_MAX_KEPT = 65_536
+_ANCHORS = ("a", "e", "x", "0", "1", "A")
+
+
+class TokenTexts:
+    """What each token of a tokenizer adds to the text before it; special tokens are shown as spelled.
+
+    A token of whole characters has one text wherever it stands, which is remembered. One that has bytes of a
+    character that several tokens spell is looked up with the tokens before it, and adds what becomes whole
+    with it: nothing where it only begins the character, and all of the character where it ends it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_kept: int = _MAX_KEPT) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = _anchor_ids(tokenizer)
+        self._anchor_text = self._decode(self._anchor)
+        self._marks = _replacement_ids(tokenizer)
+        # A method of the instance's own, for a cache shared by all tokenizers would mix their texts.
+        self._text_alone = lru_cache(maxsize=max_kept)(self._find_text_alone)
+
+    def of(self, token_id: int, context: Sequence[int] = ()) -> str:
+        """The text of `token_id` behind the tokens of `context`, of which at most the last four count."""
+        text = self._text_alone(token_id)
+        if _REPLACEMENT not in text or token_id in self._marks:
+            return text
+        return self._text_completed(token_id, context, text)
+
+    def of_alternatives(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+        """The text that each of `token_ids` would have in one place, behind the tokens of `context`."""
+        return [self.of(token_id, context) for token_id in token_ids]
+
+    def of_sequence(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+        """The texts of consecutive tokens that follow those of `context`."""
+        texts = []
+        before = list(context[-_MAX_CONTEXT_TOKENS:])
+        for token_id in token_ids:
+            texts.append(self.of(token_id, before))
+            before = [*before[1 - _MAX_CONTEXT_TOKENS :], token_id]
+        return texts
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[str]:
+        """The texts of a prompt: nothing stands before its first token, where decoders may drop a space."""
+        if not token_ids:
+            return []
+        first = self._decode([token_ids[0]])
+        shown = first if token_ids[0] in self._marks else first.rstrip(_REPLACEMENT)
+        return [shown, *self.of_sequence(token_ids[1:], token_ids[:1])]
+
+    def _find_text_alone(self, token_id: int) -> str:
+        text = self._decode([*self._anchor, token_id])
+        if text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        # The decoder has written the token and the one before it in a way of their own.
+        return self._decode([token_id])
+
+    def _text_completed(self, token_id: int, context: Sequence[int], alone: str) -> str:
+        # From few tokens to many: a context that begins within a character is not valid and does not mislead.
+        for num_tokens in range(1, min(_MAX_CONTEXT_TOKENS, len(context)) + 1):
+            before = list(context[-num_tokens:])
+            text = self._decode([*before, token_id]).rstrip(_REPLACEMENT)
+            if _REPLACEMENT in text:
+                continue
+            known = self._decode(before).rstrip(_REPLACEMENT)
+            if len(text) > len(known) and text.startswith(known):
+                return text[len(known) :]
+        return alone.rstrip(_REPLACEMENT)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _anchor_ids(tokenizer: Tokenizer) -> list[int]:
+    """A token to stand before others, so that none of them is at the start of a text; empty without one."""
+    special = tokenizer.get_added_tokens_decoder()
+    for text in _ANCHORS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids and not any(token_id in special for token_id in ids):
+            return [ids[-1]]
+    return []
+
+
+def _replacement_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that spell U+FFFD itself: to a decoder it looks like bytes that are no character."""
+    ids = tokenizer.encode(_REPLACEMENT, add_special_tokens=False).ids
+    return frozenset(ids) if len(ids) == 1 and tokenizer.decode(ids) == _REPLACEMENT else frozenset()
