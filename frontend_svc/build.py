@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc.aio
+
 from frontend_svc.admission import Admission
+from frontend_svc.api.chat import ChatServicer
+from frontend_svc.api.generate_stream import stream_generate
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
+from frontend_svc.api.request import RequestServicer
+from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.artifacts import ArtifactStore
@@ -18,41 +26,71 @@ from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.stream import HEARTBEAT_S
 from frontend_svc.generation import Generation
+from frontend_svc.open_requests import OpenRequests
 from frontend_svc.output.collector import ReaderLimit
+from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.limits import RequestLimits
-from frontend_svc.text.tokenizer import TokenizerPool
+from frontend_svc.text.workers import TextWorkers
 from service_kit.admin import AdminServicer
+from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
-from service_kit.server import ADMIN, PUBLIC, Registration, Server
-from triptych.api.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
+from triptych.api.v1 import (
+    chat_pb2_grpc,
+    inference_pb2_grpc,
+    model_pb2_grpc,
+    request_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
 
 logger = logging.getLogger(__name__)
 
 _INFERENCE = "triptych.api.v1.InferenceService"
+_CHAT = "triptych.api.v1.ChatService"
 _TOKENIZER = "triptych.api.v1.TokenizerService"
 _MODEL = "triptych.api.v1.ModelService"
+_REQUEST = "triptych.api.v1.RequestService"
 
 
 class Frontend:
     """The objects of one frontend process: two servers, and what stands behind them."""
 
-    def __init__(self, config: FrontendConfig, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
         clock = MonotonicClock()
         self.identity = FrontendIdentity(
             f"frontend-{config.index}-{secrets.token_hex(4)}", secrets.randbits(63) + 1
         )
         self._config = config
         self.address = ""
-        self._pool = TokenizerPool(config.tokenizer_threads or None)
-        artifacts = ArtifactStore(self._pool, read_tokenizer_override(config.tokenizer))
+        self._text_workers = TextWorkers(config.text_workers, time_limit_s=config.text_time_limit_s)
+        artifacts = ArtifactStore(
+            self._text_workers,
+            read_tokenizer_override(config.tokenizer),
+            ParserNames(config.tool_parser, config.reasoning_parser),
+        )
         make_client = functools.partial(
-            EngineClient, identity=self.identity, artifacts=artifacts, clock=clock, heartbeat_s=heartbeat_s
+            EngineClient,
+            identity=self.identity,
+            artifacts=artifacts,
+            clock=clock,
+            heartbeat_s=heartbeat_s,
+            connect=connect,
         )
         self.directory = Directory(make_client, on_change=self._show_readiness)
-        limits = RequestLimits()
+        limits = RequestLimits(
+            max_n=config.max_n, max_logprobs=config.max_logprobs, stream_interval=config.stream_interval
+        )
         self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
         reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
-        self.generation = Generation(self.directory, self.admission, limits, reader_limit)
+        self.requests = OpenRequests(clock)
+        self.generation = Generation(self.directory, self.admission, limits, reader_limit, self.requests)
+        self.resumable = ResumableStreams(functools.partial(stream_generate, self.generation), reader_limit)
         model = ModelServicer(
             self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
         )
@@ -63,14 +101,29 @@ class Frontend:
                     _INFERENCE,
                     functools.partial(
                         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                        InferenceServicer(self.generation),
+                        InferenceServicer(self.generation, self.resumable),
+                    ),
+                ),
+                Registration(
+                    _REQUEST,
+                    functools.partial(
+                        request_pb2_grpc.add_RequestServiceServicer_to_server,
+                        RequestServicer(self.requests),
+                    ),
+                    is_ready=True,
+                ),
+                Registration(
+                    _CHAT,
+                    functools.partial(
+                        chat_pb2_grpc.add_ChatServiceServicer_to_server,
+                        ChatServicer(self.generation, takes_templates=config.request_templates),
                     ),
                 ),
                 Registration(
                     _TOKENIZER,
                     functools.partial(
                         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-                        TokenizerServicer(self.directory),
+                        TokenizerServicer(self.directory, takes_templates=config.request_templates),
                     ),
                 ),
                 Registration(
@@ -79,7 +132,7 @@ class Frontend:
                     is_ready=True,
                 ),
             ],
-            profile=PUBLIC,
+            profile=public_profile(config),
             service="frontend",
             reflection=config.reflection,
         )
@@ -114,10 +167,11 @@ class Frontend:
 
     async def close(self) -> None:
         """End every stream of ours."""
+        await self.resumable.close()
         if self._coordinator is not None:
             await self._coordinator.close()
         await self.directory.close()
-        self._pool.close()
+        await self._text_workers.close()
 
     def status(self) -> dict[str, str | int | float]:
         """Facts and gauges for an operator."""
@@ -126,6 +180,7 @@ class Frontend:
             "state": "draining" if self.generation.is_draining else "serving",
             "num_open_requests": self.generation.num_open,
             "num_queued_requests": self.admission.num_queued,
+            "num_resumable_streams": len(self.resumable),
             "num_engines": len(clients),
         }
         for client in clients:
@@ -136,7 +191,18 @@ class Frontend:
     def _show_readiness(self) -> None:
         is_ready = self.directory.is_ready
         self.public.set_ready(_INFERENCE, is_ready)
+        self.public.set_ready(_CHAT, is_ready)
         self.public.set_ready(_TOKENIZER, is_ready)
+
+
+def public_profile(config: FrontendConfig) -> LimitProfile:
+    """What the public listener accepts under `config`."""
+    return dataclasses.replace(
+        PUBLIC,
+        shares_port=config.share_port,
+        max_connection_age_ms=round(config.max_connection_age_s * 1000),
+        max_connection_age_grace_ms=round(config.max_connection_age_grace_s * 1000),
+    )
 
 
 def read_tokenizer_override(path: str | None) -> bytes | None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from frontend_svc.parsers.registry import ParserNames
 from service_kit.channel import parse_target
 from service_kit.config import option
 from service_kit.errors import InvalidArgument
+
+_MAX_WORKERS = 64
+_MAX_TEXT_TIME_S = 600
+# gRPC counts milliseconds in 31 bits.
+_MAX_AGE_S = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +28,31 @@ class FrontendConfig:
     tokenizer: str | None = option(
         None, help="tokenizer.json, or a folder with one, instead of the engine's own"
     )
-    tokenizer_threads: int = option(0, help="threads that tokenize; 0 is one a core")
+    text_workers: int = option(0, help="processes that tokenize and render chats; 0 is one a core")
+    text_time_limit_s: float = option(5.0, help="seconds a text or a chat may take to become tokens")
     max_queued_requests: int = option(1024, help="requests without a first token, before more are refused")
     max_queued_prompt_tokens: int = option(
         2_000_000, help="prompt tokens of such requests, before more are refused"
     )
+    tool_parser: str = option("auto", help="how tool calls are read: auto, none or the name of a format")
+    reasoning_parser: str = option("auto", help="how reasoning is read: auto, none or the name of a format")
+    request_templates: bool = option(False, help="let clients bring chat templates of their own")
+    max_n: int = option(64, help="most outputs a request may ask for")
+    max_logprobs: int = option(
+        20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
+    )
+    stream_interval: int = option(1, help="fewest tokens in a delta but the first and the last")
     slow_reader_s: float = option(30.0, help="seconds a client may leave more than its buffer unread")
     drain_deadline_s: float = option(20.0, help="seconds running requests get to finish after SIGTERM")
     reflection: bool = option(True, help="serve gRPC reflection")
+    workers: int = option(1, help="processes that serve the port together, each a frontend with all limits")
+    share_port: bool = option(False, help="let others listen on the port too; what --workers starts has it")
+    max_connection_age_s: float = option(
+        0.0, help="seconds after which a connection is told to go, so that clients spread anew; 0 is never"
+    )
+    max_connection_age_grace_s: float = option(
+        600.0, help="seconds that calls on a connection that was told to go get to finish"
+    )
     announce_fd: int | None = option(None, help="inherited pipe to write the bound addresses to")
     index: int = option(0, help="number of this instance, for logs")
     log_format: Literal["text", "json"] = option("text", help="how log lines look")
@@ -46,9 +69,25 @@ class FrontendConfig:
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")
-        for name in ("max_queued_requests", "max_queued_prompt_tokens"):
+        for name in ("max_queued_requests", "max_queued_prompt_tokens", "max_n", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
-        for name in ("tokenizer_threads", "drain_deadline_s", "slow_reader_s"):
+        ParserNames(self.tool_parser, self.reasoning_parser)
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
+        for name in ("text_workers", "drain_deadline_s", "slow_reader_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
+        if not 0 < self.text_time_limit_s <= _MAX_TEXT_TIME_S:
+            raise ValueError(f"text_time_limit_s {self.text_time_limit_s} is not in 0..{_MAX_TEXT_TIME_S}")
+        for name in ("max_connection_age_s", "max_connection_age_grace_s"):
+            if not 0 <= getattr(self, name) <= _MAX_AGE_S:
+                raise ValueError(f"{name} {getattr(self, name)} is not in 0..{_MAX_AGE_S}")
+        if not 1 <= self.workers <= _MAX_WORKERS:
+            raise ValueError(f"workers {self.workers} is not in 1..{_MAX_WORKERS}")
+        if self.workers > 1 and self.admin_port + self.workers - 1 > 65535:
+            raise ValueError(
+                f"admin_port {self.admin_port} leaves no port for each of {self.workers} workers after it"
+            )
+        if self.share_port and not self.port:
+            raise ValueError("share_port needs a port: with port 0 nobody else would have the same one")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from frontend_svc.admission import Admission, Ticket
 from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
 from frontend_svc.engines.directory import Directory
+from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.group import make_states
 from frontend_svc.output.request_state import RequestState
@@ -57,6 +58,10 @@ class Attempt:
         """Where its outputs come together."""
         return self.states[0].collector
 
+    def end(self) -> None:
+        """Abort what has not ended, and tell the reader that it was."""
+        self.client.end(self.handles)
+
     def abort(self, reason: engine_pb2.AbortReason) -> None:
         """End in the engine what has not ended, and forget it here."""
         self.client.abort(self.handles, reason)
@@ -84,6 +89,7 @@ class OpenRequest:
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         self.finish_reason = "abort"
+        self.num_attempts = 1
         self._num_output_tokens: dict[int, int] = {}
         self.attempt = send(None)
         self._resend: Callable[[EngineClient], Attempt] | None = send
@@ -108,8 +114,39 @@ class OpenRequest:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs so far."""
+        """Tokens of all outputs that were read so far."""
         return sum(self._num_output_tokens.values())
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is."""
+        if self.attempt.collector.has_ended:
+            return RequestPhase.FINISHED
+        return RequestPhase.RUNNING if self.num_sampled_tokens else RequestPhase.QUEUED
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of them came from the prefix cache."""
+        return self.attempt.collector.num_cached_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all outputs, read or not."""
+        return sum(state.num_output_tokens for state in self.attempt.states)
+
+    @property
+    def engine_id(self) -> str:
+        """Where it runs."""
+        return self.attempt.client.engine_id
+
+    def end(self) -> None:
+        """End its outputs as aborted, for whoever reads them."""
+        self.attempt.end()
 
     def _is_sent_on(self, error: Unavailable) -> bool:
         # An engine that was lost may have been brought down by this very request.
@@ -121,6 +158,7 @@ class OpenRequest:
         except ServiceError:
             # That no other engine can take it says less than why the first one did not.
             return False
+        self.num_attempts += 1
         return True
 
 
@@ -132,10 +170,16 @@ class Generation:
     """
 
     def __init__(
-        self, directory: Directory, admission: Admission, limits: RequestLimits, reader_limit: ReaderLimit
+        self,
+        directory: Directory,
+        admission: Admission,
+        limits: RequestLimits,
+        reader_limit: ReaderLimit,
+        requests: OpenRequests,
     ) -> None:
         self._directory = directory
         self._admission = admission
+        self._requests = requests
         self._limits = limits
         self._reader_limit = reader_limit
         self._num_open = 0
@@ -153,6 +197,10 @@ class Generation:
         """True once new requests are refused."""
         return self._is_draining
 
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`; see `Directory.model`."""
+        return self._directory.model(name)
+
     async def drain(self) -> None:
         """Refuse new requests from here on; returns when the open ones have ended."""
         self._is_draining = True
@@ -167,6 +215,7 @@ class Generation:
             self._counted(),
             trace,
             self._admission.claim(request.request_id),
+            self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model)
@@ -176,10 +225,11 @@ class Generation:
                 request.request_id or caller.request_id,
                 model.name,
                 prepared.prompt_token_ids,
-                lambda avoided: self._send(request, prepared, model, caller, kind, trace, avoided),
+                lambda avoided: self._send(request, prompt, prepared, model, caller, kind, trace, avoided),
                 lambda: self._admission.leave_queue(ticket),
             )
             try:
+                tracked.follow(opened)
                 yield opened
             finally:
                 reason = _abort_reason(caller)
@@ -201,6 +251,7 @@ class Generation:
     def _send(
         self,
         request: AnyRequest,
+        prompt: Prompt,
         prepared: Prepared,
         model: ServedModel,
         caller: Caller,
@@ -223,7 +274,14 @@ class Generation:
             on_slow=lambda: client.abort(handles, engine_pb2.ABORT_REASON_SLOW_CONSUMER),
             awaits_prompt=sampling.HasField("prompt_logprobs"),
         )
-        states = make_states(sampling, prepared.prompt_token_ids, model, collector, len(prepared.entries))
+        states = make_states(
+            sampling,
+            prepared.prompt_token_ids,
+            model,
+            collector,
+            len(prepared.entries),
+            markers=prompt.markers,
+        )
         trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
             entry.attempt = 0 if avoided is None else 1

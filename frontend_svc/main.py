@@ -24,6 +24,10 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"triptych frontend: {error}", file=sys.stderr)
         return 2
+    if loaded.config.workers > 1:
+        from frontend_svc.workers import run_workers
+
+        return run_workers(loaded, argv)
     return run(loaded)
 
 

@@ -1,13 +1,15 @@
-"""InferenceService: Generate as a stream and in one answer."""
+"""InferenceService: Generate as a stream, in one answer, for many prompts, and resumed."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncGenerator
 from typing import TypeAlias
 
 import grpc.aio
 
+from frontend_svc.api.batch import stream_batch
 from frontend_svc.api.calls import caller_of
 from frontend_svc.api.generate_stream import stream_generate
 from frontend_svc.api.messages import (
@@ -17,10 +19,12 @@ from frontend_svc.api.messages import (
     stop_match_message,
     usage_message,
 )
+from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.generation import Generation
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
+from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 
 StreamContext: TypeAlias = (
@@ -29,29 +33,59 @@ StreamContext: TypeAlias = (
 UnaryContext: TypeAlias = (
     "grpc.aio.ServicerContext[inference_pb2.GenerateUnaryRequest, inference_pb2.GenerateUnaryResponse]"
 )
+BatchContext: TypeAlias = (
+    "grpc.aio.ServicerContext[inference_pb2.GenerateBatchRequest, inference_pb2.GenerateBatchResponse]"
+)
+ResumeContext: TypeAlias = (
+    "grpc.aio.ServicerContext[inference_pb2.ResumeRequest, inference_pb2.ResumeResponse]"
+)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Hands requests to the core and their outputs to clients."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, resumable: ResumableStreams) -> None:
         self._generation = generation
+        self._resumable = resumable
+        self._stream_of = functools.partial(stream_generate, generation)
 
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: StreamContext
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Stream the outputs of one prompt: started, deltas, finished."""
-        async with contextlib.aclosing(
-            stream_generate(self._generation, request, caller_of(context))
-        ) as responses:
+        start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
+        async with contextlib.aclosing(start(request, caller_of(context))) as responses:
             async for response in responses:
                 yield response
+
+    async def GenerateBatch(
+        self, request: inference_pb2.GenerateBatchRequest, context: BatchContext
+    ) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
+        """Stream the outputs of many prompts; one that is refused does not end the others."""
+        messages = stream_batch(self._stream_of, request.requests, caller_of(context))
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def Resume(
+        self, request: inference_pb2.ResumeRequest, context: ResumeContext
+    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
+        """Go on with a stream that broke, after the last message that was read."""
+        responses = self._resumable.resume(request.resume_token, request.last_position)
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                yield inference_pb2.ResumeResponse(response=response)
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext
     ) -> inference_pb2.GenerateUnaryResponse:
         """Answer once, with all outputs of one prompt."""
         asked, caller = request.request, caller_of(context)
+        if asked.orphan_grace_ms:
+            raise InvalidArgument(
+                f"orphan_grace_ms is {asked.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
+                field="request.orphan_grace_ms",
+            )
         trace = RequestTrace(asked.request_id or caller.request_id, caller.traceparent, caller.tracestate)
         prompt = RequestPrompt(asked)
         async with self._generation.open(asked, prompt, caller, OutputKind.FINAL_ONLY, trace) as opened:

@@ -10,10 +10,11 @@ import grpc.aio
 from frontend_svc.engines.client import SCHEMA_REVISION, EngineState, FrontendIdentity
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.limits import RequestLimits
-from frontend_svc.text.model import ServedModel
+from frontend_svc.text.model import GenerationDefaults, ServedModel
 from service_kit.clock import Clock
 from service_kit.server import PUBLIC
 from triptych.api.v1 import model_pb2, model_pb2_grpc
+from triptych.common.v1 import sampling_pb2
 
 ListContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.ListModelsRequest, model_pb2.ListModelsResponse]"
 GetContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse]"
@@ -103,7 +104,22 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             num_engines=len(served_by),
             fingerprint=model.fingerprint,
             has_chat_template=model.has_chat_template,
+            default_sampling=_default_sampling(model.defaults),
         )
+
+
+def _default_sampling(defaults: GenerationDefaults) -> sampling_pb2.SamplingParams | None:
+    chosen = sampling_pb2.SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        presence_penalty=defaults.presence_penalty,
+        frequency_penalty=defaults.frequency_penalty,
+        repetition_penalty=defaults.repetition_penalty,
+        max_tokens=defaults.max_new_tokens,
+    )
+    return chosen if chosen.ByteSize() else None
 
 
 def software_version() -> str:

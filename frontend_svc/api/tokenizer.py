@@ -1,16 +1,19 @@
-"""TokenizerService: the model's tokenizer as requests use it."""
+"""TokenizerService: the model's tokenizer and chat template as requests use them."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import AsyncGenerator
 from typing import TypeAlias
 
 import grpc.aio
 
 from frontend_svc.engines.directory import Directory
+from frontend_svc.text.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.prompt import check_text
 from frontend_svc.text.sampling import check_token_ids
-from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
+from triptych.api.v1 import tokenize_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 TokenizeContext: TypeAlias = (
     "grpc.aio.ServicerContext[tokenize_pb2.TokenizeRequest, tokenize_pb2.TokenizeResponse]"
@@ -20,11 +23,26 @@ DetokenizeContext: TypeAlias = (
 )
 
 
-class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Tokenizes and detokenizes for clients."""
+TemplateContext: TypeAlias = (
+    "grpc.aio.ServicerContext"
+    "[tokenizer_pb2.ApplyChatTemplateRequest, tokenizer_pb2.ApplyChatTemplateResponse]"
+)
+FilesContext: TypeAlias = (
+    "grpc.aio.ServicerContext[tokenizer_pb2.GetTokenizerRequest, tokenizer_pb2.GetTokenizerResponse]"
+)
 
-    def __init__(self, directory: Directory) -> None:
+_CHUNK_BYTES = 1024 * 1024
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Tokenizes, detokenizes and renders for clients, and hands out the files to do so elsewhere.
+
+    `takes_templates`: whether a client may bring a chat template of its own.
+    """
+
+    def __init__(self, directory: Directory, *, takes_templates: bool) -> None:
         self._directory = directory
+        self._takes_templates = takes_templates
 
     async def Tokenize(
         self, request: tokenize_pb2.TokenizeRequest, context: TokenizeContext
@@ -40,8 +58,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         encoded = await model.tokenizer.encode_with_places(request.text, add_special_tokens=has_special)
         response.token_ids[:] = encoded.ids
         response.tokens.extend(encoded.tokens)
-        response.start_offsets.extend(start for start, _ in encoded.offsets)
-        response.end_offsets.extend(end for _, end in encoded.offsets)
+        response.start_offsets.extend(encoded.starts)
+        response.end_offsets.extend(encoded.ends)
         return response
 
     async def Detokenize(
@@ -57,3 +75,34 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             request.token_ids, skip_special_tokens=request.skip_special_tokens
         )
         return tokenize_pb2.DetokenizeResponse(text=text)
+
+    async def ApplyChatTemplate(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """The prompt of a conversation, as Chat makes it, and its tokens where they are asked for."""
+        model = self._directory.model(request.model)
+        violations = Violations()
+        check_conversation(request, violations, takes_templates=self._takes_templates)
+        violations.raise_if_any()
+        conversation, max_chars = conversation_of(request, shows_tools=True), model.max_text_chars
+        if not request.tokenize:
+            text = await model.tokenizer.render(conversation, max_chars=max_chars)
+            return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text)
+        text, token_ids = await model.tokenizer.render_and_encode(conversation, max_chars=max_chars)
+        return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text, token_ids=token_ids)
+
+    async def GetTokenizer(
+        self, request: tokenizer_pb2.GetTokenizerRequest, context: FilesContext
+    ) -> AsyncGenerator[tokenizer_pb2.GetTokenizerResponse, None]:
+        """The tokenizer's files, in chunks."""
+        files = self._directory.model(request.model).tokenizer.files
+        for file_name, content in files.by_name():
+            digest = hashlib.sha256(content).hexdigest()
+            for offset in range(0, len(content), _CHUNK_BYTES):
+                yield tokenizer_pb2.GetTokenizerResponse(
+                    file_name=file_name,
+                    sha256=digest,
+                    size_bytes=len(content),
+                    offset=offset,
+                    chunk=content[offset : offset + _CHUNK_BYTES],
+                )

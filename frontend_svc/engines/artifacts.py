@@ -10,14 +10,20 @@ from collections.abc import Iterable, Mapping
 import grpc
 from tokenizers import Tokenizer
 
+from frontend_svc.parsers.registry import ParserNames
+from frontend_svc.text.chat_template import read_templates
 from frontend_svc.text.model import (
     GenerationDefaults,
     ServedModel,
+    read_class_labels,
     read_eos_token_ids,
     read_generation_defaults,
     read_json_object,
 )
-from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
+from frontend_svc.text.text_files import TextFiles
+from frontend_svc.text.tokenizer import ModelTokenizer
+from frontend_svc.text.workers import TextWorkers
+from service_kit.errors import ServiceError
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
@@ -35,11 +41,18 @@ class ArtifactError(Exception):
 class ArtifactStore:
     """Files by SHA-256, shared by all engines, and tokenizers made from them.
 
-    `tokenizer_override` is a tokenizer.json used for every model in place of the engine's own.
+    `tokenizer_override` is a tokenizer.json used for every model in place of the engine's own, `parsers` are
+    those for every model.
     """
 
-    def __init__(self, pool: TokenizerPool, tokenizer_override: bytes | None = None) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        workers: TextWorkers,
+        tokenizer_override: bytes | None = None,
+        parsers: ParserNames | None = None,
+    ) -> None:
+        self._workers = workers
+        self._parsers = parsers or ParserNames()
         self._override = tokenizer_override
         self._files: dict[str, bytes] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
@@ -51,8 +64,10 @@ class ArtifactStore:
         contents = await self._fetch(ready.artifacts, stub)
         generation_config = contents.get(session_pb2.ARTIFACT_KIND_GENERATION_CONFIG, b"")
         config = contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"")
-        text_key, tokenizer = await self._tokenizer(contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER))
+        text_key, tokenizer = await self._tokenizer(contents)
         try:
+            templates = _chat_templates(contents)
+            parsers = self._parsers.resolved("\n".join(templates.values()), tokenizer.has_token)
             return ServedModel(
                 name=ready.model_name,
                 text_key=text_key,
@@ -63,25 +78,36 @@ class ArtifactStore:
                 vocab_size=ready.vocab_size,
                 eos_token_ids=tuple(ready.eos_token_ids) or read_eos_token_ids(generation_config, config),
                 supported_tasks=tuple(ready.supported_tasks),
-                has_chat_template=_has_chat_template(contents),
+                class_labels=read_class_labels(config),
+                has_chat_template=bool(templates),
+                parsers=parsers,
             )
         except ValueError as error:
             raise ArtifactError(f"a file of model {ready.model_name} cannot be read: {error}") from error
 
-    async def _tokenizer(self, content: bytes | None) -> tuple[str, ModelTokenizer]:
-        content = content if self._override is None else self._override
+    async def _tokenizer(self, contents: Mapping[int, bytes]) -> tuple[str, ModelTokenizer]:
+        content = (
+            contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER) if self._override is None else self._override
+        )
         if content is None:
             raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
-        digest = hashlib.sha256(content).hexdigest()
-        if digest not in self._tokenizers:
-            loop = asyncio.get_running_loop()
+        files = TextFiles(
+            content,
+            contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""),
+            contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE, b""),
+        )
+        loop = asyncio.get_running_loop()
+        # In a thread of its own: the digest of many megabytes, and then parsing, take up to seconds.
+        key = await loop.run_in_executor(None, lambda: files.key)
+        if key not in self._tokenizers:
             try:
-                # In a thread of its own: a large vocabulary takes a second to parse.
-                tokenizer = await loop.run_in_executor(None, parse_tokenizer, content, self._pool)
-            except ValueError as error:
+                tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
+                # The workers read it as well before the first request comes.
+                await self._workers.load(files)
+            except (ValueError, ServiceError) as error:
                 raise ArtifactError(f"tokenizer.json cannot be read: {error}") from error
-            self._tokenizers.setdefault(digest, tokenizer)
-        return digest, self._tokenizers[digest]
+            self._tokenizers.setdefault(key, tokenizer)
+        return key, self._tokenizers[key]
 
     async def _fetch(
         self, artifacts: Iterable[session_pb2.Artifact], stub: engine_pb2_grpc.EngineCoreServiceStub
@@ -97,13 +123,13 @@ class ArtifactStore:
         return {artifact.kind: known[artifact.sha256] or b"" for artifact in artifacts}
 
 
-def parse_tokenizer(content: bytes, pool: TokenizerPool) -> ModelTokenizer:
-    """A tokenizer.json as a tokenizer. Raises ValueError."""
+def parse_tokenizer(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:
+    """The tokenizer of a model's files. Raises ValueError."""
     try:
-        tokenizer = Tokenizer.from_str(content.decode())
+        tokenizer = Tokenizer.from_str(files.tokenizer.decode())
     except Exception as error:  # The library has no class of its own for what is wrong in a file.
         raise ValueError(str(error)) from error
-    return ModelTokenizer(tokenizer, pool)
+    return ModelTokenizer(tokenizer, workers, files)
 
 
 async def _download(
@@ -145,9 +171,8 @@ def _defaults(generation_config: bytes, ready: session_pb2.Ready) -> GenerationD
     )
 
 
-def _has_chat_template(contents: Mapping[int, bytes]) -> bool:
-    if contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE):
-        return True
-    return bool(
-        read_json_object(contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b"")).get("chat_template")
+def _chat_templates(contents: Mapping[int, bytes]) -> dict[str, str]:
+    tokenizer_config = read_json_object(contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""))
+    return read_templates(
+        tokenizer_config, contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE, b"").decode()
     )

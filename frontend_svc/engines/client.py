@@ -17,8 +17,8 @@ from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
 from frontend_svc.engines.routing import EngineInfo
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamLost
-from frontend_svc.output.processor import OutputProcessor, TokenCounts
-from frontend_svc.output.request_state import RequestState
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.processor import OutputProcessor, Receiver, TokenCounts
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
@@ -87,6 +87,7 @@ class EngineClient:
         self.state = EngineState.CONNECTING
         self.model: ServedModel | None = None
         self.engine_id = ""
+        self.down_reason = ""  # why it went down last
         self._identity = identity
         self._artifacts = artifacts
         self._clock = clock
@@ -149,7 +150,7 @@ class EngineClient:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    def add(self, entries: Sequence[add_pb2.AddEntry], states: Sequence[RequestState]) -> list[int]:
+    def add(self, entries: Sequence[add_pb2.AddEntry], states: Sequence[Receiver]) -> list[int]:
         """Send requests together; returns their handles.
 
         The states are registered first: no output can come too early.
@@ -170,6 +171,12 @@ class EngineClient:
         running = [handle for handle in handles if self._processor.forget(handle)]
         if running:
             self._send_abort(running, reason)
+
+    def end(self, handles: Iterable[int]) -> None:
+        """Abort requests in the engine and tell their readers; those that have ended are passed over."""
+        running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]
+        if running:
+            self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
@@ -262,6 +269,7 @@ class EngineClient:
         if self._stream is not None and not self._is_closing:
             logger.warning("engine stream lost", extra={"engine": self.address, "reason": reason})
         self._stream = None
+        self.down_reason = reason
         self._unreported.clear()
         self._num_waiting = self._num_running = 0
         if self.state is not EngineState.DOWN:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
-from triptych.common.v1 import output_pb2
+from triptych.common.v1 import output_pb2, tensor_pb2
 from triptych.engine.v1 import step_pb2
 
 _REASONS = {
@@ -42,14 +42,16 @@ def read_step(step: step_pb2.Step) -> StepColumns:
     if max(endings, default=-1) >= num_rows or max(cached, default=-1) >= num_rows:
         raise MalformedStep(f"a finished or first row is beyond the {num_rows} rows")
     prompts: dict[int, list[tuple[int, LogprobColumns]]] = {}
+    pooled: dict[int, tensor_pb2.Tensor] = {}
     for extra in step.extras:
         if extra.row >= num_rows:
             raise MalformedStep(f"an extra row {extra.row} is beyond the {num_rows} rows")
         if extra.HasField("prompt_logprobs"):
             prompts.setdefault(extra.row, []).append(_prompt(extra.prompt_logprobs))
-    return StepColumns(
-        handles, counts, token_ids, endings, cached, _sampled_logprobs(step, len(token_ids)), prompts
-    )
+        elif extra.HasField("pooling_output"):
+            pooled[extra.row] = extra.pooling_output
+    logprobs = _sampled_logprobs(step, len(token_ids))
+    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, prompts, pooled)
 
 
 def _sampled_logprobs(step: step_pb2.Step, num_places: int) -> LogprobColumns | None:

@@ -187,6 +187,16 @@ class Collector:
         if self._timer is None and self._is_over_limit():
             self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """How much of the prompt came from the prefix cache, as far as told."""
+        return self._num_cached
+
+    @property
+    def has_ended(self) -> bool:
+        """True once nothing more is put in."""
+        return not self._num_open or self._error is not None
+
     def note_cached(self, num_cached_tokens: int) -> None:
         """Remember how much of the prompt came from the prefix cache."""
         self._num_cached = max(self._num_cached, num_cached_tokens)

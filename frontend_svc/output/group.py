@@ -16,8 +16,13 @@ def make_states(
     model: ServedModel,
     collector: Collector,
     n: int,
+    *,
+    markers: frozenset[str],
 ) -> list[RequestState]:
-    """What each output needs to become what the client asked for with `sampling`."""
+    """What each output needs to become what the client asked for with `sampling`.
+
+    The special tokens `markers` are in the text also where the others are left out.
+    """
     skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
     has_text = not sampling.HasField("detokenize") or sampling.detokenize
     texts = model.tokenizer.token_texts if has_text else None
@@ -26,7 +31,9 @@ def make_states(
     for index in range(n):
         detokenizer = None
         if has_text:
-            detokenizer = model.tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=skips_special)
+            detokenizer = model.tokenizer.detokenizer(
+                prompt_token_ids, skip_special_tokens=skips_special, markers=markers
+            )
         tells_prompt = index == 0 and sampling.HasField("prompt_logprobs")
         states.append(
             RequestState(

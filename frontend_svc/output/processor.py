@@ -4,11 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
-from frontend_svc.output.request_state import RequestState
 from service_kit.errors import ServiceError
+from triptych.common.v1 import tensor_pb2
+
+
+class Receiver(Protocol):
+    """One request in flight, as steps see it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there was output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What counts of its prompt when it begins."""
+        ...
+
+    def advance(
+        self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
+    ) -> Ending | None:
+        """Take a step's tokens and the end the engine tells; returns how it ended, if it did."""
+        ...
+
+    def note_cached(self, num_cached_tokens: int) -> None:
+        """Take how much of the prompt came from the prefix cache."""
+        ...
+
+    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+        """Take what a step tells of the prompt's places."""
+        ...
+
+    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+        """Take the result of pooling."""
+        ...
+
+    def fail(self, error: ServiceError) -> None:
+        """End with `error`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +62,7 @@ class StepColumns:
     cached: Mapping[int, int]
     logprobs: LogprobColumns | None = None
     prompts: Mapping[int, list[tuple[int, LogprobColumns]]] = field(default_factory=dict)
+    pooled: Mapping[int, tensor_pb2.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -42,7 +80,7 @@ class OutputProcessor:
     """
 
     def __init__(self, *, on_end: Callable[[int], None]) -> None:
-        self._states: dict[int, RequestState] = {}
+        self._states: dict[int, Receiver] = {}
         self._on_end = on_end
         self.counts = TokenCounts()
 
@@ -52,7 +90,7 @@ class OutputProcessor:
     def __contains__(self, handle: int) -> bool:
         return handle in self._states
 
-    def register(self, handle: int, state: RequestState) -> None:
+    def register(self, handle: int, state: Receiver) -> None:
         """Expect output for `handle`. Done before the request is sent, so that none can come too early."""
         assert handle not in self._states, "a handle is in use once"
         self._states[handle] = state
@@ -92,12 +130,21 @@ class OutputProcessor:
         self._remove(handle)
         return True
 
+    def end(self, handle: int, ending: Ending) -> bool:
+        """End one request as the engine might have; returns whether it was in flight."""
+        state = self._states.get(handle)
+        if state is None:
+            return False
+        state.advance([], ending)
+        self._remove(handle)
+        return True
+
     def fail(self, handle: int, error: ServiceError) -> bool:
         """End one request with `error`; returns whether it was in flight."""
         state = self._states.get(handle)
         if state is None:
             return False
-        state.collector.fail(error)
+        state.fail(error)
         self._remove(handle)
         return True
 
@@ -112,12 +159,16 @@ class OutputProcessor:
         for row, num_cached in step.cached.items():
             state = self._states.get(step.handles[row])
             if state is not None:
-                state.collector.note_cached(num_cached)
+                state.note_cached(num_cached)
         for row, parts in step.prompts.items():
             state = self._states.get(step.handles[row])
             for first_position, columns in parts:
                 if state is not None:
                     state.tell_prompt(first_position, columns)
+        for row, tensor in step.pooled.items():
+            state = self._states.get(step.handles[row])
+            if state is not None:
+                state.tell_pooled(tensor)
 
     def _remove(self, handle: int) -> None:
         del self._states[handle]

@@ -8,6 +8,8 @@ from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
+from service_kit.errors import ServiceError
+from triptych.common.v1 import tensor_pb2
 
 
 class RequestState:
@@ -56,6 +58,11 @@ class RequestState:
         """True once there was output."""
         return self._num_output > 0
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens so far, read or not."""
+        return self._num_output
+
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
@@ -82,6 +89,17 @@ class RequestState:
             self.first_output_at_ns = self.last_output_at_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
         return ending
+
+    def note_cached(self, num_cached_tokens: int) -> None:
+        """Take how much of the prompt came from the prefix cache."""
+        self.collector.note_cached(num_cached_tokens)
+
+    def fail(self, error: ServiceError) -> None:
+        """End with `error`, which the reader gets next."""
+        self.collector.fail(error)
+
+    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+        """Pass over a result of pooling: nobody asked for one."""
 
     def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
         """Take what a step tells of the prompt's places from `first_position` on."""

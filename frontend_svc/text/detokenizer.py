@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
+_MAX_CHARACTER_TOKENS = 4
 # A character has at most four bytes, so eight tokens without a whole one are not the start of a character.
 _MAX_HELD_TOKENS = 8
 # Enough tokens for the longest incomplete character and for the spacing rules of every decoder in use.
@@ -23,6 +24,8 @@ class Detokenizer:
     UTF-8, at a cost that grows with the square of what it holds, and it raises when a decoder with byte
     tokens revises text that is already out. What is still incomplete at the end comes from `flush`.
 
+    Special tokens are left out with `skip_special_tokens`, except for `marker_ids`.
+
     The prompt's last tokens seed the stream, so that decoders which strip a leading space do so at the
     start of the prompt and not at the start of the output.
     """
@@ -36,10 +39,12 @@ class Detokenizer:
         *,
         special_ids: frozenset[int],
         skip_special_tokens: bool,
+        marker_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._skipped_ids = special_ids if skip_special_tokens else frozenset()
+        # With markers the library leaves nothing out: which of the special tokens are shown is decided here.
+        self._skip = skip_special_tokens and not marker_ids
+        self._skipped_ids = special_ids - marker_ids if skip_special_tokens else frozenset()
         self._context = self._seed(prompt_token_ids)
         self._held: list[int] = []
         self._num_emitted = 0
@@ -100,7 +105,11 @@ class Detokenizer:
     def _seed(self, prompt_token_ids: Sequence[int]) -> list[int]:
         seed = [i for i in prompt_token_ids[-_CONTEXT_TOKENS:] if i not in self._skipped_ids]
         # A stream seeded with half a character would emit the seed's own text once the character is whole.
-        return [] if self._decode(seed).endswith(_REPLACEMENT) else seed
+        # The seed may also begin within one, and some decoders make marks of all that follows then.
+        for start in range(_MAX_CHARACTER_TOKENS):
+            if not self._decode(seed[start:]).endswith(_REPLACEMENT):
+                return seed[start:]
+        return []
 
     def _new_stream(self) -> DecodeStream:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip)

@@ -36,6 +36,8 @@ class RequestLimits:
     max_orphan_grace_ms: int = 5000
     stream_interval: int = 1
     max_stream_interval: int = 4096
+    max_pooling_inputs: int = 2048
+    max_dimensions: int = 65_536
     max_pattern_size: int = 256
     max_pattern_count: int = 64
 

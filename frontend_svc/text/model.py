@@ -6,8 +6,9 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from frontend_svc.parsers.registry import NONE, ParserNames
 from frontend_svc.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     supported_tasks: tuple[str, ...] = ()
+    class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
+    parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
 
     @property
     def max_text_chars(self) -> int:
@@ -101,6 +104,15 @@ def read_eos_token_ids(generation_config: bytes, config: bytes) -> tuple[int, ..
         if found:
             return tuple(dict.fromkeys(found))
     return ()
+
+
+def read_class_labels(config: bytes) -> tuple[str, ...]:
+    """The names of a classifier's classes by a config.json, in order; none where it does not name them all."""
+    names = read_json_object(config).get("id2label")
+    if not isinstance(names, dict):
+        return ()
+    labels = [names.get(str(index)) for index in range(len(names))]
+    return tuple(label for label in labels if isinstance(label, str)) if None not in labels else ()
 
 
 def read_json_object(content: bytes) -> Mapping[str, object]:

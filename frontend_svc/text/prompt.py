@@ -21,6 +21,11 @@ class Prompt(Protocol):
         """The name of its field, for violations."""
         ...
 
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that stay in the output's text although such tokens are left out of it."""
+        ...
+
     def check(self, model: ServedModel, violations: Violations) -> None:
         """Note what is wrong with it before any work goes into it."""
         ...
@@ -32,6 +37,8 @@ class Prompt(Protocol):
 
 class RequestPrompt:
     """The prompt of a GenerateRequest: a text, or ids."""
+
+    markers: frozenset[str] = frozenset()
 
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
         self._request = request

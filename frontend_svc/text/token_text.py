@@ -31,33 +31,37 @@ class TokenTexts:
         # A method of the instance's own, for a cache shared by all tokenizers would mix their texts.
         self._text_alone = lru_cache(maxsize=max_kept)(self._find_text_alone)
 
-    def of(self, token_id: int, context: Sequence[int] = ()) -> str:
-        """The text of `token_id` behind the tokens of `context`, of which at most the last four count."""
+    def of(self, token_id: int) -> str:
+        """The text of a token of which nobody knows what stands before it; without bytes of a character."""
         text = self._text_alone(token_id)
-        if _REPLACEMENT not in text or token_id in self._marks:
-            return text
-        return self._text_completed(token_id, context, text)
+        return text if self._is_whole(text, token_id) else text.rstrip(_REPLACEMENT)
 
-    def of_alternatives(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
-        """The text that each of `token_ids` would have in one place, behind the tokens of `context`."""
-        return [self.of(token_id, context) for token_id in token_ids]
+    def added(self, context: Sequence[int], token_id: int) -> str:
+        """What `token_id` adds to the tokens of `context`, of which the last four count.
 
-    def of_sequence(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
-        """The texts of consecutive tokens that follow those of `context`."""
+        An empty context is the start of a text, where some decoders drop a space.
+        """
+        if not context:
+            text = self._decode([token_id])
+            return text if self._is_whole(text, token_id) else text.rstrip(_REPLACEMENT)
+        text = self._text_alone(token_id)
+        return text if self._is_whole(text, token_id) else self._text_completed(context, token_id, text)
+
+    def added_each(self, context: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+        """What each of `token_ids` would add in the same place, behind the tokens of `context`."""
+        return [self.added(context, token_id) for token_id in token_ids]
+
+    def added_in_turn(self, context: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+        """What consecutive tokens add, which follow those of `context`."""
         texts = []
         before = list(context[-_MAX_CONTEXT_TOKENS:])
         for token_id in token_ids:
-            texts.append(self.of(token_id, before))
+            texts.append(self.added(before, token_id))
             before = [*before[1 - _MAX_CONTEXT_TOKENS :], token_id]
         return texts
 
-    def of_prompt(self, token_ids: Sequence[int]) -> list[str]:
-        """The texts of a prompt: nothing stands before its first token, where decoders may drop a space."""
-        if not token_ids:
-            return []
-        first = self._decode([token_ids[0]])
-        shown = first if token_ids[0] in self._marks else first.rstrip(_REPLACEMENT)
-        return [shown, *self.of_sequence(token_ids[1:], token_ids[:1])]
+    def _is_whole(self, text: str, token_id: int) -> bool:
+        return _REPLACEMENT not in text or token_id in self._marks
 
     def _find_text_alone(self, token_id: int) -> str:
         text = self._decode([*self._anchor, token_id])
@@ -66,7 +70,7 @@ class TokenTexts:
         # The decoder has written the token and the one before it in a way of their own.
         return self._decode([token_id])
 
-    def _text_completed(self, token_id: int, context: Sequence[int], alone: str) -> str:
+    def _text_completed(self, context: Sequence[int], token_id: int, alone: str) -> str:
         # From few tokens to many: a context that begins within a character is not valid and does not mislead.
         for num_tokens in range(1, min(_MAX_CONTEXT_TOKENS, len(context)) + 1):
             before = list(context[-num_tokens:])

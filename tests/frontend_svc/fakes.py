@@ -18,7 +18,15 @@ from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
-from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc, tokenizer_pb2_grpc
+from triptych.api.v1 import (
+    chat_pb2_grpc,
+    generate_pb2,
+    inference_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    request_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
@@ -75,6 +83,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         model: str = "tiny",
         dp_rank: int = 0,
         generation_config: dict | None = None,
+        chat_template: str = "{{ messages }}",
         is_ready: bool = True,
         max_inflight_adds: int = 0,
         max_model_len: int = MAX_MODEL_LEN,
@@ -87,9 +96,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.max_model_len = max_model_len
         self.files = {
             session_pb2.ARTIFACT_KIND_TOKENIZER: TOKENIZER.to_str().encode(),
-            session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG: json.dumps(
-                {"chat_template": "{{ messages }}"}
-            ).encode(),
+            session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG: json.dumps({"chat_template": chat_template}).encode(),
             session_pb2.ARTIFACT_KIND_GENERATION_CONFIG: json.dumps(generation_config or {}).encode(),
             session_pb2.ARTIFACT_KIND_CONFIG: b"{}",
         }
@@ -273,8 +280,10 @@ class Client:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.chat = chat_pb2_grpc.ChatServiceStub(channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self.model = model_pb2_grpc.ModelServiceStub(channel)
+        self.request = request_pb2_grpc.RequestServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
 
     async def wait_ready(self, is_ready: bool = True) -> None:
@@ -329,7 +338,7 @@ async def serving(
         **{
             "port": 0,
             "engine": tuple(engine.address for engine in engines),
-            "tokenizer_threads": 1,
+            "text_workers": 1,
             **options,
         }
     )
@@ -345,6 +354,7 @@ async def serving(
             async with asyncio.timeout(WAIT_S):
                 await frontend.drain()
             assert frontend.admission.num_queued == 0
+            assert len(frontend.requests) == 0
             assert sum(one.num_in_flight for one in frontend.directory.clients()) == 0
     finally:
         await frontend.public.stop(0)

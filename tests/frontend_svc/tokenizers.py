@@ -6,6 +6,10 @@ from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from frontend_svc.text.text_files import TextFiles
+from frontend_svc.text.tokenizer import ModelTokenizer
+from frontend_svc.text.workers import TextWorkers
+
 EOS = "<|end|>"
 SAMPLES = (
     "Hello world, my name is Lee, and I'm a student at the organization.",
@@ -39,6 +43,21 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def unigram_tokenizer() -> Tokenizer:
+    """A SentencePiece-like Unigram as of T5: words begin with a mark, what it does not know is <unk>."""
+    return Tokenizer.from_str(_unigram_json())
+
+
+def word_piece_tokenizer() -> Tokenizer:
+    """A WordPiece like that of BERT: pieces inside of a word begin with ##."""
+    return Tokenizer.from_str(_word_piece_json())
+
+
+def tokenizer_over(workers: TextWorkers, tokenizer: Tokenizer) -> ModelTokenizer:
+    """A model's tokenizer whose work `workers` do."""
+    return ModelTokenizer(tokenizer, workers, TextFiles(tokenizer.to_str().encode()))
+
+
 def id_of(tokenizer: Tokenizer, token: str) -> int:
     """The id of a token that the vocabulary has."""
     token_id = tokenizer.token_to_id(token)
@@ -57,5 +76,27 @@ def _byte_level_json() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    tokenizer.train_from_iterator(SAMPLES * 3, trainer)
+    return tokenizer.to_str()
+
+
+@cache
+def _unigram_json() -> str:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=["<unk>", EOS], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(SAMPLES * 3, trainer)
+    return tokenizer.to_str()
+
+
+@cache
+def _word_piece_json() -> str:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", EOS], show_progress=False)
     tokenizer.train_from_iterator(SAMPLES * 3, trainer)
     return tokenizer.to_str()

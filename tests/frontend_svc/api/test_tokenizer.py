@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from tests.frontend_svc.fakes import EOS_ID, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, FakeEngine, serving
-from triptych.api.v1 import tokenize_pb2, tokenizer_pb2
+from triptych.api.v1 import tokenize_pb2
 
 TEXT = "the cat 日本 😀"
 
@@ -58,10 +58,3 @@ async def test_text_that_would_take_seconds_is_refused():
             await client.tokenizer.Tokenize(tokenize_pb2.TokenizeRequest(text="x" * 2_000_000))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "text has 2000000 characters, must have at most 1048576"
-
-
-async def test_what_is_not_built_is_unimplemented():
-    async with serving(FakeEngine()) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.tokenizer.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest())
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -12,10 +12,10 @@ from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.preprocess import check_request as check
 from frontend_svc.text.preprocess import child_seed, prepare
 from frontend_svc.text.prompt import RequestPrompt
-from frontend_svc.text.tokenizer import ModelTokenizer, TokenizerPool
+from frontend_svc.text.workers import TextWorkers
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.frontend_svc.fakes import make_request
-from tests.frontend_svc.tokenizers import byte_level_tokenizer
+from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
@@ -24,19 +24,19 @@ LIMITS = RequestLimits()
 
 
 @pytest.fixture
-def model() -> Iterator[ServedModel]:
-    pool = TokenizerPool(1)
+async def model() -> AsyncIterator[ServedModel]:
+    workers = TextWorkers(1)
     yield ServedModel(
         name="tiny",
         text_key="k",
         fingerprint="f",
-        tokenizer=ModelTokenizer(byte_level_tokenizer(), pool),
+        tokenizer=tokenizer_over(workers, byte_level_tokenizer()),
         defaults=GenerationDefaults(),
         max_model_len=2048,
         vocab_size=600,
         eos_token_ids=(0,),
     )
-    pool.close()
+    await workers.close()
 
 
 def check_request(request: generate_pb2.GenerateRequest, model: ServedModel, limits: RequestLimits) -> None:

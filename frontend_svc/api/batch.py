@@ -1,0 +1,165 @@
+"""GenerateBatch: many prompts in one call, a few at a time, each with an end of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+from frontend_svc.generation import Caller
+from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_status
+from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych.common.v1 import error_pb2
+
+StreamOf = Callable[
+    [generate_pb2.GenerateRequest, Caller], AsyncGenerator[generate_pb2.GenerateResponse, None]
+]
+
+MAX_BATCH_ITEMS = 1024
+# So that one batch leaves most of the queue to others.
+_MAX_RUNNING_ITEMS = 256
+# Messages between the items and the call. While it is full the items wait, and their outputs merge.
+_MAX_WAITING_MESSAGES = 256
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+async def stream_batch(
+    stream_of: StreamOf, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
+    """The messages of all items as they come, those of each in order. Closing it aborts what runs.
+
+    An item that is refused or fails yields one error. Raises InvalidArgument for a batch without items or
+    with too many.
+    """
+    if not 1 <= len(requests) <= MAX_BATCH_ITEMS:
+        raise InvalidArgument(
+            f"requests has {len(requests)} items, must be 1..{MAX_BATCH_ITEMS}", field="requests"
+        )
+    batch = _Batch(stream_of, requests, caller)
+    running = asyncio.ensure_future(batch.run())
+    try:
+        while (message := await batch.messages.get()) is not None:
+            yield message
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+class _Batch:
+    """The items of one call. An item that finds the queue full waits until another of them leaves it."""
+
+    def __init__(
+        self, stream_of: StreamOf, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+    ) -> None:
+        self.messages: asyncio.Queue[inference_pb2.GenerateBatchResponse | None] = asyncio.Queue(
+            _MAX_WAITING_MESSAGES
+        )
+        self._stream_of = stream_of
+        self._requests = requests
+        self._caller = caller
+        self._refused = dict(_repeated_ids(requests))
+        # Items of this batch that are let in and have no output yet, and those that wait for one of them.
+        self._num_queued = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def run(self) -> None:
+        """Run all items; None is the last message."""
+        items = iter(enumerate(self._requests))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(len(self._requests), _MAX_RUNNING_ITEMS)):
+                    tasks.create_task(self._run_items(items))
+        finally:
+            # A reader that is gone has left no room, and needs no end.
+            if not self.messages.full():
+                self.messages.put_nowait(None)
+            elif (task := asyncio.current_task()) is not None and not task.cancelling():
+                await self.messages.put(None)
+
+    async def _run_items(self, items: Iterator[tuple[int, generate_pb2.GenerateRequest]]) -> None:
+        for index, request in items:
+            try:
+                await self._run_item(index, request)
+            except ServiceError as error:
+                self._wake()
+                await self._send(index, error=error_status(error))
+
+    async def _run_item(self, index: int, request: generate_pb2.GenerateRequest) -> None:
+        if index in self._refused:
+            raise self._refused[index]
+        if request.orphan_grace_ms:
+            raise InvalidArgument(
+                f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0: a batch cannot be resumed",
+                field="orphan_grace_ms",
+            )
+        while True:
+            try:
+                await self._stream_item(index, request)
+                return
+            except ResourceExhausted as error:
+                if error.reason != "QUEUE_FULL" or not self._num_queued:
+                    raise
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+
+    async def _stream_item(self, index: int, request: generate_pb2.GenerateRequest) -> None:
+        self._num_queued += 1
+        is_queued = True
+        try:
+            async with contextlib.aclosing(self._stream_of(request, self._caller)) as responses:
+                async for response in responses:
+                    if is_queued:
+                        is_queued = False
+                        self._num_queued -= 1
+                        self._wake()
+                    await self._send(index, response=response)
+        finally:
+            self._num_queued -= is_queued
+
+    def _wake(self) -> None:
+        # Two, though one place is free: a long prompt that leaves may make room for several short ones.
+        for _ in range(min(2, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _send(
+        self,
+        index: int,
+        *,
+        response: generate_pb2.GenerateResponse | None = None,
+        error: error_pb2.ErrorStatus | None = None,
+    ) -> None:
+        await self.messages.put(
+            inference_pb2.GenerateBatchResponse(item_index=index, response=response, error=error)
+        )
+
+
+def error_status(error: ServiceError) -> error_pb2.ErrorStatus:
+    """An error as data, its details a serialized google.rpc.Status."""
+    status = to_status(error)
+    metadata = dict(status.trailing_metadata or ())
+    details = metadata.get(_DETAILS_KEY, b"")
+    return error_pb2.ErrorStatus(
+        code=error.code.value[0],
+        message=status.details,
+        details=details if isinstance(details, bytes) else details.encode(),
+    )
+
+
+def _repeated_ids(requests: Sequence[generate_pb2.GenerateRequest]) -> Iterator[tuple[int, ServiceError]]:
+    # Told at once: whether two of them met in flight would depend on how many run at a time.
+    seen: set[str] = set()
+    for index, request in enumerate(requests):
+        if request.request_id and request.request_id in seen:
+            yield (
+                index,
+                AlreadyExists(
+                    f"request_id {request.request_id!r} is of an earlier item of the batch, too",
+                    reason="DUPLICATE_REQUEST_ID",
+                ),
+            )
+        seen.add(request.request_id)

@@ -1,0 +1,101 @@
+"""ChatService: the next message of a conversation, as a stream and in one answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeAlias
+
+import grpc.aio
+
+from frontend_svc.api.calls import caller_of
+from frontend_svc.api.chat_answer import ChatAnswer, whole_answer
+from frontend_svc.api.chat_reading import ChatReading
+from frontend_svc.api.generate_stream import kind_of
+from frontend_svc.api.messages import finished_message, started_message, usage_message
+from frontend_svc.generation import Caller, Generation, OpenRequest
+from frontend_svc.output.collector import OutputKind
+from frontend_svc.tracing import RequestTrace
+from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc
+
+ChatContext: TypeAlias = (
+    "grpc.aio.ServicerContext[chat_message_pb2.ChatRequest, chat_message_pb2.ChatResponse]"
+)
+UnaryContext: TypeAlias = "grpc.aio.ServicerContext[chat_pb2.ChatUnaryRequest, chat_pb2.ChatUnaryResponse]"
+
+
+class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
+    """Renders conversations, hands them to the core, and takes the answers apart.
+
+    `takes_templates`: whether a client may bring a chat template of its own.
+    """
+
+    def __init__(self, generation: Generation, *, takes_templates: bool) -> None:
+        self._generation = generation
+        self._takes_templates = takes_templates
+
+    async def Chat(
+        self, request: chat_message_pb2.ChatRequest, context: ChatContext
+    ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
+        """Stream the next message: started, deltas, finished."""
+        async with contextlib.aclosing(self._stream(request, caller_of(context))) as responses:
+            async for response in responses:
+                yield response
+
+    async def ChatUnary(
+        self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
+    ) -> chat_pb2.ChatUnaryResponse:
+        """Answer once, with the whole message."""
+        reading = self._read(request.request)
+        async with self._open(reading, caller_of(context), OutputKind.FINAL_ONLY) as opened:
+            output = await opened.next()
+            return chat_pb2.ChatUnaryResponse(
+                started=started_message(opened, output, returns_ids=request.request.return_prompt_token_ids),
+                outputs=[whole_answer(piece, reading.new_parser(streams=False)) for piece in output.pieces],
+                usage=usage_message(opened, output, output.pieces),
+            )
+
+    async def _stream(
+        self, request: chat_message_pb2.ChatRequest, caller: Caller
+    ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
+        reading, kind = self._read(request), kind_of(request.sampling)
+        is_final = kind is OutputKind.FINAL_ONLY
+        # Cumulative answers are put together here: a parser takes every text once.
+        async with self._open(reading, caller, kind if is_final else OutputKind.DELTA) as opened:
+            answers: dict[int, ChatAnswer] = {}
+            output = await opened.next()
+            started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
+            position = 1
+            yield chat_message_pb2.ChatResponse(position=position, started=started)
+            while True:
+                for piece in output.pieces:
+                    answer = answers.get(piece.index)
+                    if answer is None:
+                        parser = reading.new_parser(streams=not is_final)
+                        is_cumulative = kind is OutputKind.CUMULATIVE
+                        answer = ChatAnswer(piece.index, parser, is_cumulative=is_cumulative)
+                        answers[piece.index] = answer
+                    delta = answer.advance(piece)
+                    if delta is not None:
+                        position += 1
+                        yield chat_message_pb2.ChatResponse(position=position, delta=delta)
+                    if piece.ending is not None:
+                        position += 1
+                        finished = finished_message(opened, output, piece, piece.ending)
+                        yield chat_message_pb2.ChatResponse(position=position, finished=finished)
+                if output.is_last:
+                    return
+                output = await opened.next()
+
+    def _read(self, request: chat_message_pb2.ChatRequest) -> ChatReading:
+        model = self._generation.model(request.model)
+        return ChatReading(request, model, takes_templates=self._takes_templates)
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, reading: ChatReading, caller: Caller, kind: OutputKind
+    ) -> AsyncIterator[OpenRequest]:
+        request = reading.request
+        trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
+        async with self._generation.open(request, reading.prompt, caller, kind, trace) as opened:
+            yield opened

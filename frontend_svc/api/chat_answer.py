@@ -1,0 +1,99 @@
+"""One answer of a conversation: the output's text taken apart into content, reasoning and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frontend_svc.api.messages import logprobs_message, reason_value, stop_match_message
+from frontend_svc.output.collector import OutputPiece
+from frontend_svc.parsers.message import MessageParser
+from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece
+from triptych.api.v1 import chat_message_pb2, chat_pb2
+from triptych.common.v1 import output_pb2
+
+
+class ChatAnswer:
+    """Turns the pieces of one output into deltas; with `is_cumulative` each has all there was before it."""
+
+    def __init__(self, index: int, parser: MessageParser, *, is_cumulative: bool) -> None:
+        self._index = index
+        self._parser = parser
+        self._is_cumulative = is_cumulative
+        self._whole = chat_message_pb2.ChatDelta(output_index=index)
+
+    def advance(self, piece: OutputPiece) -> chat_message_pb2.ChatDelta | None:
+        """What is new with `piece`, or all so far; None while nothing is certain."""
+        parts = self._parser.feed(piece.text)
+        if piece.ending is not None:
+            parts += self._parser.finish()
+        delta = chat_message_pb2.ChatDelta(
+            output_index=self._index,
+            token_ids=piece.token_ids,
+            logprobs=logprobs_message(piece.logprobs),
+        )
+        _write(delta, parts)
+        if not (parts or piece.token_ids):
+            return None
+        if not self._is_cumulative:
+            return delta
+        _append(self._whole, delta)
+        # A copy: what was sent must not grow.
+        shown = chat_message_pb2.ChatDelta()
+        shown.CopyFrom(self._whole)
+        return shown
+
+
+def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_pb2.ChatOutput:
+    """An output that came all at once as a message."""
+    assert piece.ending is not None, "a final output has ended"
+    delta = chat_message_pb2.ChatDelta()
+    _write(delta, [*parser.feed(piece.text), *parser.finish()])
+    message = chat_message_pb2.ChatMessage(
+        role=chat_message_pb2.CHAT_ROLE_ASSISTANT, reasoning=delta.reasoning, tool_calls=delta.tool_calls
+    )
+    if delta.content:
+        message.parts.add(text=delta.content)
+    return chat_pb2.ChatOutput(
+        output_index=piece.index,
+        message=message,
+        token_ids=piece.token_ids,
+        logprobs=logprobs_message(piece.logprobs),
+        reason=reason_value(piece.ending),
+        stop_match=stop_match_message(piece.ending),
+        cumulative_logprob=piece.cumulative_logprob,
+    )
+
+
+def _write(delta: chat_message_pb2.ChatDelta, parts: Sequence[Piece]) -> None:
+    for part in parts:
+        if isinstance(part, ContentPiece):
+            delta.content += part.text
+        elif isinstance(part, ReasoningPiece):
+            delta.reasoning += part.text
+        else:
+            call = chat_message_pb2.ToolCall(
+                index=part.index, id=part.id, name=part.name, arguments_json=part.arguments_json
+            )
+            _add_call(delta, call)
+
+
+def _add_call(delta: chat_message_pb2.ChatDelta, call: chat_message_pb2.ToolCall) -> None:
+    if delta.tool_calls and delta.tool_calls[-1].index == call.index:
+        delta.tool_calls[-1].arguments_json += call.arguments_json
+    else:
+        delta.tool_calls.append(call)
+
+
+def _append(whole: chat_message_pb2.ChatDelta, delta: chat_message_pb2.ChatDelta) -> None:
+    whole.content += delta.content
+    whole.reasoning += delta.reasoning
+    whole.token_ids.extend(delta.token_ids)
+    for call in delta.tool_calls:
+        _add_call(whole, call)
+    if delta.HasField("logprobs"):
+        _append_logprobs(whole.logprobs, delta.logprobs)
+
+
+def _append_logprobs(whole: output_pb2.Logprobs, more: output_pb2.Logprobs) -> None:
+    # Merging concatenates repeated fields, and a Logprobs has nothing else.
+    whole.MergeFrom(more)

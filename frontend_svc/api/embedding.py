@@ -1,0 +1,227 @@
+"""EmbeddingService: vectors, scores and classes of texts, by models that make such."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+import grpc.aio
+
+from frontend_svc.api.calls import caller_of
+from frontend_svc.generation import Caller
+from frontend_svc.pooling import PooledPrompts, Pooling, PoolingWork
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.pooling import (
+    check_inputs,
+    check_pooling,
+    check_prompts,
+    check_result,
+    is_per_token,
+    read_floats,
+    refuse_unserved_pooling,
+    refuse_unsupported,
+    tokenize_inputs,
+)
+from service_kit.errors import Internal
+from triptych.api.v1 import embedding_pb2, embedding_pb2_grpc
+from triptych.common.v1 import output_pb2, sampling_pb2
+
+EmbedContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.EmbedRequest, embedding_pb2.EmbedResponse]"
+ScoreContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.ScoreRequest, embedding_pb2.ScoreResponse]"
+RerankContext: TypeAlias = (
+    "grpc.aio.ServicerContext[embedding_pb2.RerankRequest, embedding_pb2.RerankResponse]"
+)
+ClassifyContext: TypeAlias = (
+    "grpc.aio.ServicerContext[embedding_pb2.ClassifyRequest, embedding_pb2.ClassifyResponse]"
+)
+Inputs: TypeAlias = Sequence[embedding_pb2.PoolingInput]
+
+T = TypeVar("T")
+
+_EMBED = sampling_pb2.POOLING_TASK_EMBED
+_SCORE = sampling_pb2.POOLING_TASK_SCORE
+
+
+class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
+    """Checks pooling requests, hands them to the core and puts their results together.
+
+    Texts are scored in pairs where the model does that. Else the score of a pair is the cosine of the angle
+    between the vectors of its texts.
+    """
+
+    def __init__(self, pooling: Pooling, limits: RequestLimits) -> None:
+        self._pooling = pooling
+        self._limits = limits
+
+    async def Embed(
+        self, request: embedding_pb2.EmbedRequest, context: EmbedContext
+    ) -> embedding_pb2.EmbedResponse:
+        """A vector of each input, or of each of its tokens."""
+        params = sampling_pb2.PoolingParams()
+        params.CopyFrom(request.pooling)
+        params.task = params.task or _EMBED
+        tasks = (_EMBED, sampling_pb2.POOLING_TASK_TOKEN_EMBED)
+        violations = Violations()
+        check_pooling(request.pooling, tasks, self._limits, violations)
+        model = self._checked_model(request.model, {"inputs": request.inputs}, request.request_id, violations)
+        refuse_unserved_pooling(params)
+        refuse_unsupported(model, [params.task])
+        pooled = await self._run(model, params, request.inputs, request.request_id, caller_of(context))
+        for result in pooled.results:
+            if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
+                given = result.tensor.shape[-1]
+                raise Internal(f"the engine gave {given} dimensions where {params.dimensions} were asked for")
+        return embedding_pb2.EmbedResponse(
+            embeddings=[result.tensor for result in pooled.results],
+            usage=_usage(pooled),
+            request_id=pooled.request_id,
+        )
+
+    async def Classify(
+        self, request: embedding_pb2.ClassifyRequest, context: ClassifyContext
+    ) -> embedding_pb2.ClassifyResponse:
+        """How likely each class is for each input, or for each of its tokens."""
+        task = sampling_pb2.POOLING_TASK_CLASSIFY
+        if request.per_token:
+            task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
+        model = self._checked_model(
+            request.model, {"inputs": request.inputs}, request.request_id, Violations()
+        )
+        refuse_unsupported(model, [task])
+        params = sampling_pb2.PoolingParams(task=task)
+        pooled = await self._run(model, params, request.inputs, request.request_id, caller_of(context))
+        return embedding_pb2.ClassifyResponse(
+            results=[result.tensor for result in pooled.results],
+            labels=model.class_labels,
+            usage=_usage(pooled),
+            request_id=pooled.request_id,
+        )
+
+    async def Score(
+        self, request: embedding_pb2.ScoreRequest, context: ScoreContext
+    ) -> embedding_pb2.ScoreResponse:
+        """How well each document fits the query at its place, or the only one."""
+        violations = Violations()
+        inputs = {"queries": request.queries, "documents": request.documents}
+        num_queries, num_documents = len(request.queries), len(request.documents)
+        rule = f"must be 1 or as many as documents, {num_documents}"
+        violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
+        model = self._checked_model(request.model, inputs, request.request_id, violations)
+        scores, pooled = await self._score(model, inputs, request.request_id, caller_of(context))
+        return embedding_pb2.ScoreResponse(
+            scores=scores, usage=_usage(pooled), request_id=pooled.request_id
+        )
+
+    async def Rerank(
+        self, request: embedding_pb2.RerankRequest, context: RerankContext
+    ) -> embedding_pb2.RerankResponse:
+        """The documents that fit the query best, best first; equal ones stay in order."""
+        violations = Violations()
+        inputs = {"query": [request.query], "documents": request.documents}
+        violations.need(request.top_n >= 0, "top_n", request.top_n, "must be 0 (all) or more")
+        model = self._checked_model(request.model, inputs, request.request_id, violations)
+        scores, pooled = await self._score(model, inputs, request.request_id, caller_of(context))
+        best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
+        return embedding_pb2.RerankResponse(
+            results=[
+                embedding_pb2.RerankResult(document_index=index, score=scores[index])
+                for index in best_first[: request.top_n or None]
+            ],
+            usage=_usage(pooled),
+            request_id=pooled.request_id,
+        )
+
+    def _checked_model(
+        self, name: str, inputs: dict[str, Inputs], request_id: str, violations: Violations
+    ) -> ServedModel:
+        model = self._pooling.model(name)
+        for field, given in inputs.items():
+            check_inputs(field, given, model, self._limits, violations)
+        violations.need_count("request_id", len(request_id), "characters", 0, self._limits.max_id_chars)
+        violations.raise_if_any()
+        return model
+
+    async def _run(
+        self,
+        model: ServedModel,
+        params: sampling_pb2.PoolingParams,
+        inputs: Inputs,
+        request_id: str,
+        caller: Caller,
+    ) -> PooledPrompts:
+        async def tokenize() -> list[list[int]]:
+            prompts = await tokenize_inputs("inputs", inputs, model)
+            check_prompts("inputs", prompts, model)
+            return prompts
+
+        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
+        for result in pooled.results:
+            check_result(result.tensor, 2 if is_per_token(params.task) else 1)
+        return pooled
+
+    async def _score(
+        self, model: ServedModel, inputs: dict[str, Inputs], request_id: str, caller: Caller
+    ) -> tuple[list[float], PooledPrompts]:
+        """A score for each document. `inputs` are queries, one or as many as documents, and documents."""
+        refuse_unsupported(model, [_SCORE, _EMBED])
+        is_by_pairs = "score" in model.supported_tasks
+        (query_field, queries), (document_field, documents) = inputs.items()
+
+        async def tokenize() -> list[list[int]]:
+            has_special = not is_by_pairs
+            firsts = await tokenize_inputs(query_field, queries, model, add_special_tokens=has_special)
+            seconds = await tokenize_inputs(document_field, documents, model, add_special_tokens=has_special)
+            if not is_by_pairs:
+                check_prompts(query_field, firsts, model)
+                check_prompts(document_field, seconds, model)
+                return firsts + seconds
+            join = model.tokenizer.pair_template.join
+            pairs = [
+                join(first, second) for first, second in zip(_spread(firsts, seconds), seconds, strict=True)
+            ]
+            check_prompts(document_field, pairs, model)
+            return pairs
+
+        params = sampling_pb2.PoolingParams(task=_SCORE)
+        if not is_by_pairs:
+            params = sampling_pb2.PoolingParams(task=_EMBED, normalize=True)
+        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
+        return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
+
+
+def _pair_scores(pooled: PooledPrompts) -> list[float]:
+    scores = []
+    for result in pooled.results:
+        check_result(result.tensor, len(result.tensor.shape))
+        values = read_floats(result.tensor)
+        if len(values) != 1:
+            raise Internal(f"the engine gave {len(values)} scores for a pair")
+        scores.append(values[0])
+    return scores
+
+
+def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
+    for result in pooled.results:
+        check_result(result.tensor, 1)
+    # Of length 1 each, as was asked for, so that the product is the cosine.
+    vectors = [read_floats(result.tensor) for result in pooled.results]
+    if len({len(vector) for vector in vectors}) != 1:
+        raise Internal("the engine gave vectors of different lengths")
+    queries, documents = vectors[:num_queries], vectors[num_queries:]
+    return [
+        sum(map(operator.mul, query, document))
+        for query, document in zip(_spread(queries, documents), documents, strict=True)
+    ]
+
+
+def _spread(firsts: Sequence[T], seconds: Sequence[object]) -> Sequence[T]:
+    return firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
+
+
+def _usage(pooled: PooledPrompts) -> output_pb2.Usage:
+    return output_pb2.Usage(
+        num_prompt_tokens=pooled.num_prompt_tokens,
+        num_cached_tokens=sum(result.num_cached_tokens for result in pooled.results),
+    )

@@ -1,0 +1,61 @@
+"""RequestService: what a client may ask of, or do to, a request that is open here."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc.aio
+
+from frontend_svc.open_requests import OpenRequests, RequestPhase
+from service_kit.errors import InvalidArgument
+from triptych.api.v1 import request_pb2, request_pb2_grpc
+from triptych.common.v1 import output_pb2
+
+_STATES = {
+    RequestPhase.QUEUED: request_pb2.REQUEST_STATE_QUEUED,
+    RequestPhase.RUNNING: request_pb2.REQUEST_STATE_RUNNING,
+    RequestPhase.FINISHED: request_pb2.REQUEST_STATE_FINISHED,
+}
+
+AbortContext: TypeAlias = "grpc.aio.ServicerContext[request_pb2.AbortRequest, request_pb2.AbortResponse]"
+GetContext: TypeAlias = (
+    "grpc.aio.ServicerContext[request_pb2.GetRequestRequest, request_pb2.GetRequestResponse]"
+)
+
+
+class RequestServicer(request_pb2_grpc.RequestServiceServicer):
+    """Answers from what is open in this process; another frontend's requests are NOT_FOUND."""
+
+    def __init__(self, requests: OpenRequests) -> None:
+        self._requests = requests
+
+    async def Abort(
+        self, request: request_pb2.AbortRequest, context: AbortContext
+    ) -> request_pb2.AbortResponse:
+        """End every request of the id; their streams end with finish reason ABORT and OK."""
+        phase = self._requests.abort(_id_of(request.request_id))
+        return request_pb2.AbortResponse(state=_STATES[phase])
+
+    async def GetRequest(
+        self, request: request_pb2.GetRequestRequest, context: GetContext
+    ) -> request_pb2.GetRequestResponse:
+        """How far a request is; of several with one id, the one that came first."""
+        facts = self._requests.facts(_id_of(request.request_id))
+        return request_pb2.GetRequestResponse(
+            request_id=facts.request_id,
+            state=_STATES[facts.phase],
+            usage=output_pb2.Usage(
+                num_prompt_tokens=facts.num_prompt_tokens,
+                num_cached_tokens=facts.num_cached_tokens,
+                num_completion_tokens=facts.num_sampled_tokens,
+            ),
+            age_ms=round(facts.age_s * 1000),
+            engine_id=facts.engine_id,
+            num_attempts=facts.num_attempts,
+        )
+
+
+def _id_of(request_id: str) -> str:
+    if not request_id:
+        raise InvalidArgument("request_id is '', must name a request", field="request_id")
+    return request_id

@@ -1,0 +1,289 @@
+"""Streams that outlive their calls for a while: a bounded log of messages, read by one call at a time.
+
+A task drives each stream into its log; the call that asked for it, and later Resume, read the log. Knows
+no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+
+from frontend_svc.generation import Caller
+from frontend_svc.output.collector import ReaderLimit
+from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
+from service_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, ServiceError
+from triptych.api.v1 import generate_pb2
+
+Response = generate_pb2.GenerateResponse
+StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Response, None]]
+
+# Logs that were read to their end, kept for a client whose connection broke on the last messages.
+_MAX_READ_LOGS = 1024
+_TOKEN_BYTES = 16
+
+
+class MessageLog:
+    """The messages of a stream by position, as many as the limit of one client's buffer allows.
+
+    What the present reader has not been given stays; of the rest the oldest goes first.
+    """
+
+    def __init__(self, limit: ReaderLimit) -> None:
+        self._limit = limit
+        self._messages: dict[int, Response] = {}
+        self._first = 1
+        self._last = 0
+        self._num_bytes = 0
+        self._num_tokens = 0
+
+    @property
+    def first(self) -> int:
+        """The lowest position that is kept; one above the last where nothing is."""
+        return self._first
+
+    @property
+    def last(self) -> int:
+        """The highest position there was."""
+        return self._last
+
+    @property
+    def is_full(self) -> bool:
+        """True when it holds as much as may wait."""
+        return self._num_bytes > self._limit.max_bytes or self._num_tokens > self._limit.max_tokens
+
+    def append(self, message: Response) -> None:
+        """Add the next message."""
+        self._last += 1
+        assert message.position == self._last, "a stream counts its messages without gaps"
+        self._messages[self._last] = message
+        self._num_bytes += message.ByteSize()
+        self._num_tokens += len(message.delta.token_ids)
+
+    def get(self, position: int) -> Response:
+        """The message at a position that is kept."""
+        return self._messages[position]
+
+    def trim(self, given: int) -> None:
+        """Drop the oldest messages up to the position `given`, until it is not full any more."""
+        while self.is_full and self._first <= given:
+            message = self._messages.pop(self._first)
+            self._first += 1
+            self._num_bytes -= message.ByteSize()
+            self._num_tokens -= len(message.delta.token_ids)
+
+
+class ResumableStream:
+    """One stream: its log, the task that fills it, and which call reads it.
+
+    A reader that stops taking messages stops the task, too, once the log is full. What comes then merges in
+    the request's collector, whose limit ends it.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        responses: AsyncGenerator[Response, None],
+        limit: ReaderLimit,
+        grace_s: float,
+        is_late: Callable[[], bool],
+        on_end: Callable[[ResumableStream], None],
+        on_read: Callable[[ResumableStream], None],
+    ) -> None:
+        self.token = token
+        self._log = MessageLog(limit)
+        self._grace_s = grace_s
+        self._is_late = is_late
+        self._on_end = on_end
+        self._on_read = on_read
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self._error: ServiceError | None = None
+        self._reader = 0
+        self._has_reader = False
+        self._given = 0  # to the present reader
+        self._max_given = 0  # to any reader
+        self._timer: asyncio.TimerHandle | None = None
+        self._task = asyncio.ensure_future(self._drive(responses))
+
+    async def read(self, last_position: int) -> AsyncGenerator[Response, None]:
+        """The messages after `last_position`, as they come. Takes over from the reader there was.
+
+        Raises InvalidArgument for a position that was not sent, OutOfRange for one that is gone, Aborted once
+        another reader takes over, and what the stream itself ended with.
+        """
+        self._check(last_position)
+        self._stop_timer()
+        self._reader += 1
+        reader, self._has_reader, self._given = self._reader, True, last_position
+        self._notify()
+        try:
+            while True:
+                changed = self._changed
+                if self._reader != reader:
+                    raise Aborted("the stream was resumed by another call", reason="RESUMED_ELSEWHERE")
+                if self._given < self._log.last:
+                    self._given += 1
+                    self._max_given = max(self._max_given, self._given)
+                    message = self._log.get(self._given)
+                    self._notify()
+                    yield message
+                elif not self._is_over:
+                    await changed.wait()
+                elif self._error is not None:
+                    raise self._error
+                else:
+                    # For a fault of ours, which the task has ended with.
+                    await asyncio.shield(self._task)
+                    return
+        finally:
+            if self._reader == reader:
+                self._detach()
+
+    async def end(self) -> None:
+        """Abort what still runs, and forget everything. Whoever reads gets no more."""
+        self._stop_timer()
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    def _check(self, last_position: int) -> None:
+        if last_position > self._max_given:
+            raise InvalidArgument(
+                f"last_position is {last_position}, the last message that was sent has {self._max_given}",
+                field="last_position",
+            )
+        if last_position + 1 < self._log.first:
+            raise OutOfRange(
+                f"the messages after last_position {last_position} are not kept any more, "
+                f"those from {self._log.first} on are",
+                reason="POSITION_GONE",
+            )
+
+    async def _drive(self, responses: AsyncGenerator[Response, None]) -> None:
+        try:
+            async with contextlib.aclosing(responses):
+                async for message in responses:
+                    if message.HasField("started"):
+                        message.started.resume_token = self.token
+                    self._log.append(message)
+                    self._notify()
+                    await self._until_there_is_room()
+        except ServiceError as error:
+            self._error = error
+        finally:
+            self._is_over = True
+            self._notify()
+
+    async def _until_there_is_room(self) -> None:
+        while True:
+            changed = self._changed
+            # Without a reader nothing goes: its client may not have got all that was given to the call.
+            if self._has_reader:
+                self._log.trim(self._given)
+            if not self._log.is_full:
+                return
+            await changed.wait()
+
+    def _detach(self) -> None:
+        self._has_reader = False
+        if self._is_late() or not self._max_given:
+            # Nobody comes back for it: its deadline has passed, or nobody was told the token.
+            self._expire()
+            return
+        if self._is_over and self._given == self._log.last:
+            self._on_read(self)
+        self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._expire)
+
+    def _expire(self) -> None:
+        self._stop_timer()
+        self._task.cancel()
+        self._on_end(self)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class ResumableStreams:
+    """The streams of this process that can be resumed, by their tokens.
+
+    A stream is forgotten at the end of its grace, which begins when its call ends, however that ends.
+    """
+
+    def __init__(self, stream_of: StreamOf, limit: ReaderLimit) -> None:
+        self._stream_of = stream_of
+        self._limit = limit
+        self._streams: dict[str, ResumableStream] = {}
+        self._read: OrderedDict[str, ResumableStream] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    async def start(
+        self, request: generate_pb2.GenerateRequest, caller: Caller
+    ) -> AsyncGenerator[Response, None]:
+        """Run a request with an orphan grace, and read its stream from the start."""
+        grace_s = min(request.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
+        caller = _outliving(caller)
+        stream = ResumableStream(
+            secrets.token_hex(_TOKEN_BYTES),
+            self._stream_of(request, caller),
+            self._limit,
+            grace_s,
+            caller.is_late,
+            self._forget,
+            self._note_read,
+        )
+        self._streams[stream.token] = stream
+        async with contextlib.aclosing(stream.read(0)) as messages:
+            async for message in messages:
+                yield message
+
+    async def resume(self, token: str, last_position: int) -> AsyncGenerator[Response, None]:
+        """Go on after `last_position` with the stream of a token. Raises NotFound for one that is none."""
+        stream = self._streams.get(token)
+        if stream is None:
+            raise NotFound(
+                "no stream with this resume_token is kept in this frontend process: it ended, its grace is "
+                "over, or it is another process's",
+                resource_type="stream",
+                resource_name=token,
+            )
+        async with contextlib.aclosing(stream.read(last_position)) as messages:
+            async for message in messages:
+                yield message
+
+    async def close(self) -> None:
+        """Abort and forget all of them."""
+        streams, self._streams = list(self._streams.values()), {}
+        self._read.clear()
+        for stream in streams:
+            await stream.end()
+
+    def _note_read(self, stream: ResumableStream) -> None:
+        self._read[stream.token] = stream
+        if len(self._read) > _MAX_READ_LOGS:
+            self._forget(next(iter(self._read.values())))
+
+    def _forget(self, stream: ResumableStream) -> None:
+        self._streams.pop(stream.token, None)
+        self._read.pop(stream.token, None)
+
+
+def _outliving(caller: Caller) -> Caller:
+    """`caller` with a deadline that does not need its call any more."""
+    remaining_s = caller.remaining_s()
+    if remaining_s is None:
+        return dataclasses.replace(caller, remaining_s=lambda: None)
+    loop = asyncio.get_running_loop()
+    late_at = loop.time() + remaining_s
+    return dataclasses.replace(caller, remaining_s=lambda: late_at - loop.time())

@@ -1,0 +1,167 @@
+"""Who is open here, by the ids that a client may name: what Abort and GetRequest look into. Knows no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from service_kit.clock import Clock
+from service_kit.errors import NotFound
+
+
+class RequestPhase(Enum):
+    """How far a request is. FINISHED is one whose last outputs are not read yet."""
+
+    QUEUED = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Progress(Protocol):
+    """A request that was sent to an engine, as this file needs it."""
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of them came from the prefix cache."""
+        ...
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all outputs, read or not."""
+        ...
+
+    @property
+    def engine_id(self) -> str:
+        """Where it runs."""
+        ...
+
+    @property
+    def num_attempts(self) -> int:
+        """How many engines it was sent to."""
+        ...
+
+    def end(self) -> None:
+        """End its outputs as aborted: whoever reads them is told so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What can be told of an open request."""
+
+    request_id: str
+    phase: RequestPhase
+    age_s: float
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_sampled_tokens: int = 0
+    engine_id: str = ""
+    num_attempts: int = 0
+
+
+class TrackedRequest:
+    """One open request as others than its reader see it. Its progress is known from when it was sent."""
+
+    def __init__(self, request_id: str, arrived_at: float) -> None:
+        self.request_id = request_id
+        self.arrived_at = arrived_at
+        self._progress: Progress | None = None
+        self._is_aborted = False
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is."""
+        return RequestPhase.QUEUED if self._progress is None else self._progress.phase
+
+    def follow(self, progress: Progress) -> None:
+        """Note that it was sent. One that was aborted meanwhile ends at once."""
+        self._progress = progress
+        if self._is_aborted:
+            progress.end()
+
+    def abort(self) -> RequestPhase:
+        """End it; its stream ends with finish reason ABORT. Returns how far it was."""
+        phase = self.phase
+        self._is_aborted = True
+        if self._progress is not None:
+            self._progress.end()
+        return phase
+
+    def facts(self, now: float) -> RequestFacts:
+        """What can be told of it at `now`."""
+        age_s, progress = now - self.arrived_at, self._progress
+        if progress is None:
+            return RequestFacts(self.request_id, RequestPhase.QUEUED, age_s)
+        return RequestFacts(
+            self.request_id,
+            progress.phase,
+            age_s,
+            progress.num_prompt_tokens,
+            progress.num_cached_tokens,
+            progress.num_sampled_tokens,
+            progress.engine_id,
+            progress.num_attempts,
+        )
+
+
+class OpenRequests:
+    """The open requests of this process, by the client's id and by the call's.
+
+    A client's own id is of one request. The call's, from x-request-id or made here, may be of several, as in
+    a batch: who names it means all of them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._by_id: dict[str, list[TrackedRequest]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @contextmanager
+    def track(self, request_id: str, call_id: str) -> Iterator[TrackedRequest]:
+        """Know a request by its ids inside of the block. `request_id` is empty where the client gave none."""
+        tracked = TrackedRequest(request_id or call_id, self._clock.now())
+        ids = sorted({request_id, call_id} - {""})
+        for one in ids:
+            self._by_id.setdefault(one, []).append(tracked)
+        try:
+            yield tracked
+        finally:
+            for one in ids:
+                self._by_id[one].remove(tracked)
+                if not self._by_id[one]:
+                    del self._by_id[one]
+
+    def abort(self, request_id: str) -> RequestPhase:
+        """End all requests of an id. Returns how far the least advanced was; raises NotFound."""
+        phases = [tracked.abort() for tracked in self._find(request_id)]
+        return min(phases, key=lambda phase: phase.value)
+
+    def facts(self, request_id: str) -> RequestFacts:
+        """What can be told of the first request of an id; raises NotFound."""
+        return self._find(request_id)[0].facts(self._clock.now())
+
+    def _find(self, request_id: str) -> list[TrackedRequest]:
+        found = self._by_id.get(request_id)
+        if not found:
+            raise NotFound(
+                f"no request with the id {request_id!r} is open in this frontend process",
+                resource_type="request",
+                resource_name=request_id,
+            )
+        # A copy: one that ends leaves the list.
+        return list(found)

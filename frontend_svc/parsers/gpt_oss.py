@@ -1,0 +1,141 @@
+"""The channels of gpt-oss: reasoning, answer and tool calls, each a message of its own with a header."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from frontend_svc.parsers.call_object import read_arguments
+from frontend_svc.parsers.grammar_parser import ToolGrammar
+from frontend_svc.parsers.parser import CallRules, ReasoningParser
+from frontend_svc.parsers.reader import Markers, Reader, Waits, read_one_of, read_run, read_until, skip_space
+from frontend_svc.parsers.writer import CallWriter
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+_HEADER = (_CHANNEL, _CONSTRAIN, _MESSAGE)
+_BREAKS = Markers(_START, _CHANNEL, _END, _CALL, _RETURN)
+_ENDINGS = (_END, _CALL, _RETURN)
+_TEXT = re.compile(r"[^<]*")
+_MAX_HEADER_CHARS = 512
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NAMESPACE = "functions."
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    is_reasoning: bool
+    recipient: str
+
+
+class _Channels:
+    """Messages of one kind are joined by a line break: nothing else says where one ends."""
+
+    __slots__ = ("_calls", "_is_new", "_told")
+
+    def __init__(self, calls: CallWriter) -> None:
+        self._calls = calls
+        self._told: set[bool] = set()
+        self._is_new = False
+
+    def begin_message(self) -> None:
+        self._is_new = True
+
+    def content(self, text: str) -> None:
+        self._calls.content(self._joined(text, is_reasoning=False))
+
+    def reasoning(self, text: str) -> None:
+        self._calls.pieces.reasoning(self._joined(text, is_reasoning=True))
+
+    def _joined(self, text: str, *, is_reasoning: bool) -> str:
+        joined = "\n" + text if self._is_new and is_reasoning in self._told else text
+        self._is_new = False
+        self._told.add(is_reasoning)
+        return joined
+
+
+def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
+    channels = _Channels(calls)
+    sink = channels.content
+    while True:
+        marker = yield from read_until(reader, _BREAKS, sink)
+        if marker is None:
+            return
+        calls.begin()
+        yield from read_one_of(reader, (marker,))
+        if marker in _ENDINGS:
+            calls.drop_record()
+            continue
+        header = yield from _read_header(reader, marker)
+        sink = channels.content
+        if header is None:
+            calls.abandon()
+            continue
+        if header.is_reasoning or not header.recipient:
+            calls.drop_record()
+            channels.begin_message()
+            sink = channels.reasoning if header.is_reasoning else channels.content
+        elif (yield from _read_call(reader, calls, header.recipient)):
+            calls.commit()
+        else:
+            calls.abandon()
+
+
+def _read_header(reader: Reader, marker: str) -> Waits[_Header | None]:
+    """Take `assistant<|channel|>name to=recipient <|constrain|>json<|message|>`, begun by its `marker`."""
+    # The parts before and behind the channel's marker, and behind the constraint's.
+    parts = {_START: "", _CHANNEL: "", _CONSTRAIN: ""}
+    num_left = _MAX_HEADER_CHARS
+    while marker != _MESSAGE:
+        text = yield from read_run(reader, _TEXT, num_left)
+        parts[marker] += text
+        num_left -= len(text)
+        marker = yield from read_one_of(reader, _HEADER)
+        num_left -= len(marker)
+        if not marker or num_left < 0:
+            return None
+    recipient = _RECIPIENT.search(f"{parts[_START]} {parts[_CHANNEL]}")
+    channel = parts[_CHANNEL].split()[:1]
+    return _Header(channel == ["analysis"], recipient.group(1) if recipient else "")
+
+
+def _read_call(reader: Reader, calls: CallWriter, recipient: str) -> Waits[bool]:
+    yield from skip_space(reader)
+    if not recipient.startswith(_NAMESPACE) or not calls.name(recipient.removeprefix(_NAMESPACE)):
+        return False
+    if not (yield from read_arguments(reader, calls)):
+        return False
+    yield from skip_space(reader)
+    return True
+
+
+_MARKERS = frozenset({_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN})
+GPT_OSS = ToolGrammar(
+    name="gpt_oss",
+    grammar=_parse,
+    markers=_MARKERS,
+    named_prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+    any_prefix="<|channel|>commentary to=functions.",
+    trims_space=False,
+    includes_reasoning=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssReasoning:
+    """The channels without tools: see `ReasoningFormat`. Calls stay text."""
+
+    name: str = "gpt_oss"
+    markers: frozenset[str] = _MARKERS
+    needs_special_tokens: bool = True
+
+    def closing(self, prompt: str) -> str:
+        """Nothing: each message has a header, and no prompt opens one of reasoning."""
+        return ""
+
+    def open(self, prompt: str) -> ReasoningParser:
+        """A parser for the message that follows `prompt`."""
+        return GPT_OSS.open(CallRules(frozenset()))
+
+
+GPT_OSS_REASONING = GptOssReasoning()

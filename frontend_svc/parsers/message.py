@@ -1,0 +1,83 @@
+"""One assistant's message taken apart: reasoning first, tool calls in what remains. Knows no format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from frontend_svc.parsers.parser import (
+    CallRules,
+    ContentPiece,
+    Piece,
+    PieceParser,
+    ReasoningFormat,
+    ToolParser,
+    ToolParserFormat,
+)
+
+
+class MessageParser:
+    """Takes the text of one answer apart as it grows. None stands for a parser that is not wanted."""
+
+    __slots__ = ("_reasoning", "_tools")
+
+    def __init__(self, reasoning: PieceParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls were told and are whole."""
+        return 0 if self._tools is None else self._tools.num_calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that became certain with `text`, in order."""
+        if self._reasoning is None:
+            return self._find_calls([ContentPiece(text)] if text else [])
+        return self._find_calls(self._reasoning.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """What was held back, once it is known that no more text comes. To be called once."""
+        pieces = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
+        return pieces if self._tools is None else pieces + self._tools.finish()
+
+    def _find_calls(self, pieces: list[Piece]) -> list[Piece]:
+        if self._tools is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._tools.feed(piece.text) if isinstance(piece, ContentPiece) else [piece]
+        return found
+
+
+def open_message(
+    tools: ToolParserFormat | None,
+    reasoning: ReasoningFormat | None,
+    *,
+    prompt: str,
+    rules: CallRules,
+    forced_prefix: str = "",
+) -> MessageParser:
+    """A parser for the message that follows `prompt`.
+
+    Without tool names in `rules` no calls are looked for, and their text is content. `forced_prefix` is what
+    was put at the end of the prompt to open a call, behind `reasoning.closing`: there is no reasoning then.
+    """
+    finds_calls = tools is not None and bool(rules.tool_names)
+    tool_parser = (
+        tools.open(rules, forced_prefix=forced_prefix) if tools is not None and finds_calls else None
+    )
+    tells_reasoning = finds_calls and tools is not None and tools.includes_reasoning
+    if reasoning is None or forced_prefix or tells_reasoning:
+        return MessageParser(None, tool_parser)
+    return MessageParser(reasoning.open(prompt), tool_parser)
+
+
+def hidden_token_ids(
+    special_tokens: Mapping[str, int], tools: ToolParserFormat | None, reasoning: ReasoningFormat | None
+) -> frozenset[int]:
+    """The special tokens to leave out of the text: all but the markers that these parsers must see."""
+    shown: set[str] = set()
+    for format_ in (tools, reasoning):
+        if format_ is not None and format_.needs_special_tokens:
+            shown |= format_.markers
+    return frozenset(token_id for text, token_id in special_tokens.items() if text not in shown)

@@ -1,0 +1,161 @@
+"""Text that grows in pieces, read by generators that wait where there is none yet. Knows no format.
+
+A grammar is a generator that yields whenever it needs more text. Every function here takes the same
+characters however the text was cut, and looks at each of them a fixed number of times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Waits: TypeAlias = Generator[None, None, T]
+
+SPACE = " \t\r\n"
+_SPACE_RUN = re.compile(f"[{SPACE}]*")
+
+
+class Markers:
+    """Texts to look for. None may be part of another: which came first would depend on the cutting."""
+
+    __slots__ = ("_max_held", "_pattern", "_starts", "texts")
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self._pattern = re.compile("|".join(re.escape(text) for text in texts))
+        self._max_held = max(len(text) for text in texts) - 1
+        self._starts = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+
+    def find(self, text: str, at: int) -> re.Match[str] | None:
+        """The first marker at or after `at`."""
+        return self._pattern.search(text, at)
+
+    def num_held(self, text: str, at: int) -> int:
+        """How many of the last characters may be the beginning of a marker."""
+        for num_chars in range(min(self._max_held, len(text) - at), 0, -1):
+            if text[-num_chars:] in self._starts:
+                return num_chars
+        return 0
+
+
+class Reader:
+    """The unread text is `text[at:]`. What is taken can be recorded, to be given back word for word.
+
+    `prefix` is text that the prompt's end already holds: it is read like any other, and never recorded.
+    """
+
+    __slots__ = ("_num_unrecorded", "_record", "at", "is_ended", "text")
+
+    def __init__(self, prefix: str = "") -> None:
+        self.text = prefix
+        self.at = 0
+        self.is_ended = False
+        self._record: list[str] | None = None
+        self._num_unrecorded = len(prefix)
+
+    def push(self, text: str) -> None:
+        """Add text behind what is unread."""
+        self.text = self.text[self.at :] + text
+        self.at = 0
+
+    def push_back(self, text: str) -> None:
+        """Put text that was taken before what is unread."""
+        self.text = text + self.text[self.at :]
+        self.at = 0
+
+    def end(self) -> None:
+        """Say that no more text comes."""
+        self.is_ended = True
+
+    def take(self, end: int) -> str:
+        """Read up to the index `end` of `text`."""
+        taken = self.text[self.at : end]
+        self.at += len(taken)
+        num_unrecorded = min(self._num_unrecorded, len(taken))
+        self._num_unrecorded -= num_unrecorded
+        if self._record is not None:
+            self._record.append(taken[num_unrecorded:])
+        return taken
+
+    def begin_record(self) -> None:
+        """Remember what is taken from here on, and nothing before."""
+        self._record = []
+
+    def end_record(self) -> str:
+        """What was taken since the record began."""
+        recorded = "".join(self._record or ())
+        self._record = None
+        return recorded
+
+    def has_more(self) -> Waits[bool]:
+        """Wait for unread text; False when the text has ended."""
+        while self.at == len(self.text):
+            if self.is_ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Waits[str]:
+        """The next character, not taken; empty when the text has ended."""
+        return self.text[self.at] if (yield from self.has_more()) else ""
+
+
+def read_until(reader: Reader, markers: Markers, sink: Callable[[str], None]) -> Waits[str | None]:
+    """Give `sink` the text before the first marker; returns that marker, not taken, or None at the end."""
+    while True:
+        found = markers.find(reader.text, reader.at)
+        if found is not None:
+            if found.start() > reader.at:
+                sink(reader.take(found.start()))
+            return found.group()
+        num_held = 0 if reader.is_ended else markers.num_held(reader.text, reader.at)
+        if len(reader.text) - num_held > reader.at:
+            sink(reader.take(len(reader.text) - num_held))
+        if reader.is_ended:
+            return None
+        yield
+
+
+def read_run(reader: Reader, run: re.Pattern[str], max_chars: int) -> Waits[str]:
+    """Take the characters that come next and match `run`, which matches any number of one class."""
+    parts: list[str] = []
+    num_left = max_chars
+    while num_left and (yield from reader.has_more()):
+        found = run.match(reader.text, reader.at, reader.at + num_left)
+        if found is None or not found.group():
+            break
+        parts.append(reader.take(found.end()))
+        num_left -= len(parts[-1])
+    return "".join(parts)
+
+
+def skip_space(reader: Reader) -> Waits[None]:
+    """Take the white space that comes next."""
+    while (yield from reader.has_more()):
+        found = _SPACE_RUN.match(reader.text, reader.at)
+        if found is None or not found.group():
+            return
+        reader.take(found.end())
+
+
+def read_one_of(reader: Reader, texts: Iterable[str]) -> Waits[str]:
+    """Take the one of `texts` that comes next. Empty when none does; what fitted so far is taken then."""
+    fitting, num_read = list(texts), 0
+    while True:
+        char = yield from reader.peek()
+        fitting = [text for text in fitting if char and text[num_read] == char]
+        if not fitting:
+            return ""
+        reader.take(reader.at + 1)
+        num_read += 1
+        for text in fitting:
+            if len(text) == num_read:
+                return text
+
+
+def read_all(reader: Reader, sink: Callable[[str], None]) -> Waits[None]:
+    """Give `sink` all text until it ends."""
+    while (yield from reader.has_more()):
+        sink(reader.take(len(reader.text)))

@@ -1,0 +1,113 @@
+"""Reasoning between tags at the beginning of a message: opened by the model, by the prompt, or not at all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from frontend_svc.parsers.grammar_parser import GrammarParser
+from frontend_svc.parsers.parser import ReasoningParser
+from frontend_svc.parsers.reader import (
+    SPACE,
+    Markers,
+    Reader,
+    Waits,
+    read_all,
+    read_one_of,
+    read_run,
+    read_until,
+    skip_space,
+)
+from frontend_svc.parsers.writer import PieceWriter
+
+_LINES = re.compile(r"\n*")
+_MAX_LINES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """Reasoning between `opening` and `closing_tag`: see `ReasoningFormat`.
+
+    Only tags at the beginning of the message count; later ones are text. Line breaks beside a tag belong to
+    the format and are dropped. Reasoning that is never closed is reasoning to the end.
+    """
+
+    name: str
+    opening: str
+    closing_tag: str
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that may be special tokens, which the parser must see."""
+        return frozenset({self.opening, self.closing_tag})
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the text must be detokenized with the `markers` shown."""
+        return True
+
+    def closing(self, prompt: str) -> str:
+        """What ends the reasoning that `prompt` has opened, to stand before a forced call; empty: nothing."""
+        return f"\n{self.closing_tag}\n\n" if self._is_opened_by(prompt) else ""
+
+    def open(self, prompt: str) -> ReasoningParser:
+        """A parser for the message that follows `prompt`, of which only the end is looked at."""
+        reader, pieces = Reader(), PieceWriter()
+        return GrammarParser(reader, self._parse(reader, pieces, self._is_opened_by(prompt)), pieces)
+
+    def _is_opened_by(self, prompt: str) -> bool:
+        # A tag further up is a word of the conversation, perhaps the user's.
+        return prompt.rstrip(SPACE).endswith(self.opening)
+
+    def _parse(self, reader: Reader, pieces: PieceWriter, is_opened: bool) -> Waits[None]:
+        reader.begin_record()
+        yield from skip_space(reader)
+        # Some models open it once more behind a prompt that has.
+        opening = yield from read_one_of(reader, (self.opening,))
+        beginning = reader.end_record()
+        if opening:
+            beginning = ""
+        elif not is_opened:
+            pieces.content(beginning)
+            yield from read_all(reader, pieces.content)
+            return
+        yield from self._read_reasoning(reader, pieces, beginning.lstrip("\n"))
+        yield from read_run(reader, _LINES, _MAX_LINES)
+        yield from read_all(reader, pieces.content)
+
+    def _read_reasoning(self, reader: Reader, pieces: PieceWriter, beginning: str) -> Waits[None]:
+        reasoning = _Reasoning(pieces)
+        # What was taken to look for a second opening tag may hold the beginning of the closing one.
+        reader.push_back(beginning)
+        if not beginning:
+            yield from read_run(reader, _LINES, _MAX_LINES)
+        closing = yield from read_until(reader, Markers(self.closing_tag), reasoning.add)
+        if closing is None:
+            reasoning.release()
+        else:
+            yield from read_one_of(reader, (self.closing_tag,))
+
+
+class _Reasoning:
+    """Holds back line breaks until it is known whether the closing tag follows them."""
+
+    __slots__ = ("_lines", "_pieces")
+
+    def __init__(self, pieces: PieceWriter) -> None:
+        self._pieces = pieces
+        self._lines: list[str] = []
+
+    def add(self, text: str) -> None:
+        kept = text.rstrip("\n")
+        if kept:
+            self.release()
+            self._pieces.reasoning(kept)
+        self._lines.append(text[len(kept) :])
+
+    def release(self) -> None:
+        self._pieces.reasoning("".join(self._lines))
+        self._lines.clear()
+
+
+THINK = ThinkTags("think", "<think>", "</think>")
+MISTRAL_THINK = ThinkTags("mistral_think", "[THINK]", "[/THINK]")

@@ -1,0 +1,199 @@
+"""Where grammars put what they find: pieces, joined as far as they can be. Knows no format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from frontend_svc.parsers.parser import CallRules, ContentPiece, Piece, ReasoningPiece, ToolCallPiece
+from frontend_svc.parsers.reader import SPACE, Reader
+
+
+@dataclass(slots=True)
+class _Run:
+    """Texts of one kind that follow each other, and so become one piece; `call` is the head of a call's."""
+
+    is_reasoning: bool
+    call: ToolCallPiece | None
+    parts: list[str] = field(default_factory=list)
+
+    def piece(self) -> Piece:
+        text = "".join(self.parts)
+        if self.call is not None:
+            return ToolCallPiece(self.call.index, self.call.id, self.call.name, text)
+        return ReasoningPiece(text) if self.is_reasoning else ContentPiece(text)
+
+
+class PieceWriter:
+    """The pieces since they were last taken."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+
+    def content(self, text: str) -> None:
+        """More text of the answer."""
+        if text:
+            self._run(is_reasoning=False).append(text)
+
+    def reasoning(self, text: str) -> None:
+        """More text of the reasoning."""
+        if text:
+            self._run(is_reasoning=True).append(text)
+
+    def open_call(self, index: int, call_id: str, name: str) -> None:
+        """A new call, without arguments so far."""
+        self._runs.append(_Run(False, ToolCallPiece(index, call_id, name, "")))
+
+    def arguments(self, index: int, text: str) -> None:
+        """More arguments of the call that was opened last."""
+        last = self._runs[-1] if self._runs else None
+        if last is None or last.call is None or last.call.index != index:
+            last = _Run(False, ToolCallPiece(index, "", "", ""))
+            self._runs.append(last)
+        last.parts.append(text)
+
+    def take(self) -> list[Piece]:
+        """The pieces in order; afterwards there are none."""
+        runs, self._runs = self._runs, []
+        return [run.piece() for run in runs]
+
+    def _run(self, *, is_reasoning: bool) -> list[str]:
+        last = self._runs[-1] if self._runs else None
+        if last is None or last.call is not None or last.is_reasoning != is_reasoning:
+            last = _Run(is_reasoning, None)
+            self._runs.append(last)
+        return last.parts
+
+
+class CallWriter:
+    """Content and calls. A call is a candidate until `commit`; `abandon` makes content of its text.
+
+    White space before a call, between calls and behind the last one belongs to the format and is dropped
+    where `trims_space` is true; elsewhere it is content like any other text.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_is_behind_call",
+        "_is_open",
+        "_name",
+        "_new_id",
+        "_num_opened",
+        "_reader",
+        "_rules",
+        "_space",
+        "_trims_space",
+        "num_calls",
+        "pieces",
+    )
+
+    def __init__(
+        self, reader: Reader, rules: CallRules, new_id: Callable[[], str], *, trims_space: bool
+    ) -> None:
+        self._reader = reader
+        self._rules = rules
+        self._new_id = rules.new_id or new_id
+        self._trims_space = trims_space
+        self._space: list[str] = []
+        self._is_behind_call = False
+        self._num_opened = 0
+        self._name: str | None = None
+        self._arguments: list[str] = []
+        self._is_open = False
+        self.num_calls = 0
+        self.pieces = PieceWriter()
+
+    def content(self, text: str) -> None:
+        """Text that is no call; white space at its end waits for what follows."""
+        if not self._trims_space:
+            self.pieces.content(text)
+            return
+        kept = text.rstrip(SPACE)
+        if kept:
+            self.pieces.content("".join(self._space) + kept)
+            self._space.clear()
+            self._is_behind_call = False
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
+
+    def begin(self) -> None:
+        """A candidate begins with the next character that is taken."""
+        self._reader.begin_record()
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of this name."""
+        return name in self._rules.tool_names
+
+    def name(self, name: str) -> bool:
+        """The candidate's name, once. False: a second one, or no such tool."""
+        if self._name is not None or not self.knows(name):
+            return False
+        self._name = name
+        if self._arguments and self._may_open():
+            self._open()
+        return True
+
+    def arguments(self, text: str) -> None:
+        """More of the candidate's arguments, just taken from the reader."""
+        if self._is_open:
+            self._tell(text)
+            return
+        self._arguments.append(text)
+        if self._may_open():
+            self._open()
+
+    def commit(self) -> None:
+        """The candidate is a whole call."""
+        if not self._is_open and not self._is_dropped():
+            self._arguments = self._arguments or ["{}"]
+            self._open()
+        if self._is_open:
+            self.num_calls += 1
+        self._reset()
+        self.drop_space()
+        self._is_behind_call = True
+
+    def abandon(self) -> None:
+        """The candidate is none: what of it was not told as a call yet is content, word for word."""
+        recorded = self._reader.end_record()
+        self._reset()
+        self.content(recorded)
+
+    def drop_space(self) -> None:
+        """Forget the white space that was taken last: it stands beside a marker."""
+        self._space.clear()
+
+    def drop_record(self) -> None:
+        """Forget what was taken since `begin`: it was a part of the format."""
+        self._reader.end_record()
+
+    def finish(self) -> None:
+        """No more text comes."""
+        if not self._is_behind_call:
+            self.pieces.content("".join(self._space))
+        self._space.clear()
+
+    def _may_open(self) -> bool:
+        return self._rules.streams_arguments and self._name is not None and not self._is_dropped()
+
+    def _is_dropped(self) -> bool:
+        return not self._rules.is_parallel and self.num_calls > 0
+
+    def _open(self) -> None:
+        self.drop_space()
+        self._is_open = True
+        self.pieces.open_call(self._num_opened, self._new_id(), self._name or "")
+        self._num_opened += 1
+        self._is_behind_call = True
+        self._tell("".join(self._arguments))
+
+    def _tell(self, text: str) -> None:
+        self.pieces.arguments(self._num_opened - 1, text)
+        self._reader.begin_record()
+
+    def _reset(self) -> None:
+        self._reader.end_record()
+        self._name, self._is_open = None, False
+        self._arguments = []

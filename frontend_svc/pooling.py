@@ -1,0 +1,172 @@
+"""The road of a pooling request: admitted, tokenized, its prompts sent to engines, its results gathered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from frontend_svc.admission import Admission, Ticket
+from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
+from frontend_svc.engines.directory import Directory
+from frontend_svc.generation import Caller
+from frontend_svc.output.pooling_state import Pooled, PoolingState
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.pooling import id_column, is_per_token
+from frontend_svc.tracing import RequestTrace
+from service_kit.errors import Aborted, DeadlineExceeded, Unavailable
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
+
+# Prompts of one request that are in engines at once: enough to fill a batch, few enough to leave room.
+_MAX_SENT = 32
+_MAX_REMAINING_S = 10 * 365 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingWork:
+    """What is to be pooled: `tokenize` gives the prompts, each of which becomes one result."""
+
+    request_id: str
+    model: ServedModel
+    params: sampling_pb2.PoolingParams
+    tokenize: Callable[[], Awaitable[list[list[int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrompts:
+    """The results in order of the prompts, and how many tokens those had together."""
+
+    request_id: str
+    results: list[Pooled]
+    num_prompt_tokens: int
+
+
+class Pooling:
+    """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
+
+    def __init__(self, directory: Directory, admission: Admission) -> None:
+        self._directory = directory
+        self._admission = admission
+        self._num_open = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have arrived and not ended."""
+        return self._num_open
+
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`; see `Directory.model`."""
+        return self._directory.model(name)
+
+    async def drain(self) -> None:
+        """Refuse new requests from here on; returns when the open ones have ended."""
+        self._is_draining = True
+        await self._idle.wait()
+
+    async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
+        """All results of `work`. Raises the first error of any prompt; the others are aborted then."""
+        request_id = work.request_id or caller.request_id
+        trace = RequestTrace(request_id, caller.traceparent, caller.tracestate)
+        with (
+            self._counted(),
+            trace,
+            self._admission.claim(work.request_id),
+            self._admission.queue() as ticket,
+        ):
+            with trace.tokenizing():
+                prompts = await work.tokenize()
+            num_tokens = sum(map(len, prompts))
+            self._admission.add_prompt(ticket, num_tokens)
+            entries = [_entry(work, token_ids, trace, caller) for token_ids in prompts]
+            results = await self._run_all(work.model, entries, caller, ticket)
+            return PooledPrompts(request_id, results, num_tokens)
+
+    async def _run_all(
+        self, model: ServedModel, entries: Sequence[add_pb2.AddEntry], caller: Caller, ticket: Ticket
+    ) -> list[Pooled]:
+        places = asyncio.Semaphore(_MAX_SENT)
+
+        async def run_in_turn(entry: add_pb2.AddEntry) -> Pooled:
+            async with places:
+                pooled = await self._run_one(model, entry, caller)
+            self._admission.leave_queue(ticket)
+            return pooled
+
+        tasks = [asyncio.ensure_future(run_in_turn(entry)) for entry in entries]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, model: ServedModel, entry: add_pb2.AddEntry, caller: Caller) -> Pooled:
+        client = self._directory.pick(model, None)
+        try:
+            return await _send(client, entry, caller)
+        except Unavailable as error:
+            # An engine that was lost may have been brought down by this very request.
+            if error.reason == ENGINE_LOST:
+                raise
+            entry.attempt = 1
+            return await _send(self._directory.pick(model, None, avoided=client), entry, caller)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._is_draining:
+            raise Unavailable(
+                "this frontend is shutting down", reason="DRAINING", retry_after_ms=RETRY_AFTER_MS
+            )
+        self._num_open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
+
+
+async def _send(client: EngineClient, entry: add_pb2.AddEntry, caller: Caller) -> Pooled:
+    remaining_s = caller.remaining_s()
+    if remaining_s is not None and remaining_s <= 0:
+        raise _too_late()
+    if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
+        entry.remaining_ms = math.ceil(remaining_s * 1000)
+    state = PoolingState()
+    handles = client.add([entry], [state])
+    try:
+        return await state.result()
+    except Aborted as error:
+        if caller.is_late():
+            raise _too_late() from error
+        raise
+    finally:
+        late = caller.is_late()
+        client.abort(handles, engine_pb2.ABORT_REASON_DEADLINE if late else engine_pb2.ABORT_REASON_CLIENT)
+
+
+def _entry(
+    work: PoolingWork, token_ids: Sequence[int], trace: RequestTrace, caller: Caller
+) -> add_pb2.AddEntry:
+    entry = add_pb2.AddEntry(
+        request_id=secrets.token_hex(16),
+        external_request_id=work.request_id,
+        prompt_token_ids=id_column(token_ids),
+        pooling=work.params,
+        trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
+    )
+    if is_per_token(work.params.task):
+        entry.skip_reading_prefix_cache = True
+    return entry
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline of the call has passed")

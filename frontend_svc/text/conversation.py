@@ -1,0 +1,168 @@
+"""Conversations of the public API, checked and as plain data for a chat template. Knows no template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from frontend_svc.text.limits import Violations
+from service_kit.errors import Unimplemented
+from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
+
+# The two requests that carry a conversation.
+ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.ApplyChatTemplateRequest"
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ROLES = {
+    chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
+    chat_message_pb2.CHAT_ROLE_DEVELOPER: "developer",
+    chat_message_pb2.CHAT_ROLE_USER: "user",
+    chat_message_pb2.CHAT_ROLE_ASSISTANT: "assistant",
+    chat_message_pb2.CHAT_ROLE_TOOL: "tool",
+}
+
+
+def check_conversation(
+    request: ConversationRequest, violations: Violations, *, takes_templates: bool
+) -> None:
+    """Note what is wrong with messages, tools and template options. Raises Unimplemented for media.
+
+    `takes_templates`: whether a client may bring a template of its own.
+    """
+    violations.need_count("messages", len(request.messages), "messages", 1, MAX_MESSAGES)
+    for index, message in enumerate(request.messages):
+        _check_message(f"messages[{index}]", message, violations)
+    _check_tools(request.tools, violations)
+    options = request.template_options
+    if options.chat_template and not takes_templates:
+        violations.add(
+            "template_options.chat_template", options.chat_template, "must be unset on this server"
+        )
+    if options.continue_final_message and options.add_generation_prompt:
+        rule = "must be false where continue_final_message is true"
+        violations.add("template_options.add_generation_prompt", True, rule)
+    _check_json_object("template_options.arguments_json", options.arguments_json, violations)
+
+
+def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
+    """What a chat template gets, as the templates of Hugging Face's models expect it."""
+    options = request.template_options
+    arguments: dict[str, object] = json.loads(options.arguments_json) if options.arguments_json else {}
+    if options.HasField("enable_thinking"):
+        arguments["enable_thinking"] = options.enable_thinking
+    opens_answer = not options.continue_final_message
+    if options.HasField("add_generation_prompt"):
+        opens_answer = options.add_generation_prompt
+    conversation: dict[str, object] = {
+        "messages": [_message(message) for message in request.messages],
+        "add_generation_prompt": opens_answer,
+        "continue_final_message": options.continue_final_message,
+        "arguments": arguments,
+    }
+    if shows_tools and request.tools:
+        conversation["tools"] = [_tool(tool) for tool in request.tools]
+    if options.chat_template:
+        conversation["chat_template"] = options.chat_template
+    return conversation
+
+
+def _check_message(place: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
+    if message.role not in _ROLES:
+        violations.add(f"{place}.role", message.role, "must be one of the roles of ChatRole")
+    is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
+    if is_tool and not message.tool_call_id:
+        violations.add(f"{place}.tool_call_id", "", "must name the call that a tool's message answers")
+    if not message.parts and not message.tool_calls and not message.reasoning and not is_tool:
+        violations.add(f"{place}.parts", [], "must not be empty in a message without calls")
+    if message.tool_calls and message.role != chat_message_pb2.CHAT_ROLE_ASSISTANT:
+        violations.add(f"{place}.tool_calls", len(message.tool_calls), "must be empty but for an assistant")
+    for index, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            violations.add(f"{place}.parts[{index}]", None, "must be one of text, media")
+        if kind == "media":
+            raise Unimplemented(
+                f"not served yet: {place}.parts[{index}].media",
+                reason="PARAMETER_NOT_SERVED",
+                metadata={"fields": f"{place}.parts[{index}].media"},
+            )
+    for index, call in enumerate(message.tool_calls):
+        field = f"{place}.tool_calls[{index}]"
+        violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
+        _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
+
+
+def _check_tools(tools: Sequence[chat_message_pb2.Tool], violations: Violations) -> None:
+    violations.need_count("tools", len(tools), "tools", 0, MAX_TOOLS)
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        is_named = _TOOL_NAME.fullmatch(tool.name) is not None
+        rule = "must be 1..64 letters, digits, dots, dashes or underscores"
+        violations.need(is_named, f"tools[{index}].name", tool.name, rule)
+        violations.need(tool.name not in seen, f"tools[{index}].name", tool.name, "must not be given twice")
+        seen.add(tool.name)
+        _check_json_object(f"tools[{index}].parameters_json_schema", tool.parameters_json_schema, violations)
+        if tool.strict:
+            raise Unimplemented(
+                f"not served yet: tools[{index}].strict",
+                reason="PARAMETER_NOT_SERVED",
+                metadata={"fields": f"tools[{index}].strict"},
+            )
+
+
+def _check_json_object(field: str, text: str, violations: Violations) -> None:
+    if not text:
+        return
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    violations.need(is_object, field, text, "must be a JSON object")
+
+
+def _message(message: chat_message_pb2.ChatMessage) -> dict[str, object]:
+    texts = [{"type": "text", "text": part.text} for part in message.parts]
+    content: object = texts[0]["text"] if len(texts) == 1 else texts
+    shown: dict[str, object] = {"role": _ROLES[message.role], "content": content if texts else ""}
+    if message.name:
+        shown["name"] = message.name
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return shown
+
+
+def _call(call: chat_message_pb2.ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments_json or "{}"}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(tool: chat_message_pb2.Tool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name, "description": tool.description}
+    schema = tool.parameters_json_schema
+    function["parameters"] = json.loads(schema) if schema else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
+    """Note a choice that the request's tools do not allow."""
+    choice = request.tool_choice
+    kind = choice.WhichOneof("choice")
+    if kind == "name":
+        names = ", ".join(tool.name for tool in request.tools) or "none is given"
+        is_known = any(tool.name == choice.name for tool in request.tools)
+        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
+    if kind == "mode":
+        known = chat_message_pb2.ToolChoiceMode.values()
+        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
+        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+        violations.need(
+            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
+        )

@@ -1,0 +1,197 @@
+"""Pooling requests: what is asked, checked; prompts as token ids; results as numbers. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.prompt import check_fits, check_text
+from frontend_svc.text.sampling import check_token_ids
+from service_kit.errors import Internal, Unimplemented
+from triptych.api.v1 import embedding_pb2
+from triptych.common.v1 import sampling_pb2, tensor_pb2
+
+# How engines name what they can do, see Ready.supported_tasks.
+TASK_NAMES = {
+    sampling_pb2.POOLING_TASK_EMBED: "embed",
+    sampling_pb2.POOLING_TASK_CLASSIFY: "classify",
+    sampling_pb2.POOLING_TASK_SCORE: "score",
+    sampling_pb2.POOLING_TASK_TOKEN_EMBED: "token_embed",
+    sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY: "token_classify",
+}
+# Each of these needs every position of the prompt computed.
+_PER_TOKEN = (sampling_pb2.POOLING_TASK_TOKEN_EMBED, sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY)
+_ITEM_BYTES = {
+    tensor_pb2.D_TYPE_FP32: 4,
+    tensor_pb2.D_TYPE_FP16: 2,
+    tensor_pb2.D_TYPE_BF16: 2,
+}
+# Prompts of one request that are tokenized at once, so that it leaves room to others.
+_TOKENIZED_AT_ONCE = 8
+
+
+def supports_pooling(model: ServedModel) -> bool:
+    """True when `model` can make anything but text."""
+    return not set(TASK_NAMES.values()).isdisjoint(model.supported_tasks)
+
+
+def refuse_unsupported(model: ServedModel, tasks: Sequence[sampling_pb2.PoolingTask]) -> None:
+    """Raise Unimplemented that names model, task and what it supports, unless it supports one of `tasks`."""
+    names = [TASK_NAMES[task] for task in tasks]
+    if set(names).isdisjoint(model.supported_tasks):
+        supported = ", ".join(model.supported_tasks) or "nothing"
+        wanted = " or ".join(names)
+        raise Unimplemented(
+            f"model {model.name!r} does not support {wanted}; it supports: {supported}",
+            reason="TASK_NOT_SUPPORTED",
+            metadata={"model": model.name, "task": wanted, "supported_tasks": supported},
+        )
+
+
+def is_per_token(task: sampling_pb2.PoolingTask) -> bool:
+    """True when a result has an entry for each token of the prompt."""
+    return task in _PER_TOKEN
+
+
+def check_pooling(
+    pooling: sampling_pb2.PoolingParams,
+    tasks: Sequence[sampling_pb2.PoolingTask],
+    limits: RequestLimits,
+    violations: Violations,
+) -> None:
+    """Note a task that is none of `tasks`, and dimensions out of range. An unset task is the first."""
+    if pooling.task != sampling_pb2.POOLING_TASK_UNSPECIFIED:
+        names = ", ".join(sampling_pb2.PoolingTask.Name(task) for task in tasks)
+        violations.need(pooling.task in tasks, "pooling.task", pooling.task, f"must be one of {names}")
+    if pooling.HasField("dimensions"):
+        most, given = limits.max_dimensions, pooling.dimensions
+        violations.need(1 <= given <= most, "pooling.dimensions", given, f"must be in 1..{most}")
+
+
+def refuse_unserved_pooling(pooling: sampling_pb2.PoolingParams) -> None:
+    """Raise Unimplemented that names what is asked for and cannot be served."""
+    if pooling.late_interaction_key:
+        field = "pooling.late_interaction_key"
+        raise Unimplemented(
+            f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
+        )
+
+
+def check_inputs(
+    field: str,
+    inputs: Sequence[embedding_pb2.PoolingInput],
+    model: ServedModel,
+    limits: RequestLimits,
+    violations: Violations,
+) -> None:
+    """Note inputs that are missing, too many or empty, or have ids that the model does not have."""
+    violations.need_count(field, len(inputs), "entries", 1, limits.max_pooling_inputs)
+    for index, entry in enumerate(inputs[: limits.max_pooling_inputs]):
+        place = f"{field}[{index}]"
+        kind = entry.WhichOneof("input")
+        if kind is None:
+            violations.add(place, None, "must have one of prompt, token_ids")
+        elif kind == "prompt":
+            violations.need_count(f"{place}.prompt", len(entry.prompt), "characters", 1, model.max_text_chars)
+        else:
+            ids = entry.token_ids.ids
+            violations.need_count(f"{place}.token_ids", len(ids), "ids", 1, model.max_model_len)
+            check_token_ids(f"{place}.token_ids", ids, model.vocab_size, violations)
+
+
+async def tokenize_inputs(
+    field: str,
+    inputs: Sequence[embedding_pb2.PoolingInput],
+    model: ServedModel,
+    *,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """The ids of checked inputs, in order. Ids that were given stay as they are."""
+
+    async def ids_of(index: int, entry: embedding_pb2.PoolingInput) -> list[int]:
+        if entry.WhichOneof("input") == "token_ids":
+            return list(entry.token_ids.ids)
+        place = f"{field}[{index}].prompt"
+        check_fits(place, entry.prompt, model)
+        check_text(place, entry.prompt, model)
+        return await model.tokenizer.encode(entry.prompt, add_special_tokens=add_special_tokens, field=place)
+
+    token_ids: list[list[int]] = []
+    for start in range(0, len(inputs), _TOKENIZED_AT_ONCE):
+        part = inputs[start : start + _TOKENIZED_AT_ONCE]
+        token_ids += await asyncio.gather(*(ids_of(start + index, entry) for index, entry in enumerate(part)))
+    return token_ids
+
+
+def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedModel) -> None:
+    """Raise InvalidArgument that names every prompt without tokens or with more than the model takes."""
+    violations = Violations()
+    for index, token_ids in enumerate(prompts):
+        violations.need_count(field, len(token_ids), "tokens", 1, model.max_model_len, index=index)
+    violations.raise_if_any(
+        "CONTEXT_LENGTH_EXCEEDED",
+        {
+            "num_tokens": str(max(map(len, prompts), default=0)),
+            "max_model_len": str(model.max_model_len),
+        },
+    )
+
+
+class PairTemplate:
+    """How a tokenizer joins two texts into one prompt: what it puts before, between and behind them.
+
+    Learned from one pair, so that texts can be tokenized apart, each once, and given ids can be joined too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
+        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+        num_seen = 0
+        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+            if sequence is None:
+                parts[num_seen].append(token_id)
+            else:
+                num_seen = sequence + 1
+        self._before, self._between, self._behind = parts
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """The prompt of two texts that were tokenized without special tokens."""
+        return [*self._before, *first, *self._between, *second, *self._behind]
+
+
+def id_column(token_ids: Sequence[int]) -> bytes:
+    """Ids as the engine's stream carries them: little-endian u32."""
+    column = array("I", token_ids)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def check_result(tensor: tensor_pb2.Tensor, num_dimensions: int) -> None:
+    """Raise Internal unless `tensor` is whole, of floats, and has this many dimensions."""
+    item_bytes = _ITEM_BYTES.get(tensor.dtype, 0)
+    is_whole = tensor.HasField("inline") and len(tensor.inline) == item_bytes * math.prod(tensor.shape)
+    if not item_bytes or not is_whole or len(tensor.shape) != num_dimensions:
+        shape, dtype = list(tensor.shape), tensor_pb2.DType.Name(tensor.dtype)
+        raise Internal(f"the engine gave a result of shape {shape}, type {dtype}, {len(tensor.inline)} bytes")
+
+
+def read_floats(tensor: tensor_pb2.Tensor) -> Sequence[float]:
+    """The numbers of a checked result, row by row."""
+    content = tensor.inline
+    if tensor.dtype == tensor_pb2.D_TYPE_FP16:
+        return struct.unpack(f"<{len(content) // 2}e", content)
+    if tensor.dtype == tensor_pb2.D_TYPE_BF16:
+        # The upper half of the binary32 of the same value.
+        wide = bytearray(2 * len(content))
+        wide[2::4], wide[3::4] = content[::2], content[1::2]
+        content = bytes(wide)
+    return struct.unpack(f"<{len(content) // 4}f", content)

@@ -1,0 +1,113 @@
+"""What a chat template expects of its messages, read off its syntax tree. Renders nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jinja2 import nodes
+
+_READS_AN_OBJECT = frozenset({"items", "tojson", "dictsort", "length", "map", "list"})
+_TESTS = frozenset({"string", "mapping", "iterable"})
+
+Match = Callable[[nodes.Node], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """How a template reads messages.
+
+    `loops_over_content`: a message's content may be a list of parts. `checks_for_string`: it may be a string
+    as well, the template looks. `takes_argument_text`: it writes a tool call's arguments as they are, so they
+    must be JSON text; every other template gets an object, which it turns into JSON itself.
+    """
+
+    loops_over_content: bool
+    checks_for_string: bool
+    takes_argument_text: bool
+
+
+def facts_of(template: nodes.Template) -> TemplateFacts:
+    """The facts of a parsed template. Names are followed through `set` and macros, whatever their scope."""
+    is_content = _reader_of("content", template)
+    is_arguments = _reader_of("arguments", template)
+    loops = [loop for loop in template.find_all(nodes.For) if is_content(_unwrapped(loop.iter))]
+    tests = [test for test in template.find_all(nodes.Test) if test.name in _TESTS]
+    return TemplateFacts(
+        loops_over_content=bool(loops),
+        checks_for_string=any(is_content(test.node) for test in tests),
+        takes_argument_text=_is_written_plainly(template, is_arguments),
+    )
+
+
+def _is_written_plainly(template: nodes.Template, is_arguments: Match) -> bool:
+    for use in template.find_all((nodes.Filter, nodes.Call, nodes.Test, nodes.For)):
+        if _uses_object(use, is_arguments):
+            return False
+    operands = [
+        operand
+        for parent in template.find_all((nodes.Add, nodes.Concat, nodes.Output))
+        for operand in parent.iter_child_nodes()
+    ]
+    return any(is_arguments(operand) for operand in operands)
+
+
+def _uses_object(use: nodes.Node, is_arguments: Match) -> bool:
+    if isinstance(use, nodes.Filter):
+        return use.name in _READS_AN_OBJECT and use.node is not None and is_arguments(use.node)
+    if isinstance(use, nodes.Test):
+        return use.name in _TESTS and is_arguments(use.node)
+    if isinstance(use, nodes.Call):
+        return isinstance(use.node, nodes.Getattr) and is_arguments(use.node.node)
+    return isinstance(use, nodes.For) and is_arguments(use.iter)
+
+
+def _reader_of(key: str, template: nodes.Template) -> Match:
+    """Whether an expression is the value of `key` of something, or a name that was given it."""
+    names: set[str] = set()
+
+    def is_value(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getattr):
+            return node.attr == key
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == key
+        if isinstance(node, nodes.CondExpr):
+            return is_value(node.expr1) or (node.expr2 is not None and is_value(node.expr2))
+        return isinstance(node, nodes.Name) and node.name in names
+
+    macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
+    bindings = [*_assignments(template), *_passed_arguments(template, macros)]
+    # Each round adds a name or ends it.
+    while added := {name for name, value in bindings if is_value(value)} - names:
+        names |= added
+    return is_value
+
+
+def _assignments(template: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name):
+            yield assignment.target.name, assignment.node
+
+
+def _passed_arguments(
+    template: nodes.Template, macros: dict[str, nodes.Macro]
+) -> Iterator[tuple[str, nodes.Node]]:
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            names = [argument.name for argument in macros[call.node.name].args]
+            yield from zip(names, call.args, strict=False)
+            yield from ((keyword.key, keyword.value) for keyword in call.kwargs)
+
+
+def _unwrapped(node: nodes.Node) -> nodes.Node:
+    while (inner := _inner(node)) is not None:
+        node = inner
+    return node
+
+
+def _inner(node: nodes.Node) -> nodes.Node | None:
+    if isinstance(node, nodes.Filter):
+        return node.node
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return node.node
+    return None

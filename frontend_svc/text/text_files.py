@@ -1,0 +1,49 @@
+"""The files of a model that say how text becomes token ids. Knows no tokenizer library and no wire."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+_MAX_SHOWN_DIGITS = 16
+
+
+class TextRefused(ValueError):
+    """A text or a conversation that a model's files do not take, in words for the client."""
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """What a text worker needs to tokenize and to render for one model. Empty bytes: there is no such file.
+
+    `tokenizer` is a tokenizer.json, `tokenizer_config` a tokenizer_config.json and `chat_template` a Jinja
+    template; the latter counts before the one in `tokenizer_config`.
+    """
+
+    tokenizer: bytes
+    tokenizer_config: bytes = b""
+    chat_template: bytes = b""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest over all of them: equal keys mean equal texts."""
+        digest = hashlib.sha256()
+        for content in self.parts:
+            digest.update(len(content).to_bytes(8, "little"))
+            digest.update(content)
+        return digest.hexdigest()
+
+    @property
+    def parts(self) -> tuple[bytes, bytes, bytes]:
+        """The contents in the order of the fields, as they travel to a worker."""
+        return self.tokenizer, self.tokenizer_config, self.chat_template
+
+    def by_name(self) -> list[tuple[str, bytes]]:
+        """The files there are, each under the name that it has in a model's folder."""
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        return [(name, content) for name, content in zip(names, self.parts, strict=True) if content]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(str(len(content)) for content in self.parts)
+        return f"TextFiles({self.key[:_MAX_SHOWN_DIGITS]}, {sizes} bytes)"

@@ -1,0 +1,121 @@
+"""The process of one worker as its parent sees it: started, announced, followed, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where a worker can be asked about itself."""
+
+    pid: int
+    admin_address: str
+
+
+class WorkerDied(Exception):
+    """A worker ended, or did not serve in time. `exit_code` is never 0."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code or 1
+
+
+class WorkerProcess:
+    """A running worker. It writes to the stderr of its parent."""
+
+    def __init__(self, index: int, process: asyncio.subprocess.Process, pipe_fd: int) -> None:
+        self.index = index
+        self._process = process
+        self._pipe_fd = pipe_fd
+        self._is_asked_to_end = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int:
+        """What it ended with, as a shell tells it; 0 while it runs, and for one that ended when asked to."""
+        code = self._process.returncode or 0
+        if code == -signal.SIGTERM and self._is_asked_to_end:
+            return 0
+        return 128 - code if code < 0 else code
+
+    async def wait(self) -> None:
+        """Wait until it has ended."""
+        await self._process.wait()
+
+    async def announced(self, limit_s: float) -> WorkerAddress:
+        """Wait for the line in which it says that it serves. Raises WorkerDied; kills it when it is late."""
+        line = b""
+        try:
+            async with asyncio.timeout(limit_s):
+                line = await self._read_line()
+        except TimeoutError as error:
+            self._process.kill()
+            await self.wait()
+            raise WorkerDied(f"worker {self.index} did not serve within {limit_s:g} s", 1) from error
+        if not line:
+            await self.wait()
+            raise WorkerDied(
+                f"worker {self.index} (pid {self.pid}) ended with {self.exit_code}", self.exit_code
+            )
+        record = json.loads(line)
+        return WorkerAddress(self.pid, str(record["admin_address"]))
+
+    def terminate(self) -> None:
+        """Ask it to drain and end, if it still runs. A second time cuts its drain."""
+        if self._process.returncode is None:
+            self._is_asked_to_end = True
+            self._process.terminate()
+
+    async def stop(self, limit_s: float) -> None:
+        """Ask it to end and wait for that; kills it after `limit_s`."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self.wait()
+
+    async def _read_line(self) -> bytes:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe_fd, "rb")
+        )
+        try:
+            return await reader.readline()
+        finally:
+            transport.close()
+
+
+async def start_worker(index: int, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
+    """Start a worker in a group of its own, so that Ctrl-C reaches its parent alone.
+
+    It is told on the command line where to announce itself. Never forks Python: a copy of the state of gRPC's
+    threads would not work.
+    """
+    read_fd, write_fd = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            f"--announce-fd={write_fd}",
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(write_fd,),
+            env=dict(environment),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return WorkerProcess(index, process, read_fd)

@@ -1,0 +1,94 @@
+"""Formats by name, and the choice by template."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from frontend_svc.parsers.parser import ToolCallPiece, new_call_id
+from frontend_svc.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    detect,
+    reasoning_parser,
+    tool_parser,
+)
+from tests.frontend_svc.parsers.transcripts import rules
+
+HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+
+
+def test_every_format_is_found_by_its_name():
+    assert {name: tool_parser(name) for name in TOOL_PARSERS} == TOOL_PARSERS
+    assert {name: reasoning_parser(name) for name in REASONING_PARSERS} == REASONING_PARSERS
+    assert {"hermes", "llama3_json", "mistral", "pythonic", "deepseek", "gpt_oss"} <= set(TOOL_PARSERS)
+    assert {"think", "gpt_oss"} <= set(REASONING_PARSERS)
+
+
+def test_none_is_no_parser_and_an_unknown_name_is_refused_with_those_there_are():
+    assert tool_parser("none") is None and reasoning_parser("none") is None
+    with pytest.raises(ValueError, match=r"'herms'.*none, hermes"):
+        tool_parser("herms")
+    with pytest.raises(ValueError, match=r"'thnk'.*none, think"):
+        reasoning_parser("thnk")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (HERMES, ("hermes", None)),
+        (HERMES + "{% if '</think>' in content %}", ("hermes", "think")),
+        ("<tool_call>\n<function=name>\n<parameter=p>", (None, None)),
+        ("<tool_call>{name}\n<arg_key>", (None, None)),
+        (
+            '{"name": function name, "parameters": dictionary of argument name and its value}',
+            ("llama3_json", None),
+        ),
+        ("{{ '<|python_tag|>' + code }}", ("llama3_json", None)),
+        ("Respond in the format [func_name1(params_name1=params_value1)]", ("pythonic", None)),
+        ("{{ '<|python_start|>' }}", ("pythonic", None)),
+        ("{{ '[TOOL_CALLS] [' }}", ("mistral", None)),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}[THINK]", ("mistral_args", "mistral_think")),
+        ("<｜tool▁calls▁begin｜>function\n```json\n", ("deepseek", None)),
+        ("<｜tool▁calls▁begin｜>{{ '<｜Assistant｜></think>' }}", ("deepseek_v31", "think")),
+        ("<|start|>assistant<|channel|>analysis", ("gpt_oss", "gpt_oss")),
+        ("<|im_start|>user", (None, None)),
+        ("", (None, None)),
+    ],
+)
+def test_a_template_tells_its_formats(template, expected):
+    assert detect(template, lambda _: True) == expected
+
+
+@pytest.mark.parametrize("template", ["[TOOL_CALLS] [", "<|channel|>", "[THINK]"])
+def test_markers_that_must_be_tokens_count_only_where_they_are(template):
+    assert detect(template, lambda _: False) == (None, None)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("tool_name", [None, "get_time"])
+def test_a_forced_prefix_tells_nothing_but_perhaps_the_name(name, tool_name):
+    format_ = TOOL_PARSERS[name]
+    parser = format_.open(rules(), forced_prefix=format_.forced_prefix(tool_name))
+    assert parser.feed("") == []
+    assert parser.finish() == []
+    assert parser.num_calls == 0
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_PARSERS} - {"mistral", "mistral_args", "pythonic"}))
+def test_ids_are_24_hexadecimal_digits_unless_the_format_has_its_own(name):
+    format_ = TOOL_PARSERS[name]
+    parser = format_.open(rules(new_id=None), forced_prefix=format_.forced_prefix("get_time"))
+    [piece] = parser.feed("{}")
+    assert isinstance(piece, ToolCallPiece)
+    assert re.fullmatch("call_[0-9a-f]{24}", piece.id)
+    assert new_call_id() != new_call_id()
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_markers_of_a_forced_prefix_are_shown(name):
+    format_ = TOOL_PARSERS[name]
+    specials = re.findall(r"<\|\w+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|</?tool_call>", format_.forced_prefix("f"))
+    assert set(specials) <= format_.markers
+    assert format_.needs_special_tokens
