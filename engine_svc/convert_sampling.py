@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from engine_svc.facts import EngineFacts
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
 from engine_svc.wire_checks import check, refuse_unserved, to_token_ids, unserved
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
@@ -25,9 +25,10 @@ _MAX_PATTERN_COUNT = 64
 
 _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_IDS = 64
+_MAX_MARKER_IDS = 16
 
 # Of bad words the frontend makes tokens, which come beside these parameters.
-_UNSERVED = ("bad_words", "structured_output", "thinking_token_budget")
+_UNSERVED = ("bad_words", "structured_output")
 
 
 def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_tokens: int) -> SamplingParams:
@@ -71,6 +72,7 @@ def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_token
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         prompt_logprobs=given.prompt_logprobs if wants_prompt else None,
         logprob_token_ids=tuple(given.logprob_token_ids),
+        thinking=_to_thinking(entry, facts.vocab_size),
     )
 
 
@@ -138,6 +140,21 @@ def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, 
             f"1 to {_MAX_BAD_WORD_IDS} ids a word",
         )
     return tuple(tuple(word) for word in words)
+
+
+def _to_thinking(entry: add_pb2.AddEntry, vocab_size: int) -> ThinkingBudget | None:
+    given, markers = entry.sampling, entry.reasoning_options
+    budget = given.thinking_token_budget
+    check(budget >= -1, "thinking_token_budget", budget, "-1 for none, 0 or more")
+    if not given.HasField("thinking_token_budget") or budget == -1:
+        return None
+    for name, ids in (
+        ("reasoning_options.start_token_ids", markers.start_token_ids),
+        ("reasoning_options.end_token_ids", markers.end_token_ids),
+    ):
+        check(len(ids) >= 1, name, len(ids), f"1 to {_MAX_MARKER_IDS} ids with a thinking_token_budget")
+        _check_ids(ids, name, _MAX_MARKER_IDS, vocab_size)
+    return ThinkingBudget(budget, tuple(markers.start_token_ids), tuple(markers.end_token_ids))
 
 
 def _to_repetition(given: sampling_pb2.RepetitionDetection) -> RepetitionLimits | None:

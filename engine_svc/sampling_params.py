@@ -24,6 +24,21 @@ class RepetitionLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens a block of reasoning may have, and the markers it stands between."""
+
+    num_tokens: int
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            raise ValueError(f"num_tokens is {self.num_tokens}, must be at least 0")
+        if not self.start_token_ids or not self.end_token_ids:
+            raise ValueError("start_token_ids and end_token_ids must not be empty")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The part of a request's wishes that scheduler and sampler need, already validated and complete.
 
@@ -57,6 +72,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = None  # the same for the places of the prompt
     logprob_token_ids: tuple[int, ...] = ()  # ids to tell of wherever logprobs are told of
+    thinking: ThinkingBudget | None = None  # None = may think without end
 
     @property
     def wants_logprobs(self) -> bool:

@@ -19,6 +19,7 @@ from engine_svc.runner.hook import LogitsProcessor
 from engine_svc.runner.sampling.logprobs import LogprobWishes, PromptLogprobs, SampledLogprobs
 from engine_svc.runner.sampling.parameters import DrawParameters
 from engine_svc.runner.sampling.penalties import Penalties
+from engine_svc.runner.sampling.thinking import ThinkingBudgets
 from engine_svc.runner.sampling.token_rules import TokenRules
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.step import AdmittedRequest
@@ -82,6 +83,7 @@ class Sampler:
         self._parameters = DrawParameters(max_num_seqs, device)
         self._rules = TokenRules(vocab_size, device)
         self._penalties = Penalties(max_num_seqs, vocab_size, device)
+        self._thinking = ThinkingBudgets(vocab_size, device)
         self._wishes = LogprobWishes(vocab_size, device)
 
     def enter(self, row: int, admitted: AdmittedRequest) -> None:
@@ -90,12 +92,14 @@ class Sampler:
         self._parameters.enter(row, sampling)
         self._rules.enter(row, sampling, num_prompt_tokens)
         self._penalties.enter(row, sampling, num_prompt_tokens)
+        self._thinking.enter(row, sampling.thinking)
         self._wishes.enter(row, sampling, num_prompt_tokens)
 
     def leave(self, row: int) -> None:
         """The request of `row` is gone."""
         self._rules.leave(row)
         self._penalties.leave(row)
+        self._thinking.leave(row)
         self._wishes.leave(row)
 
     def choose(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> Sampled:
@@ -113,6 +117,8 @@ class Sampler:
             logits = process(logits, rows).contiguous()
         self._rules.apply(logits, rows, positions, token_ids)
         self._penalties.apply(logits, rows, positions, token_ids)
+        # Last, for what ends a block of reasoning must be chosen whatever else was wished.
+        self._thinking.apply(logits, rows, positions, token_ids)
         # One pass gives the greedy token and finds NaN, which is larger than every number here.
         highest, tokens = self._ops.greedy(logits)
         drawn = self._parameters.is_drawn(rows).nonzero()[0]

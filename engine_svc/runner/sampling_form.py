@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
 
 
 def sampling_text(sampling: SamplingParams) -> str:
@@ -33,4 +33,7 @@ _FORMS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: tuple(tuple(word) for word in words),
     "logprob_token_ids": tuple,
     "repetition": lambda limits: RepetitionLimits(**limits),
+    "thinking": lambda budget: ThinkingBudget(
+        budget["num_tokens"], tuple(budget["start_token_ids"]), tuple(budget["end_token_ids"])
+    ),
 }

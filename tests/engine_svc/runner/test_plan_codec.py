@@ -17,7 +17,7 @@ from engine_svc.request import Request
 from engine_svc.runner.byte_fields import MessageError
 from engine_svc.runner.plan_codec import ExtraForm, PlanDecoder, PlanEncoder, UnknownExtra
 from engine_svc.runner.sampling_form import sampling_from, sampling_text
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.step import AdmittedRequest, StepPlan, StepResult
 
@@ -45,6 +45,7 @@ EVERYTHING = SamplingParams(
     logprobs=0,
     prompt_logprobs=-1,
     logprob_token_ids=(6, 5),
+    thinking=ThinkingBudget(7, (1,), (2, 3)),
 )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sampling.logprobs import SampledLogprobs
+from engine_svc.sampling_params import ThinkingBudget
 from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig, random_logits
 
 # Every feature, alone and with others.
@@ -30,6 +31,7 @@ WISHES = [
         "repetition_penalty": 1.2, "logit_bias": ((7, 2.0),), "bad_words": ((3, 4), (8,)), "min_tokens": 3,
         "eos_token_id": 2, "allowed_token_ids": frozenset(range(30)), "logprobs": 5,
     },
+    {"thinking": ThinkingBudget(1, (7,), (9, 4)), "temperature": 1.0, "seed": 13},
 ]  # fmt: skip
 OUTPUTS = [[4, 7, 9], [9, 9, 9, 3], [], [1, 7, 9]]
 

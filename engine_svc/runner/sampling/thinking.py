@@ -1,0 +1,79 @@
+"""A budget of tokens for reasoning: when a block of it is spent, the marker that ends it is forced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine_svc.sampling_params import ThinkingBudget
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row's budget and markers. start: [S] int32.  end: [E] int32.  forced: [E, V], logits for each."""
+
+    num_tokens: int
+    start: Tensor
+    end: Tensor
+    forced: Tensor
+
+
+class ThinkingBudgets:
+    """The rows that may not think for ever.
+
+    What a row may choose is read off its tokens each time, so that a request goes on rightly wherever it is
+    continued, and the device is not waited for. Each block has the whole budget.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+
+    def enter(self, row: int, budget: ThinkingBudget | None) -> None:
+        """Note a row's budget, if it has one."""
+        if budget is not None:
+            end = torch.tensor(budget.end_token_ids, dtype=torch.int32, device=self._device)
+            forced = torch.full((len(end), self._vocab_size), float("-inf"), device=self._device)
+            forced[torch.arange(len(end)), end.long()] = 0.0
+            start = torch.tensor(budget.start_token_ids, dtype=torch.int32, device=self._device)
+            self._rows[row] = _Row(budget.num_tokens, start, end, forced)
+
+    def leave(self, row: int) -> None:
+        """Forget a row."""
+        self._rows.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
+        """Leave, in logits [N, V], only the next token of the end marker to rows whose budget is spent."""
+        if not self._rows:
+            return
+        for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            budget = self._rows.get(row)
+            if budget is not None:
+                self._force(logits[index], budget, token_ids[row, :position])
+
+    def _force(self, logits: Tensor, budget: _Row, token_ids: Tensor) -> None:
+        begun_at = _last_end(token_ids, budget.start)
+        num_tokens = len(token_ids) - begun_at
+        is_thinking = (begun_at >= 0) & (begun_at > _last_end(token_ids, budget.end))
+        is_spent = is_thinking & (num_tokens >= budget.num_tokens)
+        # One token of the marker stands for each that the block is beyond its budget.
+        place = (num_tokens - budget.num_tokens).clamp(0, len(budget.end) - 1)
+        forced = budget.forced.index_select(0, place.reshape(1))[0]
+        logits.copy_(torch.where(is_spent, forced, logits))
+
+
+def _last_end(token_ids: Tensor, marker: Tensor) -> Tensor:
+    """The place [] behind the last `marker` [M] among `token_ids` [L], -1 where there is none."""
+    length = len(marker)
+    if len(token_ids) < length:
+        return torch.full((), -1, dtype=torch.int64, device=token_ids.device)
+    is_marker = (token_ids.unfold(0, length, 1) == marker).all(1)
+    ends = torch.arange(length, len(token_ids) + 1, device=token_ids.device)
+    return torch.where(is_marker, ends, -1).max()
