@@ -29,6 +29,7 @@ class Served:
 
     grpc_address: str
     pids: dict[str, int]  # by service and index, e.g. "engine-0"
+    addresses: dict[str, str]  # of the listeners for peers, by the same names
 
 
 @contextmanager
@@ -61,8 +62,9 @@ def _await_ready(process: subprocess.Popen[bytes], ready_file: Path, log_file: P
             raise ServeFailed(f"serve was not ready within {_READY_WITHIN_S:.0f} s:\n{log_file.read_text()}")
         time.sleep(0.05)
     record = json.loads(ready_file.read_text())
-    pids = {f"{each['service']}-{each['index']}": each["pid"] for each in record["processes"]}
-    return Served(record["grpc"], pids)
+    by_name = {f"{each['service']}-{each['index']}": each for each in record["processes"]}
+    pids = {name: each["pid"] for name, each in by_name.items()}
+    return Served(record["grpc"], pids, {name: each["address"] for name, each in by_name.items()})
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -10,8 +10,11 @@ from enum import Enum
 from frontend_svc.output.logprobs import Logprobs
 from service_kit.errors import ResourceExhausted, ServiceError
 
-# What a logprob of one token and one of its alternatives takes of a reader's buffer.
-_LOGPROB_BYTES = 16
+# What is told of a token, and each of its alternatives, takes of the memory while it waits for its reader.
+_LOGPROBS_BYTES = 320
+_ALTERNATIVE_BYTES = 16
+# So many times its limit nobody may leave unread, not even for a moment.
+_MAX_LIMITS = 4
 
 
 class OutputKind(Enum):
@@ -121,9 +124,10 @@ class _Slot:
 class Collector:
     """A slot for each of n outputs: what is not read yet merges, nobody waits to write, an error overtakes.
 
-    A reader that leaves more than its limit unread for the grace time is ended with ResourceExhausted;
-    `on_slow` is then called once, so that the owner can stop the production. With `awaits_prompt` nothing
-    is to be had before output 0 has begun, because what is told of the prompt comes with it.
+    A reader that leaves more than its limit unread for the grace time, or four times as much at all, is ended
+    with ResourceExhausted; `on_slow` is then called once, so that the owner can stop the production. With
+    `awaits_prompt` nothing is to be had before output 0 has begun, because what is told of the prompt comes
+    with it.
     """
 
     __slots__ = (
@@ -184,8 +188,8 @@ class Collector:
             return
         slot.is_due = True
         self._wake_if_due()
-        if self._timer is None and self._is_over_limit():
-            self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
+        if self._kind is OutputKind.DELTA and self._is_over_limit(1):
+            self._give_grace()
 
     @property
     def num_cached_tokens(self) -> int:
@@ -243,7 +247,8 @@ class Collector:
 
     def _add_logprobs(self, slot: _Slot, logprobs: Logprobs, cumulative: float | None) -> None:
         slot.cumulative_logprob = cumulative
-        self._num_bytes += _LOGPROB_BYTES * (len(logprobs) + sum(map(len, logprobs.top_ids)))
+        self._num_bytes += _LOGPROBS_BYTES * len(logprobs)
+        self._num_bytes += _ALTERNATIVE_BYTES * sum(map(len, logprobs.top_ids))
         if slot.logprobs is None:
             slot.logprobs = logprobs
         else:
@@ -256,18 +261,24 @@ class Collector:
             return
         self._wake.set()
 
-    def _is_over_limit(self) -> bool:
-        if self._kind is not OutputKind.DELTA:
-            return False
-        n, limit = len(self._slots), self._limit
-        return self._num_unread > n * limit.max_tokens or self._num_bytes > n * limit.max_bytes
+    def _is_over_limit(self, times: int) -> bool:
+        most, limit = times * len(self._slots), self._limit
+        return self._num_unread > most * limit.max_tokens or self._num_bytes > most * limit.max_bytes
+
+    def _give_grace(self) -> None:
+        if self._is_over_limit(_MAX_LIMITS):
+            self._end_slow_reader()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
 
     def _end_slow_reader(self) -> None:
         limit = self._limit
+        is_late = not self._is_over_limit(_MAX_LIMITS)
+        times, grace = ("", f" for {limit.grace_s:g} s") if is_late else (f"{_MAX_LIMITS} times ", "")
         self.fail(
             ResourceExhausted(
-                f"the client left more than {limit.max_tokens} tokens or {limit.max_bytes} bytes an output "
-                f"unread for {limit.grace_s:g} s",
+                f"the client left more than {times}{limit.max_tokens} tokens or {limit.max_bytes} bytes an "
+                f"output unread{grace}",
                 reason="SLOW_READER",
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,17 +14,17 @@ _CONTEXT_TOKENS = 4
 
 @dataclass(slots=True)
 class Logprobs:
-    """Consecutive places as parallel columns; `top_*` have a list for each place, best first.
+    """Consecutive places as parallel columns; `top_*` have a sequence for each place, best first.
 
     NaN and rank 0 stand where there is nothing to tell, as at the first place of a prompt. The texts are
-    empty lists where the request wants no text.
+    empty lists where the request wants no text. Packed where there are many: they may wait for a reader.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    top_ids: list[list[int]] = field(default_factory=list)
-    top_logprobs: list[list[float]] = field(default_factory=list)
+    top_ids: list[array[int]] = field(default_factory=list)
+    top_logprobs: list[array[float]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     top_texts: list[list[str]] = field(default_factory=list)
 
@@ -45,11 +46,11 @@ class Logprobs:
 class LogprobColumns:
     """What a step tells of consecutive places: `k` entries of the top columns belong to each of them."""
 
-    logprobs: Sequence[float]
-    ranks: Sequence[int]
+    logprobs: array[float]
+    ranks: array[int]
     k: int = 0
-    top_ids: Sequence[int] = ()
-    top_logprobs: Sequence[float] = ()
+    top_ids: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def part(self, start: int, end: int) -> LogprobColumns:
         """The places from `start` to before `end`."""
@@ -76,27 +77,20 @@ class LogprobReader:
         """The places of `token_ids`, which come after those that were read before."""
         read = Logprobs(list(token_ids), list(columns.logprobs), list(columns.ranks))
         self.cumulative += sum(value for value in read.logprobs if not math.isnan(value))
-        k = columns.k
-        if k:
-            for start in range(0, k * len(read), k):
-                # The columns are as wide as the widest request of the step; shorter ones end in NaN.
-                entries = [
-                    (token_id, value)
-                    for token_id, value in zip(
-                        columns.top_ids[start : start + k],
-                        columns.top_logprobs[start : start + k],
-                        strict=True,
-                    )
-                    if not math.isnan(value)
-                ]
-                read.top_ids.append([token_id for token_id, _ in entries])
-                read.top_logprobs.append([value for _, value in entries])
+        for start in range(0, columns.k * len(read), columns.k or 1):
+            values = columns.top_logprobs[start : start + columns.k]
+            # The columns are as wide as the widest request of the step; shorter ones end in NaN.
+            while values and math.isnan(values[-1]):
+                values.pop()
+            read.top_ids.append(columns.top_ids[start : start + len(values)])
+            read.top_logprobs.append(values)
         if self._texts is not None:
             self._add_texts(read, self._texts)
         return read
 
     def _add_texts(self, read: Logprobs, texts: TokenTexts) -> None:
-        for token_id in read.token_ids:
+        for place, token_id in enumerate(read.token_ids):
             read.texts.append(texts.added(self._context, token_id))
+            if read.top_ids:
+                read.top_texts.append(texts.added_each(self._context, read.top_ids[place]))
             self._context = [*self._context[1 - _CONTEXT_TOKENS :], token_id]
-        read.top_texts = [[texts.of(token_id) for token_id in ids] for ids in read.top_ids]

@@ -230,3 +230,22 @@ async def test_nothing_is_told_before_what_was_asked_of_the_prompt():
     assert [piece.text for piece in output.pieces] == ["a", "b"]
     slot.put(0, "c", [3], None)
     assert (await slot.get()).prompt_logprobs is None
+
+
+async def test_four_times_the_limit_ends_a_reader_at_once():
+    slow = asyncio.Event()
+    slot = collector(limit=ReaderLimit(max_tokens=2, grace_s=60.0), on_slow=slow.set)
+    slot.put(0, "x", [1] * 8, None)
+    assert not slow.is_set()
+    slot.put(0, "x", [1], None)
+    assert slow.is_set()
+    with pytest.raises(ResourceExhausted, match="4 times 2 tokens"):
+        await slot.get()
+
+
+async def test_what_is_told_beside_tokens_counts_against_the_limit():
+    slow = asyncio.Event()
+    slot = collector(limit=ReaderLimit(max_bytes=100, grace_s=60.0), on_slow=slow.set)
+    slot.put(0, "x", [1], None, Logprobs([1], [-1.0], [1]), -1.0)
+    slot.put(0, "x", [1], None, Logprobs([1], [-1.0], [1]), -2.0)
+    assert slow.is_set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
@@ -115,28 +117,35 @@ def test_89_prompts_are_counted_once_with_their_first_token():
     assert (counts.num_prompt_tokens, counts.num_output_tokens) == (35, 7)
 
 
+def floats(*values: float) -> array[float]:
+    return array("f", values)
+
+
+def ints(*values: int) -> array[int]:
+    return array("I", values)
+
+
 async def test_each_row_gets_its_own_places_of_the_logprob_columns():
     fixture, nan = Fixture(), float("nan")
     one, two = fixture.add(1), fixture.add(2)
     columns = LogprobColumns(
-        [-1.0, -2.0, -3.0], [1, 2, 3], 2, [1, 2, 3, 4, 5, 0], [-1.0, -1.5, -2.0, -2.5, -3.0, nan]
+        floats(-1, -2, -3), ints(1, 2, 3), 2, ints(1, 2, 3, 4, 5, 0), floats(-1, -1.5, -2, -2.5, -3, nan)
     )
     fixture.processor.process(StepColumns([1, 2], [2, 1], [A, B, C], {}, {}, columns))
     (first,), (second,) = (await one.collector.get()).pieces, (await two.collector.get()).pieces
-    assert first.logprobs == Logprobs(
-        [A, B], [-1.0, -2.0], [1, 2], [[1, 2], [3, 4]], [[-1.0, -1.5], [-2.0, -2.5]]
-    )
-    assert second.logprobs == Logprobs([C], [-3.0], [3], [[5]], [[-3.0]])
+    tops = [ints(1, 2), ints(3, 4)], [floats(-1, -1.5), floats(-2, -2.5)]
+    assert first.logprobs == Logprobs([A, B], [-1.0, -2.0], [1, 2], *tops)
+    assert second.logprobs == Logprobs([C], [-3.0], [3], [ints(5)], [floats(-3)])
     assert (first.cumulative_logprob, second.cumulative_logprob) == (-3.0, -3.0)
 
 
 async def test_what_is_told_of_a_prompt_in_parts_comes_with_the_first_token():
     fixture, nan = Fixture(), float("nan")
     state = fixture.add(1, prompt=[A, B, C])
-    early = StepColumns([1], [0], [], {}, {}, None, {0: [(0, LogprobColumns([nan, -1.0], [0, 4]))]})
-    fixture.processor.process(early)
-    last = StepColumns([1], [1], [A], {}, {}, None, {0: [(2, LogprobColumns([-2.0], [5]))]})
-    fixture.processor.process(last)
+    early = {0: [(0, LogprobColumns(floats(nan, -1), ints(0, 4)))]}
+    fixture.processor.process(StepColumns([1], [0], [], {}, {}, None, early))
+    late = {0: [(2, LogprobColumns(floats(-2), ints(5)))]}
+    fixture.processor.process(StepColumns([1], [1], [A], {}, {}, None, late))
     told = (await state.collector.get()).prompt_logprobs
     assert told is not None
     assert (told.token_ids, told.ranks, told.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])

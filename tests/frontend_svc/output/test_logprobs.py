@@ -1,0 +1,50 @@
+"""Columns of a step as log probabilities with texts."""
+
+from __future__ import annotations
+
+import math
+
+from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
+from frontend_svc.text.token_text import TokenTexts
+from tests.frontend_svc.tokenizers import byte_fallback_tokenizer, id_of
+
+TOKENIZER = byte_fallback_tokenizer()
+TEXTS = TokenTexts(TOKENIZER)
+LETTER, WORD = id_of(TOKENIZER, "a"), id_of(TOKENIZER, "▁a")
+FIRST, SECOND, THIRD = (id_of(TOKENIZER, f"<0x{byte:02X}>") for byte in "本".encode())
+
+
+def columns(num_places: int, top: list[list[int]] | None = None) -> LogprobColumns:
+    """Minus the place as log probability, the place as rank; `top` has as many ids at each place."""
+    ids = [token_id for entries in top or [] for token_id in entries]
+    k = len(top[0]) if top else 0
+    values = [-float(place) for place in range(num_places)]
+    return LogprobColumns(values, range(1, num_places + 1), k, ids, [-0.5] * len(ids))
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_last_in_every_column():
+    reader = LogprobReader(TEXTS, [LETTER])
+    top = [[FIRST, LETTER], [SECOND, LETTER], [THIRD, WORD]]
+    read = reader.read([FIRST, SECOND, THIRD], columns(3, top))
+    assert read.texts == ["", "", "本"]
+    assert read.top_texts == [["", "a"], ["", "a"], ["本", " a"]]
+
+
+def test_a_character_that_is_cut_by_a_step_has_its_text_all_the_same():
+    reader = LogprobReader(TEXTS, [LETTER])
+    steps = [reader.read([token_id], columns(1, [[token_id]])) for token_id in (FIRST, SECOND, THIRD)]
+    assert [read.texts for read in steps] == [[""], [""], ["本"]]
+    assert [read.top_texts for read in steps] == [[[""]], [[""]], [["本"]]]
+
+
+def test_a_prompt_begins_where_a_text_does():
+    assert LogprobReader(TEXTS).read([WORD, WORD], columns(2)).texts == ["a", " a"]
+
+
+def test_values_are_summed_but_for_those_that_are_not_there():
+    reader = LogprobReader(None)
+    nothing = LogprobColumns([math.nan], [0])
+    assert math.isnan(reader.read([LETTER], nothing).logprobs[0])
+    read = reader.read([LETTER, WORD, LETTER], columns(3))
+    assert (reader.cumulative, read.ranks) == (-3.0, [1, 2, 3])
+    assert (read.texts, read.top_texts, read.top_ids) == ([], [], [])
