@@ -23,6 +23,7 @@ class ArtifactKind(enum.Enum):
     CHAT_TEMPLATE = "chat_template.jinja"
     GENERATION_CONFIG = "generation_config.json"
     CONFIG = "config.json"
+    TOKENIZER_MODEL = "tokenizer.model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def check_tokenizer(artifacts: tuple[Artifact, ...]) -> None:
     Raises ValueError, in words for people.
     """
     tokenizers = [artifact for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
-    if not tokenizers:
+    can_be_converted = any(artifact.kind is ArtifactKind.TOKENIZER_MODEL for artifact in artifacts)
+    if not tokenizers and not can_be_converted:
         logger.warning("the model folder has no tokenizer.json: frontends need --tokenizer to use it")
     for tokenizer in tokenizers:
         try:

@@ -240,6 +240,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         vocab_size=model.vocab_size,
         eos_token_ids=main_eos_first(folder, model.eos_token_ids),
         default_sampling=read_sampling_defaults(folder),
+        max_logprobs=config.max_logprobs,
     )
 
 

@@ -64,6 +64,9 @@ class EngineConfig:
         None, size=True, help="longest sequence, prompt and output (default: the model's)"
     )
     max_num_seqs: int = option(256, help="most requests in one step")
+    max_logprobs: int = option(
+        20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
+    )
     max_num_batched_tokens: int = option(2048, size=True, help="most tokens in one step")
     block_size: int = option(16, help="tokens of a KV block")
     kv_cache_memory: int | None = option(
@@ -147,6 +150,7 @@ class EngineConfig:
             self.gpu_memory_utilization,
             "above 0, at most 1",
         )
+        _require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
         _require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
         _require(
             self.record_decisions is None or self.record_decisions.endswith(".json.gz"),

@@ -16,7 +16,6 @@ _MAX_TEMPERATURE = 2.0
 _MAX_PENALTY = 2.0
 _MAX_LOGIT_BIASES = 300
 _MAX_BIAS = 100.0
-_MAX_LOGPROBS = 20
 _MAX_LOGPROB_TOKEN_IDS = 128
 # Most likely tokens told of a whole prompt: they all go through memory and wire before the first token.
 _MAX_PROMPT_CELLS = 200_000
@@ -42,7 +41,7 @@ def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_token
     max_tokens = _max_tokens(given, facts.max_model_len - num_prompt_tokens)
     _check_ids(given.stop_token_ids, "stop_token_ids", _MAX_STOP_TOKEN_IDS, facts.vocab_size)
     _check_ids(given.allowed_token_ids, "allowed_token_ids", facts.vocab_size, facts.vocab_size)
-    _check_logprobs(given, facts.vocab_size, num_prompt_tokens)
+    _check_logprobs(given, facts, num_prompt_tokens)
     stop_token_ids = frozenset(given.stop_token_ids)
     if not given.ignore_eos:
         stop_token_ids |= frozenset(facts.eos_token_ids[1:])
@@ -109,12 +108,15 @@ def _check_ids(token_ids: Sequence[int], name: str, most: int, vocab_size: int) 
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
 
 
-def _check_logprobs(given: sampling_pb2.SamplingParams, vocab_size: int, num_prompt_tokens: int) -> None:
+def _check_logprobs(given: sampling_pb2.SamplingParams, facts: EngineFacts, num_prompt_tokens: int) -> None:
+    is_open = facts.max_logprobs == -1
+    least, most = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
     for name, value in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
-        check(0 <= value <= _MAX_LOGPROBS, name, value, f"0 to {_MAX_LOGPROBS}")
-    _check_ids(given.logprob_token_ids, "logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS, vocab_size)
+        check(least <= value <= most, name, value, f"{least} to {most}")
+    _check_ids(given.logprob_token_ids, "logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS, facts.vocab_size)
     if given.HasField("prompt_logprobs"):
-        num_cells = num_prompt_tokens * (given.prompt_logprobs + len(given.logprob_token_ids))
+        num_each = facts.vocab_size if given.prompt_logprobs == -1 else given.prompt_logprobs
+        num_cells = num_prompt_tokens * (num_each + len(given.logprob_token_ids))
         limit = f"at most {_MAX_PROMPT_CELLS} entries for the whole prompt"
         check(num_cells <= _MAX_PROMPT_CELLS, "prompt_logprobs", num_cells, limit)
 

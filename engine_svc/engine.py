@@ -145,16 +145,32 @@ class Engine:
         """Serve the inbox until `Stop`. An error in a step is a bug: logged with its plans, and raised."""
         try:
             while not self._is_stopping:
-                self._turn()
+                if not self.turn() and not self._is_stopping:
+                    self._park(_BLOCKED_WAIT_S if self._has_work() else None)
         except Exception:
             self._log_plans()
             raise
         finally:
-            try:
-                for call in self._at_end:
-                    call()
-            finally:
-                self._executor.shutdown()
+            self.close()
+
+    def turn(self) -> bool:
+        """Take in what waits, then step where there is work. False where nothing could be computed.
+
+        Without `run`, whoever calls it owns the engine, and calls `close` at the end.
+        """
+        self._read_inbox()
+        self._expire_deadlines()
+        if self._aborted:
+            self._publish([])
+        return not self._is_stopping and self._has_work() and self.step()
+
+    def close(self) -> None:
+        """End what goes with the engine, and free the device; `run` does so itself."""
+        try:
+            for call in self._at_end:
+                call()
+        finally:
+            self._executor.shutdown()
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
@@ -169,18 +185,6 @@ class Engine:
         if len(self._in_flight) == self._max_in_flight or not plan.request_ids:
             self._finish_oldest()
         return True
-
-    def _turn(self) -> None:
-        self._read_inbox()
-        self._expire_deadlines()
-        if self._aborted:
-            self._publish([])
-        if self._is_stopping:
-            return
-        if not self._has_work():
-            self._park(None)
-        elif not self.step():
-            self._park(_BLOCKED_WAIT_S)
 
     def _finish_oldest(self) -> None:
         plan, pending = self._in_flight.popleft()

@@ -69,6 +69,7 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]  # the main one first
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     supported_tasks: tuple[str, ...] = ("generate",)
+    max_logprobs: int = 20  # most likely tokens told of a place; -1 = up to the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from engine_svc import convert
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEventBatch, RemovedBlocks, StepOutput
 from engine_svc.request import FinishReason
-from engine_svc.sampling_params import RepetitionLimits, ThinkingBudget
+from engine_svc.sampling_params import RepetitionLimits
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.service_rig import column, make_entry, make_facts
@@ -374,30 +374,3 @@ def test_a_prompt_that_is_too_long_is_refused_for_its_length_whatever_it_holds()
     entry = make_entry(1, prompt=[VOCAB_SIZE + 1] * MAX_MODEL_LEN)
     with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN} tokens"):
         to_request(entry)
-
-
-def thinking_entry(budget: int, start: list[int], end: list[int]) -> add_pb2.AddEntry:
-    entry = make_entry(1, thinking_token_budget=budget)
-    entry.reasoning_options.start_token_ids.extend(start)
-    entry.reasoning_options.end_token_ids.extend(end)
-    return entry
-
-
-def test_127_a_thinking_budget_comes_with_its_markers_and_minus_one_is_none():
-    assert to_request(thinking_entry(5, [7], [8, 9])).sampling.thinking == ThinkingBudget(5, (7,), (8, 9))
-    assert to_request(thinking_entry(-1, [7], [8])).sampling.thinking is None
-    assert to_request(make_entry(1)).sampling.thinking is None
-
-
-@pytest.mark.parametrize(
-    ("budget", "start", "end", "shown"),
-    [
-        (-2, [7], [8], "thinking_token_budget is -2"),
-        (5, [], [8], "start_token_ids is 0, it takes 1 to 16"),
-        (5, [7], [8] * 17, "end_token_ids is 17"),
-        (5, [10**6], [8], "start_token_ids is 1000000, it takes below"),
-    ],
-)
-def test_127_a_thinking_budget_that_cannot_be_kept_is_refused(budget, start, end, shown):
-    with pytest.raises(InvalidArgument, match=shown):
-        to_request(thinking_entry(budget, start, end))

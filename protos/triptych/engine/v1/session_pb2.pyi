@@ -31,6 +31,7 @@ class ArtifactKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ARTIFACT_KIND_CHAT_TEMPLATE: _ClassVar[ArtifactKind]
     ARTIFACT_KIND_GENERATION_CONFIG: _ClassVar[ArtifactKind]
     ARTIFACT_KIND_CONFIG: _ClassVar[ArtifactKind]
+    ARTIFACT_KIND_TOKENIZER_MODEL: _ClassVar[ArtifactKind]
 PEER_ROLE_UNSPECIFIED: PeerRole
 PEER_ROLE_FRONTEND: PeerRole
 PEER_ROLE_ADMIN: PeerRole
@@ -47,6 +48,7 @@ ARTIFACT_KIND_TOKENIZER_CONFIG: ArtifactKind
 ARTIFACT_KIND_CHAT_TEMPLATE: ArtifactKind
 ARTIFACT_KIND_GENERATION_CONFIG: ArtifactKind
 ARTIFACT_KIND_CONFIG: ArtifactKind
+ARTIFACT_KIND_TOKENIZER_MODEL: ArtifactKind
 
 class Hello(_message.Message):
     __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume")
