@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -13,6 +14,7 @@ import grpc.aio
 
 from frontend_svc.admission import Admission
 from frontend_svc.api.chat import ChatServicer
+from frontend_svc.api.embedding import EmbeddingServicer
 from frontend_svc.api.generate_stream import stream_generate
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
@@ -29,14 +31,18 @@ from frontend_svc.generation import Generation
 from frontend_svc.open_requests import OpenRequests
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
+from frontend_svc.pooling import Pooling
 from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers import TextWorkers
 from service_kit.admin import AdminServicer
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
+from service_kit.loop_lag import LoopLag
 from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
 from triptych.api.v1 import (
     chat_pb2_grpc,
+    embedding_pb2_grpc,
     inference_pb2_grpc,
     model_pb2_grpc,
     request_pb2_grpc,
@@ -47,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _INFERENCE = "triptych.api.v1.InferenceService"
 _CHAT = "triptych.api.v1.ChatService"
+_EMBEDDING = "triptych.api.v1.EmbeddingService"
 _TOKENIZER = "triptych.api.v1.TokenizerService"
 _MODEL = "triptych.api.v1.ModelService"
 _REQUEST = "triptych.api.v1.RequestService"
@@ -63,6 +70,7 @@ class Frontend:
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         clock = MonotonicClock()
+        self.loop_lag = LoopLag(clock)
         self.identity = FrontendIdentity(
             f"frontend-{config.index}-{secrets.token_hex(4)}", secrets.randbits(63) + 1
         )
@@ -91,47 +99,10 @@ class Frontend:
         self.requests = OpenRequests(clock)
         self.generation = Generation(self.directory, self.admission, limits, reader_limit, self.requests)
         self.resumable = ResumableStreams(functools.partial(stream_generate, self.generation), reader_limit)
-        model = ModelServicer(
-            self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
-        )
+        self.pooling = Pooling(self.directory, self.admission, self.requests)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
-            registrations=[
-                Registration(
-                    _INFERENCE,
-                    functools.partial(
-                        inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                        InferenceServicer(self.generation, self.resumable),
-                    ),
-                ),
-                Registration(
-                    _REQUEST,
-                    functools.partial(
-                        request_pb2_grpc.add_RequestServiceServicer_to_server,
-                        RequestServicer(self.requests),
-                    ),
-                    is_ready=True,
-                ),
-                Registration(
-                    _CHAT,
-                    functools.partial(
-                        chat_pb2_grpc.add_ChatServiceServicer_to_server,
-                        ChatServicer(self.generation, takes_templates=config.request_templates),
-                    ),
-                ),
-                Registration(
-                    _TOKENIZER,
-                    functools.partial(
-                        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-                        TokenizerServicer(self.directory, takes_templates=config.request_templates),
-                    ),
-                ),
-                Registration(
-                    _MODEL,
-                    functools.partial(model_pb2_grpc.add_ModelServiceServicer_to_server, model),
-                    is_ready=True,
-                ),
-            ],
+            registrations=self._public_services(limits, clock),
             profile=public_profile(config),
             service="frontend",
             reflection=config.reflection,
@@ -151,22 +122,24 @@ class Frontend:
                 self.identity,
                 endpoint=lambda: self.address,
                 on_engines=functools.partial(self.directory.tell, "coordinator"),
-                num_in_flight=lambda: self.generation.num_open,
+                num_in_flight=lambda: self.generation.num_open + self.pooling.num_open,
             )
 
     def connect(self, address: str) -> None:
         """Begin to reach engines and coordinator; `address` is where this frontend listens."""
         self.address = address
+        self.loop_lag.start()
         self.directory.tell("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the open ones."""
-        await self.generation.drain()
+        await asyncio.gather(self.generation.drain(), self.pooling.drain())
 
     async def close(self) -> None:
         """End every stream of ours."""
+        self.loop_lag.stop()
         await self.resumable.close()
         if self._coordinator is not None:
             await self._coordinator.close()
@@ -175,24 +148,81 @@ class Frontend:
 
     def status(self) -> dict[str, str | int | float]:
         """Facts and gauges for an operator."""
-        clients = self.directory.clients()
+        clients, lag = self.directory.clients(), self.loop_lag.summary()
         values: dict[str, str | int | float] = {
             "state": "draining" if self.generation.is_draining else "serving",
-            "num_open_requests": self.generation.num_open,
+            "num_open_requests": self.generation.num_open + self.pooling.num_open,
             "num_queued_requests": self.admission.num_queued,
             "num_resumable_streams": len(self.resumable),
             "num_engines": len(clients),
+            "num_text_workers": len(self._text_workers.process_ids),
+            "num_queued_texts": self._text_workers.num_queued,
+            "event_loop_lag_p50_ms": lag.p50_ms,
+            "event_loop_lag_p99_ms": lag.p99_ms,
+            "event_loop_lag_max_ms": lag.max_ms,
         }
         for client in clients:
             values[f"engine.{client.address}.state"] = client.state.value
             values[f"engine.{client.address}.num_in_flight"] = client.num_in_flight
         return values
 
+    def _public_services(self, limits: RequestLimits, clock: MonotonicClock) -> list[Registration]:
+        config = self._config
+        model = ModelServicer(
+            self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
+        )
+        return [
+            Registration(
+                _INFERENCE,
+                functools.partial(
+                    inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                    InferenceServicer(self.generation, self.resumable),
+                ),
+            ),
+            Registration(
+                _REQUEST,
+                functools.partial(
+                    request_pb2_grpc.add_RequestServiceServicer_to_server,
+                    RequestServicer(self.requests),
+                ),
+                is_ready=True,
+            ),
+            Registration(
+                _CHAT,
+                functools.partial(
+                    chat_pb2_grpc.add_ChatServiceServicer_to_server,
+                    ChatServicer(self.generation, takes_templates=config.request_templates),
+                ),
+            ),
+            Registration(
+                _EMBEDDING,
+                functools.partial(
+                    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server,
+                    EmbeddingServicer(self.pooling, limits),
+                ),
+            ),
+            Registration(
+                _TOKENIZER,
+                functools.partial(
+                    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
+                    TokenizerServicer(self.directory, takes_templates=config.request_templates),
+                ),
+            ),
+            Registration(
+                _MODEL,
+                functools.partial(model_pb2_grpc.add_ModelServiceServicer_to_server, model),
+                is_ready=True,
+            ),
+        ]
+
     def _show_readiness(self) -> None:
         is_ready = self.directory.is_ready
         self.public.set_ready(_INFERENCE, is_ready)
         self.public.set_ready(_CHAT, is_ready)
         self.public.set_ready(_TOKENIZER, is_ready)
+        # Served only where a model can: a client that asks health first learns it there.
+        can_pool = any(map(supports_pooling, self.directory.models().values()))
+        self.public.set_ready(_EMBEDDING, can_pool)
 
 
 def public_profile(config: FrontendConfig) -> LimitProfile:
@@ -206,8 +236,11 @@ def public_profile(config: FrontendConfig) -> LimitProfile:
 
 
 def read_tokenizer_override(path: str | None) -> bytes | None:
-    """The bytes of `--tokenizer`, a tokenizer.json or a folder with one. Raises OSError."""
+    """The bytes of `--tokenizer`: tokenizer.json or tokenizer.model, or a folder with one. Raises OSError."""
     if path is None:
         return None
     file = Path(path)
-    return (file / "tokenizer.json" if file.is_dir() else file).read_bytes()
+    if not file.is_dir():
+        return file.read_bytes()
+    fast, slow = file / "tokenizer.json", file / "tokenizer.model"
+    return (slow if slow.is_file() and not fast.is_file() else fast).read_bytes()

@@ -26,7 +26,7 @@ class FrontendConfig:
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that tells which engines there are, host:port")
     tokenizer: str | None = option(
-        None, help="tokenizer.json, or a folder with one, instead of the engine's own"
+        None, help="tokenizer.json or tokenizer.model, or a folder with one, instead of the engine's own"
     )
     text_workers: int = option(0, help="processes that tokenize and render chats; 0 is one a core")
     text_time_limit_s: float = option(5.0, help="seconds a text or a chat may take to become tokens")

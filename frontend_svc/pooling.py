@@ -13,6 +13,7 @@ from frontend_svc.admission import Admission, Ticket
 from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.generation import Caller
+from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import id_column, is_per_token
@@ -45,12 +46,68 @@ class PooledPrompts:
     num_prompt_tokens: int
 
 
+class PoolingProgress:
+    """How far a pooling request is, and its end from outside: its prompts in engines, and what is done."""
+
+    def __init__(self, num_prompt_tokens: int, num_prompts: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.num_sampled_tokens = 0
+        self.engine_id = ""
+        self._engine_ids: set[str] = set()
+        self._num_left = num_prompts
+        self._num_prompts = num_prompts
+        self._sent: list[tuple[EngineClient, list[int]]] = []
+        self._is_ended = False
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is: RUNNING from its first result on."""
+        if not self._num_left:
+            return RequestPhase.FINISHED
+        return RequestPhase.RUNNING if self._num_left < self._num_prompts else RequestPhase.QUEUED
+
+    @property
+    def num_attempts(self) -> int:
+        """How many engines it was sent to."""
+        return len(self._engine_ids)
+
+    def end(self) -> None:
+        """End the prompts in engines, and send no more: the request ends as aborted."""
+        self._is_ended = True
+        for client, handles in list(self._sent):
+            client.end(handles)
+
+    @contextlib.contextmanager
+    def sent(self, client: EngineClient, handles: list[int]) -> Iterator[None]:
+        """Know a prompt that is in an engine, inside of the block."""
+        self.engine_id = client.engine_id
+        self._engine_ids.add(client.engine_id)
+        place = (client, handles)
+        self._sent.append(place)
+        try:
+            yield
+        finally:
+            self._sent.remove(place)
+
+    def note(self, pooled: Pooled) -> None:
+        """Count a prompt that has its result."""
+        self._num_left -= 1
+        self.num_cached_tokens += pooled.num_cached_tokens
+
+    def check(self) -> None:
+        """Raise Aborted once it was ended."""
+        if self._is_ended:
+            raise Aborted("the request was ended before its result was there")
+
+
 class Pooling:
     """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
 
-    def __init__(self, directory: Directory, admission: Admission) -> None:
+    def __init__(self, directory: Directory, admission: Admission, requests: OpenRequests) -> None:
         self._directory = directory
         self._admission = admission
+        self._requests = requests
         self._num_open = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -78,6 +135,7 @@ class Pooling:
             self._counted(),
             trace,
             self._admission.claim(work.request_id),
+            self._requests.track(work.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
             with trace.tokenizing():
@@ -85,17 +143,25 @@ class Pooling:
             num_tokens = sum(map(len, prompts))
             self._admission.add_prompt(ticket, num_tokens)
             entries = [_entry(work, token_ids, trace, caller) for token_ids in prompts]
-            results = await self._run_all(work.model, entries, caller, ticket)
+            progress = PoolingProgress(num_tokens, len(prompts))
+            tracked.follow(progress)
+            results = await self._run_all(work.model, entries, caller, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
 
     async def _run_all(
-        self, model: ServedModel, entries: Sequence[add_pb2.AddEntry], caller: Caller, ticket: Ticket
+        self,
+        model: ServedModel,
+        entries: Sequence[add_pb2.AddEntry],
+        caller: Caller,
+        ticket: Ticket,
+        progress: PoolingProgress,
     ) -> list[Pooled]:
         places = asyncio.Semaphore(_MAX_SENT)
 
         async def run_in_turn(entry: add_pb2.AddEntry) -> Pooled:
             async with places:
-                pooled = await self._run_one(model, entry, caller)
+                pooled = await self._run_one(model, entry, caller, progress)
+            progress.note(pooled)
             self._admission.leave_queue(ticket)
             return pooled
 
@@ -107,16 +173,19 @@ class Pooling:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_one(self, model: ServedModel, entry: add_pb2.AddEntry, caller: Caller) -> Pooled:
+    async def _run_one(
+        self, model: ServedModel, entry: add_pb2.AddEntry, caller: Caller, progress: PoolingProgress
+    ) -> Pooled:
         client = self._directory.pick(model, None)
         try:
-            return await _send(client, entry, caller)
+            return await _send(client, entry, caller, progress)
         except Unavailable as error:
             # An engine that was lost may have been brought down by this very request.
             if error.reason == ENGINE_LOST:
                 raise
             entry.attempt = 1
-            return await _send(self._directory.pick(model, None, avoided=client), entry, caller)
+            other = self._directory.pick(model, None, avoided=client)
+            return await _send(other, entry, caller, progress)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -134,7 +203,10 @@ class Pooling:
                 self._idle.set()
 
 
-async def _send(client: EngineClient, entry: add_pb2.AddEntry, caller: Caller) -> Pooled:
+async def _send(
+    client: EngineClient, entry: add_pb2.AddEntry, caller: Caller, progress: PoolingProgress
+) -> Pooled:
+    progress.check()
     remaining_s = caller.remaining_s()
     if remaining_s is not None and remaining_s <= 0:
         raise _too_late()
@@ -143,7 +215,8 @@ async def _send(client: EngineClient, entry: add_pb2.AddEntry, caller: Caller) -
     state = PoolingState()
     handles = client.add([entry], [state])
     try:
-        return await state.result()
+        with progress.sent(client, handles):
+            return await state.result()
     except Aborted as error:
         if caller.is_late():
             raise _too_late() from error

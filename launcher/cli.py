@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 
 
+bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
 def main() -> None:
     """Run the `triptych` command and exit."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -189,6 +193,52 @@ def health(
     from launcher.health import run_health
 
     raise typer.Exit(run_health(url, service, timeout_s))
+
+
+@bench.command("serve", context_settings=_PASS_ON)
+def bench_serve(context: typer.Context) -> None:
+    """Put a load on a running frontend and measure latencies and throughput; --help lists its flags."""
+    from launcher.arguments import asks_for_help
+    from launcher.bench.config import BenchServeConfig
+    from service_kit.config import ConfigError, load_config, usage
+
+    if asks_for_help(context.args):
+        print(usage(BenchServeConfig, "triptych bench serve"))
+        return
+    try:
+        config = load_config(BenchServeConfig, context.args, service="bench").config
+    except ConfigError as error:
+        _refuse("bench serve", error)
+    prepare_process("client")
+    from launcher.bench.serve import run_bench_serve
+
+    raise typer.Exit(run_bench_serve(config))
+
+
+@app.command("run-batch")
+def run_batch(
+    input_file: Annotated[str, typer.Option("--input", "-i", help="JSON Lines: a request a line")],
+    output_file: Annotated[str, typer.Option("--output", "-o", help="JSON Lines: a result a line")],
+    url: Url = _DEFAULT_URL,
+    model: Model = "",
+    concurrency: Annotated[int, typer.Option(min=1, max=65536, help="most requests in flight")] = 64,
+    resume: Annotated[bool, typer.Option("--resume", help="go on where OUTPUT ends")] = False,
+    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="tries of a request, if all is busy")] = 5,
+    timeout_s: Annotated[float | None, typer.Option(help="deadline of a request, in s")] = None,
+) -> None:
+    """Answer a file of requests, in order; exits 1 if any of them failed.
+
+    A line is {"custom_id", "call": "generate" or "chat", "body": the API's request as JSON}, or a line as the
+    OpenAI batch API takes it: {"custom_id", "method", "url", "body"}.
+    """
+    prepare_process("client")
+    from launcher.run_batch import Batch, run_batch
+
+    raise typer.Exit(
+        run_batch(
+            Batch(input_file, output_file, url, model, concurrency, resume, max_attempts, timeout_s),
+        )
+    )
 
 
 @app.command()

@@ -18,6 +18,7 @@ RESERVED = frozenset(
         "--engine",
         "--advertise-address",
         "--data-parallel-rank",
+        "--share-port",
     }
 )
 

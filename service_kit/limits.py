@@ -17,11 +17,17 @@ class LimitProfile:
     keepalive_time_ms: int
     keepalive_timeout_ms: int
     min_ping_interval_ms: int
+    shares_port: bool = False
+    max_connection_age_ms: int = 0  # 0: connections live for ever
+    max_connection_age_grace_ms: int = 0  # what runs on a connection that is too old gets so long to end
 
     def options(self) -> list[tuple[str, int]]:
-        """The options grpc takes. A second server on a port is refused, not given half of the calls."""
+        """The options grpc takes.
+
+        Unless the port is shared on purpose, a second server on it is refused, not given half of the calls.
+        """
         return [
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(self.shares_port)),
             ("grpc.max_receive_message_length", self.max_receive_bytes),
             ("grpc.max_send_message_length", self.max_send_bytes),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
@@ -33,6 +39,15 @@ class LimitProfile:
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", self.min_ping_interval_ms),
             ("grpc.http2.max_ping_strikes", 0),
+            *self._age_options(),
+        ]
+
+    def _age_options(self) -> list[tuple[str, int]]:
+        if not self.max_connection_age_ms:
+            return []
+        return [
+            ("grpc.max_connection_age_ms", self.max_connection_age_ms),
+            ("grpc.max_connection_age_grace_ms", self.max_connection_age_grace_ms),
         ]
 
 

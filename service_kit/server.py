@@ -36,6 +36,7 @@ __all__ = [
     "Registration",
     "Server",
     "ServiceState",
+    "check_address",
     "run_server",
     "write_announcement",
 ]
@@ -115,10 +116,15 @@ class Server:
         for registration in registrations:
             self._health.set_ready(registration.full_name, registration.is_ready)
 
+    @property
+    def registrations(self) -> Sequence[Registration]:
+        """What it serves beside health and reflection."""
+        return self._registrations
+
     async def start(self) -> str:
         """Bind and serve. Returns the bound `host:port`; raises AddressError when that cannot be had."""
         # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
-        _check_address(self._listen)
+        check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
             interceptors=server_interceptors(self._service), options=self._profile.options()
         )
@@ -185,7 +191,7 @@ async def run_server(
     return 0
 
 
-def write_announcement(fd: int | None, record: Mapping[str, str | int]) -> None:
+def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str] | list[int]]) -> None:
     """Tell the process that started this one where it listens: one JSON line on an inherited pipe."""
     if fd is None:
         return
@@ -223,7 +229,8 @@ def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
             loop.remove_signal_handler(number)
 
 
-def _check_address(listen: str) -> None:
+def check_address(listen: str, *, shares_port: bool = False) -> None:
+    """Raise AddressError unless `listen`, host:port, can be listened on; with `shares_port` beside others."""
     host, _, port = listen.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not is_number or int(port) > 65535:
@@ -234,8 +241,12 @@ def _check_address(listen: str) -> None:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(address)
-            probe.listen()
+            # On a shared port the kernel would give a listening probe connections, which end with it.
+            if not shares_port:
+                probe.listen()
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import grpc.aio
@@ -110,9 +110,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
         model = self._checked_model(request.model, inputs, request.request_id, violations)
         scores, pooled = await self._score(model, inputs, request.request_id, caller_of(context))
-        return embedding_pb2.ScoreResponse(
-            scores=scores, usage=_usage(pooled), request_id=pooled.request_id
-        )
+        return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
 
     async def Rerank(
         self, request: embedding_pb2.RerankRequest, context: RerankContext
@@ -134,7 +132,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     def _checked_model(
-        self, name: str, inputs: dict[str, Inputs], request_id: str, violations: Violations
+        self, name: str, inputs: Mapping[str, Inputs], request_id: str, violations: Violations
     ) -> ServedModel:
         model = self._pooling.model(name)
         for field, given in inputs.items():
@@ -162,7 +160,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         return pooled
 
     async def _score(
-        self, model: ServedModel, inputs: dict[str, Inputs], request_id: str, caller: Caller
+        self, model: ServedModel, inputs: Mapping[str, Inputs], request_id: str, caller: Caller
     ) -> tuple[list[float], PooledPrompts]:
         """A score for each document. `inputs` are queries, one or as many as documents, and documents."""
         refuse_unsupported(model, [_SCORE, _EMBED])

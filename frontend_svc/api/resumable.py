@@ -144,6 +144,12 @@ class ResumableStream:
             if self._reader == reader:
                 self._detach()
 
+    def expire(self) -> None:
+        """Abort what still runs, and be forgotten."""
+        self._stop_timer()
+        self._task.cancel()
+        self._on_end(self)
+
     async def end(self) -> None:
         """Abort what still runs, and forget everything. Whoever reads gets no more."""
         self._stop_timer()
@@ -192,16 +198,11 @@ class ResumableStream:
         self._has_reader = False
         if self._is_late() or not self._max_given:
             # Nobody comes back for it: its deadline has passed, or nobody was told the token.
-            self._expire()
+            self.expire()
             return
         if self._is_over and self._given == self._log.last:
             self._on_read(self)
-        self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._expire)
-
-    def _expire(self) -> None:
-        self._stop_timer()
-        self._task.cancel()
-        self._on_end(self)
+        self._timer = asyncio.get_running_loop().call_later(self._grace_s, self.expire)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -272,7 +273,7 @@ class ResumableStreams:
     def _note_read(self, stream: ResumableStream) -> None:
         self._read[stream.token] = stream
         if len(self._read) > _MAX_READ_LOGS:
-            self._forget(next(iter(self._read.values())))
+            next(iter(self._read.values())).expire()
 
     def _forget(self, stream: ResumableStream) -> None:
         self._streams.pop(stream.token, None)

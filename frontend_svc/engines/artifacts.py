@@ -20,6 +20,7 @@ from frontend_svc.text.model import (
     read_generation_defaults,
     read_json_object,
 )
+from frontend_svc.text.slow_tokenizer import SlowTokenizers
 from frontend_svc.text.text_files import TextFiles
 from frontend_svc.text.tokenizer import ModelTokenizer
 from frontend_svc.text.workers import TextWorkers
@@ -41,8 +42,8 @@ class ArtifactError(Exception):
 class ArtifactStore:
     """Files by SHA-256, shared by all engines, and tokenizers made from them.
 
-    `tokenizer_override` is a tokenizer.json used for every model in place of the engine's own, `parsers` are
-    those for every model.
+    `tokenizer_override` is a tokenizer.json or tokenizer.model used for every model in place of the engine's
+    own, `parsers` are those for every model.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class ArtifactStore:
         workers: TextWorkers,
         tokenizer_override: bytes | None = None,
         parsers: ParserNames | None = None,
+        slow_tokenizers: SlowTokenizers | None = None,
     ) -> None:
         self._workers = workers
         self._parsers = parsers or ParserNames()
+        self._slow_tokenizers = slow_tokenizers or SlowTokenizers()
         self._override = tokenizer_override
         self._files: dict[str, bytes] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
@@ -86,28 +89,41 @@ class ArtifactStore:
             raise ArtifactError(f"a file of model {ready.model_name} cannot be read: {error}") from error
 
     async def _tokenizer(self, contents: Mapping[int, bytes]) -> tuple[str, ModelTokenizer]:
-        content = (
-            contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER) if self._override is None else self._override
-        )
-        if content is None:
-            raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
-        files = TextFiles(
-            content,
-            contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""),
-            contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE, b""),
-        )
         loop = asyncio.get_running_loop()
-        # In a thread of its own: the digest of many megabytes, and then parsing, take up to seconds.
-        key = await loop.run_in_executor(None, lambda: files.key)
-        if key not in self._tokenizers:
-            try:
+        try:
+            files = TextFiles(
+                await self._tokenizer_json(contents),
+                contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""),
+                contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE, b""),
+            )
+            # In a thread of its own: the digest of many megabytes, and then parsing, take up to seconds.
+            key = await loop.run_in_executor(None, lambda: files.key)
+            if key not in self._tokenizers:
                 tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
                 # The workers read it as well before the first request comes.
                 await self._workers.load(files)
-            except (ValueError, ServiceError) as error:
-                raise ArtifactError(f"tokenizer.json cannot be read: {error}") from error
-            self._tokenizers.setdefault(key, tokenizer)
+                self._tokenizers.setdefault(key, tokenizer)
+        except (ValueError, OSError, ServiceError) as error:
+            raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
         return key, self._tokenizers[key]
+
+    async def _tokenizer_json(self, contents: Mapping[int, bytes]) -> bytes:
+        given = (
+            self._override
+            or contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER)
+            or contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_MODEL)
+        )
+        if given is None:
+            raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
+        # A tokenizer.model is no JSON: it is binary, or lines of base64.
+        if given.lstrip()[:1] == b"{":
+            return given
+        files = {
+            "tokenizer.model": given,
+            "tokenizer_config.json": contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b"{}"),
+            "config.json": contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"{}"),
+        }
+        return await self._slow_tokenizers.convert(files)
 
     async def _fetch(
         self, artifacts: Iterable[session_pb2.Artifact], stub: engine_pb2_grpc.EngineCoreServiceStub
@@ -168,6 +184,7 @@ def _defaults(generation_config: bytes, ready: session_pb2.Ready) -> GenerationD
         temperature=given.temperature if given.HasField("temperature") else None,
         top_p=given.top_p if given.HasField("top_p") else None,
         top_k=given.top_k if given.HasField("top_k") else None,
+        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
     )
 
 

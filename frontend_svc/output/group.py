@@ -24,6 +24,9 @@ def make_states(
     The special tokens `markers` are in the text also where the others are left out.
     """
     skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
+    has_spaces = (
+        not sampling.HasField("spaces_between_special_tokens") or sampling.spaces_between_special_tokens
+    )
     has_text = not sampling.HasField("detokenize") or sampling.detokenize
     texts = model.tokenizer.token_texts if has_text else None
     include = sampling.include_stop_in_output
@@ -32,7 +35,10 @@ def make_states(
         detokenizer = None
         if has_text:
             detokenizer = model.tokenizer.detokenizer(
-                prompt_token_ids, skip_special_tokens=skips_special, markers=markers
+                prompt_token_ids,
+                skip_special_tokens=skips_special,
+                spaces_between_special_tokens=has_spaces,
+                markers=markers,
             )
         tells_prompt = index == 0 and sampling.HasField("prompt_logprobs")
         states.append(

@@ -129,6 +129,11 @@ class GptOssReasoning:
     markers: frozenset[str] = _MARKERS
     needs_special_tokens: bool = True
 
+    @property
+    def block(self) -> tuple[str, str]:
+        """The header of the channel for analysis, and the end of a message."""
+        return f"{_CHANNEL}analysis{_MESSAGE}", _END
+
     def closing(self, prompt: str) -> str:
         """Nothing: each message has a header, and no prompt opens one of reasoning."""
         return ""

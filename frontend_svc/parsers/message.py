@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from frontend_svc.parsers.parser import (
     CallRules,
     ContentPiece,
@@ -70,14 +68,3 @@ def open_message(
     if reasoning is None or forced_prefix or tells_reasoning:
         return MessageParser(None, tool_parser)
     return MessageParser(reasoning.open(prompt), tool_parser)
-
-
-def hidden_token_ids(
-    special_tokens: Mapping[str, int], tools: ToolParserFormat | None, reasoning: ReasoningFormat | None
-) -> frozenset[int]:
-    """The special tokens to leave out of the text: all but the markers that these parsers must see."""
-    shown: set[str] = set()
-    for format_ in (tools, reasoning):
-        if format_ is not None and format_.needs_special_tokens:
-            shown |= format_.markers
-    return frozenset(token_id for text, token_id in special_tokens.items() if text not in shown)

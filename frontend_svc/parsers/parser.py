@@ -122,6 +122,10 @@ class ReasoningFormat(Protocol):
     def needs_special_tokens(self) -> bool:
         """Whether the text must be detokenized with the `markers` shown."""
 
+    @property
+    def block(self) -> tuple[str, str]:
+        """The texts that open and close a block of reasoning, for a budget of tokens within."""
+
     def closing(self, prompt: str) -> str:
         """What ends the reasoning that `prompt` has opened, to stand before a forced call; empty: nothing."""
 

@@ -46,6 +46,11 @@ class ThinkTags:
         """Whether the text must be detokenized with the `markers` shown."""
         return True
 
+    @property
+    def block(self) -> tuple[str, str]:
+        """The tags."""
+        return self.opening, self.closing_tag
+
     def closing(self, prompt: str) -> str:
         """What ends the reasoning that `prompt` has opened, to stand before a forced call; empty: nothing."""
         return f"\n{self.closing_tag}\n\n" if self._is_opened_by(prompt) else ""

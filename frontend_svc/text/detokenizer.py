@@ -24,13 +24,17 @@ class Detokenizer:
     UTF-8, at a cost that grows with the square of what it holds, and it raises when a decoder with byte
     tokens revises text that is already out. What is still incomplete at the end comes from `flush`.
 
-    Special tokens are left out with `skip_special_tokens`, except for `marker_ids`.
+    Special tokens are left out with `skip_special_tokens`, except for `marker_ids`. Those of `joined_ids`
+    stand beside each other without the space that some decoders write between any two tokens.
 
     The prompt's last tokens seed the stream, so that decoders which strip a leading space do so at the
     start of the prompt and not at the start of the output.
     """
 
-    __slots__ = ("_context", "_held", "_num_emitted", "_skip", "_skipped_ids", "_stream", "_tokenizer")
+    __slots__ = (
+        "_context", "_held", "_is_behind_joined", "_joined_ids", "_num_emitted", "_skip", "_skipped_ids",
+        "_stream", "_tokenizer",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -40,11 +44,14 @@ class Detokenizer:
         special_ids: frozenset[int],
         skip_special_tokens: bool,
         marker_ids: frozenset[int] = frozenset(),
+        joined_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         # With markers the library leaves nothing out: which of the special tokens are shown is decided here.
         self._skip = skip_special_tokens and not marker_ids
         self._skipped_ids = special_ids - marker_ids if skip_special_tokens else frozenset()
+        self._joined_ids = joined_ids
+        self._is_behind_joined = False
         self._context = self._seed(prompt_token_ids)
         self._held: list[int] = []
         self._num_emitted = 0
@@ -55,6 +62,13 @@ class Detokenizer:
         # Left out here and not by the stream, which would keep every one of them in its buffer.
         if token_id in self._skipped_ids:
             return ""
+        if not self._joined_ids:
+            return self._advance(token_id)
+        was_behind, self._is_behind_joined = self._is_behind_joined, token_id in self._joined_ids
+        text = self._advance(token_id)
+        return text.removeprefix(" ") if was_behind and self._is_behind_joined else text
+
+    def _advance(self, token_id: int) -> str:
         self._held.append(token_id)
         if self._stream is None:
             return self._advance_window()

@@ -33,7 +33,6 @@ class RequestLimits:
     max_logit_bias: int = 300
     max_abs_logit_bias: float = 100.0
     max_id_chars: int = 128
-    max_orphan_grace_ms: int = 5000
     stream_interval: int = 1
     max_stream_interval: int = 4096
     max_pooling_inputs: int = 2048

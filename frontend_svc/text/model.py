@@ -107,7 +107,7 @@ def read_eos_token_ids(generation_config: bytes, config: bytes) -> tuple[int, ..
 
 
 def read_class_labels(config: bytes) -> tuple[str, ...]:
-    """The names of a classifier's classes by a config.json, in order; none where it does not name them all."""
+    """The names of a classifier's classes in a config.json, in order; none unless all are named."""
     names = read_json_object(config).get("id2label")
     if not isinstance(names, dict):
         return ()

@@ -9,11 +9,18 @@ from array import array
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.text.bad_words import bad_word_sequences
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, too_long
-from frontend_svc.text.sampling import check_sampling, complete_sampling, refuse_unserved
+from frontend_svc.text.sampling import (
+    check_fit,
+    check_sampling,
+    complete_sampling,
+    has_thinking_budget,
+    refuse_unserved,
+)
 from service_kit.errors import InvalidArgument, Unimplemented
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2
@@ -37,10 +44,23 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
     """
     violations = Violations()
     prompt.check(model, violations)
-    check_sampling(request.sampling, vocab_size=model.vocab_size, limits=limits, violations=violations)
+    check_sampling(
+        request.sampling,
+        vocab_size=model.vocab_size,
+        limits=limits,
+        violations=violations,
+        defaults=model.defaults,
+    )
     _check_placement(request, limits, violations)
     violations.raise_if_any()
     refuse_unserved(request.sampling)
+    if model.supported_tasks and "generate" not in model.supported_tasks:
+        supported = ", ".join(model.supported_tasks)
+        raise Unimplemented(
+            f"model {model.name!r} does not support generate; it supports: {supported}",
+            reason="TASK_NOT_SUPPORTED",
+            metadata={"model": model.name, "task": "generate", "supported_tasks": supported},
+        )
     if request.adapter:
         raise Unimplemented(
             "not served yet: adapter", reason="PARAMETER_NOT_SERVED", metadata={"fields": "adapter"}
@@ -50,11 +70,36 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
 async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> Prepared:
     """Tokenize a checked request and complete it. Raises InvalidArgument when it cannot fit the model."""
     token_ids = await _tokenize(request, prompt, model)
-    _check_lengths(request, prompt.field, len(token_ids), model)
+    _check_length(prompt.field, len(token_ids), model.max_model_len)
+    check_fit(
+        request.sampling,
+        num_prompt_tokens=len(token_ids),
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        limits=limits,
+    )
     words = request.sampling.bad_words
     sequences = await bad_word_sequences(list(words), model.tokenizer) if words else []
     entry = _entry(request, token_ids, sequences, model, limits)
+    if has_thinking_budget(request.sampling):
+        entry.reasoning_options.CopyFrom(await _reasoning_markers(model))
     return Prepared(_group(entry, max(1, request.sampling.n)), token_ids)
+
+
+async def _reasoning_markers(model: ServedModel) -> add_pb2.ReasoningOptions:
+    """The tokens between which the model reasons. Raises Unimplemented where they are not known."""
+    reasoning = reasoning_parser(model.parsers.reasoning)
+    if reasoning is None:
+        raise Unimplemented(
+            f"sampling.thinking_token_budget: no reasoning parser is known for model {model.name!r}",
+            reason="PARAMETER_NOT_SERVED",
+            metadata={"fields": "sampling.thinking_token_budget"},
+        )
+    opening, closing = reasoning.block
+    return add_pb2.ReasoningOptions(
+        start_token_ids=await model.tokenizer.encode(opening, add_special_tokens=False),
+        end_token_ids=await model.tokenizer.encode(closing, add_special_tokens=False),
+    )
 
 
 async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:
@@ -68,20 +113,13 @@ async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> 
     return token_ids[-num_kept:]
 
 
-def _check_lengths(request: AnyRequest, field: str, num_prompt: int, model: ServedModel) -> None:
-    limit = model.max_model_len
+def _check_length(field: str, num_prompt: int, limit: int) -> None:
     if num_prompt == 0:
         raise InvalidArgument(
             f"{field} has no tokens, it must have at least 1", reason="INVALID_REQUEST", field=field
         )
     if num_prompt >= limit:
         raise too_long(field, str(num_prompt), num_prompt, limit)
-    for name, asked in (
-        ("max_tokens", request.sampling.max_tokens),
-        ("min_tokens", request.sampling.min_tokens),
-    ):
-        if asked > limit - num_prompt:
-            raise _too_many_asked(name, asked, num_prompt, limit)
 
 
 def _entry(
@@ -164,16 +202,6 @@ def _check_placement(request: AnyRequest, limits: RequestLimits, violations: Vio
         violations.need(
             num_kept == -1 or num_kept >= 1, "truncate_prompt_tokens", num_kept, "must be -1 or at least 1"
         )
-
-
-def _too_many_asked(name: str, asked: int, num_prompt: int, limit: int) -> InvalidArgument:
-    field = f"sampling.{name}"
-    return InvalidArgument(
-        f"{field} is {asked}, but {num_prompt} prompt tokens leave only {limit - num_prompt} of {limit}",
-        field=field,
-        reason="CONTEXT_LENGTH_EXCEEDED",
-        metadata={"num_tokens": str(num_prompt + asked), "max_model_len": str(limit)},
-    )
 
 
 def _column(token_ids: list[int]) -> bytes:

@@ -58,6 +58,7 @@ def check_fit(
     *,
     num_prompt_tokens: int,
     max_model_len: int,
+    vocab_size: int,
     limits: RequestLimits,
 ) -> None:
     """Raise InvalidArgument for every wish that is too large for a prompt of this length."""
@@ -76,7 +77,8 @@ def check_fit(
     )
     if sampling.HasField("prompt_logprobs"):
         entries = Violations()
-        num_each = max(0, sampling.prompt_logprobs) + len(sampling.logprob_token_ids)
+        num_top = vocab_size if sampling.prompt_logprobs == -1 else sampling.prompt_logprobs
+        num_each = num_top + len(sampling.logprob_token_ids)
         entries.need_count(
             "sampling.prompt_logprobs",
             num_each * num_prompt_tokens,
@@ -89,19 +91,11 @@ def check_fit(
 
 def refuse_unserved(sampling: sampling_pb2.SamplingParams) -> None:
     """Raise Unimplemented that names what is asked for and cannot be served: it is never ignored."""
-    unserved = []
     if sampling.HasField("structured_output"):
-        unserved.append("sampling.structured_output")
-    # Minus one is how some clients spell that there is no budget.
-    if sampling.HasField("thinking_token_budget") and sampling.thinking_token_budget != -1:
-        unserved.append("sampling.thinking_token_budget")
-    shows_special = sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
-    if shows_special and sampling.spaces_between_special_tokens:
-        unserved.append("sampling.spaces_between_special_tokens")
-    if unserved:
-        names = ", ".join(unserved)
         raise Unimplemented(
-            f"not served yet: {names}", reason="PARAMETER_NOT_SERVED", metadata={"fields": names}
+            "not served yet: sampling.structured_output",
+            reason="PARAMETER_NOT_SERVED",
+            metadata={"fields": "sampling.structured_output"},
         )
 
 
@@ -143,11 +137,18 @@ def complete_sampling(
         # Nothing can be told of places that are not computed.
         if not sampling.HasField("skip_reading_prefix_cache"):
             complete.skip_reading_prefix_cache = True
+    if has_thinking_budget(sampling):
+        complete.thinking_token_budget = sampling.thinking_token_budget
     detection = sampling.repetition_detection
     if detection.max_pattern_size:
         complete.repetition_detection.CopyFrom(detection)
         complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
     return complete
+
+
+def has_thinking_budget(sampling: sampling_pb2.SamplingParams) -> bool:
+    """Whether the reasoning is limited. Minus one is how some clients spell that it is not."""
+    return sampling.HasField("thinking_token_budget") and sampling.thinking_token_budget != -1
 
 
 def stream_interval(sampling: sampling_pb2.SamplingParams, limits: RequestLimits) -> int:

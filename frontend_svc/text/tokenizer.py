@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from frontend_svc.text.detokenizer import Detokenizer
+from frontend_svc.text.pair_template import PairTemplate
 from frontend_svc.text.text_files import TextFiles
 from frontend_svc.text.token_text import TokenTexts
 from frontend_svc.text.workers import Encoded, TextWorkers
@@ -32,6 +33,7 @@ class ModelTokenizer:
         self._max_token_chars = max((len(token) for token in vocabulary), default=1)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self.token_texts = TokenTexts(tokenizer)
+        self.pair_template = PairTemplate(tokenizer)
 
     @property
     def files(self) -> TextFiles:
@@ -90,6 +92,7 @@ class ModelTokenizer:
         prompt_token_ids: Sequence[int],
         *,
         skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
         markers: frozenset[str] = frozenset(),
     ) -> Detokenizer:
         """A detokenizer for output that continues `prompt_token_ids`, with the special tokens `markers`."""
@@ -100,4 +103,5 @@ class ModelTokenizer:
             special_ids=self._special_ids,
             skip_special_tokens=skip_special_tokens,
             marker_ids=self._special_ids & ids,
+            joined_ids=frozenset() if spaces_between_special_tokens else self._special_ids,
         )

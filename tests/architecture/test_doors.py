@@ -18,6 +18,7 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/runner/executor.py",
     "frontend_svc/text/detokenizer.py",
     "frontend_svc/engines/artifacts.py",
+    "frontend_svc/text/worker_process.py",
 }
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}
 

@@ -1,13 +1,10 @@
-"""An engine that speaks the real stream with scripted tokens, and a frontend in front of it."""
+"""A frontend in front of fake engines, a client of it, and what they all say."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
-from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc.aio
 from google.rpc import error_details_pb2
@@ -17,9 +14,24 @@ from grpc_status import rpc_status
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
-from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
+from tests.frontend_svc.fake_engine import (
+    AT_EOS,
+    AT_LENGTH,
+    EOS_ID,
+    HEARTBEAT_S,
+    MAX_MODEL_LEN,
+    TOKENIZER,
+    VOCAB_SIZE,
+    WAIT_S,
+    FakeEngine,
+    FakeRequest,
+    FakeSession,
+    Script,
+    answer,
+)
 from triptych.api.v1 import (
     chat_pb2_grpc,
+    embedding_pb2_grpc,
     generate_pb2,
     inference_pb2_grpc,
     model_pb2,
@@ -27,252 +39,28 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych.common.v1 import sampling_pb2
 
-TOKENIZER = byte_level_tokenizer()
-VOCAB_SIZE = TOKENIZER.get_vocab_size()
-EOS_ID = id_of(TOKENIZER, EOS)
-HEARTBEAT_S = 0.2
-WAIT_S = 10.0
-MAX_MODEL_LEN = 512
-
-Script = Callable[["FakeEngine", "FakeRequest"], None]
-
-
-class FakeRequest:
-    """An ADD an engine has got, on the session it came from."""
-
-    def __init__(self, session: FakeSession, entry: add_pb2.AddEntry) -> None:
-        self.session = session
-        self.entry = entry
-        self.handle: int = entry.handle
-        self.abort_reason: int | None = None
-
-    @property
-    def prompt(self) -> list[int]:
-        """The prompt's ids."""
-        return array("I", self.entry.prompt_token_ids).tolist()
-
-
-class FakeSession:
-    """One frontend's stream: numbers what is sent."""
-
-    def __init__(self) -> None:
-        self.hello = session_pb2.Hello()
-        self.outgoing: asyncio.Queue[engine_pb2.ConnectResponse | None] = asyncio.Queue()
-        self._seq = 0
-
-    def send(self, **content) -> None:
-        """Send one message of the stream."""
-        self._seq += 1
-        self.outgoing.put_nowait(engine_pb2.ConnectResponse(seq=self._seq, **content))
-
-    def skip(self) -> None:
-        """Lose a message."""
-        self._seq += 1
-
-
-class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
-    """Accepts any number of frontends. What it does with an ADD is its script's business."""
-
-    def __init__(
-        self,
-        script: Script | None = None,
-        *,
-        model: str = "tiny",
-        dp_rank: int = 0,
-        generation_config: dict | None = None,
-        chat_template: str = "{{ messages }}",
-        is_ready: bool = True,
-        max_inflight_adds: int = 0,
-        max_model_len: int = MAX_MODEL_LEN,
-    ) -> None:
-        self.script = script
-        self.model = model
-        self.dp_rank = dp_rank
-        self.is_ready = is_ready
-        self.max_inflight_adds = max_inflight_adds
-        self.max_model_len = max_model_len
-        self.files = {
-            session_pb2.ARTIFACT_KIND_TOKENIZER: TOKENIZER.to_str().encode(),
-            session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG: json.dumps({"chat_template": chat_template}).encode(),
-            session_pb2.ARTIFACT_KIND_GENERATION_CONFIG: json.dumps(generation_config or {}).encode(),
-            session_pb2.ARTIFACT_KIND_CONFIG: b"{}",
-        }
-        self.requests: list[FakeRequest] = []
-        self.sessions: list[FakeSession] = []
-        self.num_connects = 0
-        self.num_downloads = 0
-        self.has_heartbeat = True
-        self.num_acks = 0
-        self.goodbyes: list[str] = []
-        self.address = ""
-        self._server: grpc.aio.Server | None = None
-        self._changed = asyncio.Event()
-
-    async def start(self, address: str = "127.0.0.1:0") -> str:
-        """Listen; returns the address."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(address)
-        await self._server.start()
-        self.address = f"127.0.0.1:{port}"
-        return self.address
-
-    async def kill(self) -> None:
-        """Cut every stream."""
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
-
-    async def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that came made `condition` true."""
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await self._changed.wait()
-
-    async def wait_for_requests(self, num_requests: int) -> list[FakeRequest]:
-        """The first `num_requests` ADDs, once they are here."""
-        await self.wait(lambda: len(self.requests) >= num_requests)
-        return self.requests
-
-    def step(
-        self,
-        rows: dict[FakeRequest, Sequence[int]],
-        *,
-        finished: dict[FakeRequest, step_pb2.StepFinished] | None = None,
-        cached: dict[FakeRequest, int] | None = None,
-        step_number: int = 1,
-    ) -> None:
-        """Send one step with these tokens to the session of its requests."""
-        order = list(rows)
-        columns = step_pb2.Step(
-            step_number=step_number,
-            handles=array("I", [request.handle for request in order]).tobytes(),
-            num_tokens=bytes(len(ids) for ids in rows.values()),
-            token_ids=array("I", [token_id for ids in rows.values() for token_id in ids]).tobytes(),
-        )
-        for request, record in (finished or {}).items():
-            columns.finished.add().CopyFrom(record)
-            columns.finished[-1].row = order.index(request)
-        for request, num_cached in (cached or {}).items():
-            columns.first.add(row=order.index(request), num_cached_tokens=num_cached)
-        order[0].session.send(step=columns)
-
-    def become_ready(self) -> None:
-        """End loading."""
-        self.is_ready = True
-        for session in self.sessions:
-            session.send(ready=self._ready())
-
-    async def Connect(
-        self, request_iterator: AsyncIterator[engine_pb2.ConnectRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
-        """Hello, hello_ack, ready, then whatever was sent."""
-        session = FakeSession()
-        first = await anext(aiter(request_iterator))
-        session.hello = first.hello
-        self.num_connects += 1
-        reader = asyncio.ensure_future(self._read(session, request_iterator))
-        heart = asyncio.ensure_future(self._beat(session))
-        yield engine_pb2.ConnectResponse(
-            hello_ack=session_pb2.HelloAck(
-                engine_id=f"engine-{self.dp_rank}",
-                engine_epoch=7,
-                dp_rank=self.dp_rank,
-                dp_size=2,
-                state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
-                max_inflight_adds=self.max_inflight_adds,
-                ack_interval_messages=4,
-            )
-        )
-        if self.is_ready:
-            session.send(ready=self._ready())
-        self.sessions.append(session)
-        self._notify()
-        try:
-            while (message := await session.outgoing.get()) is not None:
-                yield message
-        finally:
-            reader.cancel()
-            heart.cancel()
-            self.sessions.remove(session)
-            self._notify()
-
-    async def GetArtifacts(
-        self, request: engine_pb2.GetArtifactsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
-        """The files asked for, in chunks."""
-        self.num_downloads += 1
-        for artifact in self._artifacts():
-            if artifact.kind not in request.kinds:
-                continue
-            content = self.files[artifact.kind]
-            for offset in range(0, len(content), 4096):
-                chunk = content[offset : offset + 4096]
-                yield engine_pb2.GetArtifactsResponse(artifact=artifact, offset=offset, chunk=chunk)
-
-    async def _read(self, session: FakeSession, messages: AsyncIterator[engine_pb2.ConnectRequest]) -> None:
-        async for message in messages:
-            for entry in message.add.entries:
-                request = FakeRequest(session, entry)
-                self.requests.append(request)
-                if self.script is not None:
-                    self.script(self, request)
-            for request in self.requests:
-                if request.session is session and request.handle in message.abort.handles:
-                    request.abort_reason = message.abort.reason
-            self.num_acks += message.HasField("ack")
-            if message.HasField("goodbye"):
-                self.goodbyes.append(message.goodbye.reason)
-            self._notify()
-        session.outgoing.put_nowait(None)
-
-    async def _beat(self, session: FakeSession) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            if self.has_heartbeat:
-                session.send(heartbeat=session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY))
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _ready(self) -> session_pb2.Ready:
-        return session_pb2.Ready(
-            model_name=self.model,
-            fingerprint=session_pb2.Fingerprint(digest="f"),
-            artifacts=self._artifacts(),
-            max_model_len=self.max_model_len,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[EOS_ID],
-            supported_tasks=["generate"],
-        )
-
-    def _artifacts(self) -> list[session_pb2.Artifact]:
-        return [
-            session_pb2.Artifact(
-                kind=kind, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
-            )
-            for kind, content in self.files.items()
-        ]
-
-
-def answer(text: str, *, token_ids: Sequence[int] | None = None) -> Script:
-    """A script that answers every request with `text`, a token a step, and then the end of sequence."""
-    ids = list(TOKENIZER.encode(text).ids if token_ids is None else token_ids)
-
-    def script(engine: FakeEngine, request: FakeRequest) -> None:
-        for index, token_id in enumerate(ids):
-            engine.step({request: [token_id]}, cached={request: 16} if index == 0 else None)
-        engine.step({request: [EOS_ID]}, finished={request: AT_EOS})
-
-    return script
-
-
-AT_EOS = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_STOP, eos_token_id=EOS_ID)
-AT_LENGTH = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_LENGTH)
+__all__ = [
+    "AT_EOS",
+    "AT_LENGTH",
+    "EOS_ID",
+    "HEARTBEAT_S",
+    "MAX_MODEL_LEN",
+    "TOKENIZER",
+    "VOCAB_SIZE",
+    "WAIT_S",
+    "Client",
+    "FakeEngine",
+    "FakeRequest",
+    "FakeSession",
+    "Script",
+    "answer",
+    "details_of",
+    "make_request",
+    "read_all",
+    "serving",
+]
 
 
 class Client:
@@ -281,6 +69,7 @@ class Client:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.chat = chat_pb2_grpc.ChatServiceStub(channel)
+        self.embedding = embedding_pb2_grpc.EmbeddingServiceStub(channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self.model = model_pb2_grpc.ModelServiceStub(channel)
         self.request = request_pb2_grpc.RequestServiceStub(channel)

@@ -398,10 +398,3 @@ async def test_spans_join_the_clients_trace_and_ids_come_back():
     assert engine.requests[0].entry.trace_context.traceparent == f"00-{trace_id}-{root.span_id}-01"
     second = [span for span in spans if span.name == "request"][1]
     assert [name for name, _ in second.events] == ["aborted"]
-
-
-async def test_what_is_not_built_is_unimplemented():
-    async with serving(FakeEngine()) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.inference.GenerateSession().read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

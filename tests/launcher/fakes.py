@@ -107,8 +107,9 @@ async def triptych(
     stdin: str = "",
     environment: Mapping[str, str] | None = None,
     interrupt_after: bytes | None = None,
+    interrupt_when: asyncio.Event | None = None,
 ) -> Outcome:
-    """Run the `triptych` command in a process of its own; interrupt it once it has printed something."""
+    """Run the `triptych` command in a process of its own; interrupt it once it printed or did something."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -121,6 +122,9 @@ async def triptych(
     )
     if interrupt_after is not None and process.stdout is not None:
         await asyncio.wait_for(process.stdout.readuntil(interrupt_after), 60)
+        process.send_signal(signal.SIGINT)
+    if interrupt_when is not None:
+        await asyncio.wait_for(interrupt_when.wait(), 60)
         process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 300)
     return Outcome(process.pid, process.returncode or 0, out.decode(), err.decode())

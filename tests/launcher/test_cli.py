@@ -22,6 +22,7 @@ async def test_help_names_every_verb() -> None:
     outcome = await triptych("--help")
     verbs = {line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()}
     assert {"serve", "frontend", "engine", "coordinator", "complete", "chat", "health", "demo"} <= verbs
+    assert {"bench", "run-batch"} <= verbs
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,17 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def workers_of(parent: int) -> list[int]:
+    """The frontends that share the port of a frontend that only looks after them."""
+    marker = f"frontend_svc.workers_main\0{parent}\0".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if marker in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
     async with serving(tmp_path / "ready.json") as stack:
         processes = stack.ready["processes"]
@@ -108,6 +119,34 @@ async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_
         again = json.loads(ready_file.read_text())
         assert again["grpc"] == stack.ready["grpc"]
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
+
+
+async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(
+    tmp_path: Path,
+) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file, "--workers=2") as stack:
+        frontend = stack.pid_of("frontend")
+        workers = workers_of(frontend)
+        assert len(workers) == 2
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        answered = await triptych("complete", "--url", stack.url, *question)
+        assert len(json.loads(answered.out)["token_ids"]) == 5
+
+        os.kill(frontend, signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        again = json.loads(ready_file.read_text())
+        assert again["grpc"] == stack.ready["grpc"]
+        assert (await triptych("health", "--url", stack.url)).exit_code == 0
+        assert not [pid for pid in workers if is_running(pid)]
+        [restarted] = [one["pid"] for one in again["processes"] if one["service"] == "frontend"]
+        workers = workers_of(restarted)
+        assert len(workers) == 2
+
+        stack.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(stack.process.wait(), 60) == 0
+        assert not [pid for pid in workers if is_running(pid)]
 
 
 async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:

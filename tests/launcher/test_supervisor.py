@@ -191,7 +191,7 @@ async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
 
     program = (
         "import os, subprocess, sys\n"
-        "child = 'import os, sys, time; from launcher.child import die_with_parent;"
+        "child = 'import os, sys, time; from service_kit.process import die_with_parent;"
         ' die_with_parent(int(sys.argv[1])); print("tied", flush=True); time.sleep(600)\'\n'
         "subprocess.Popen([sys.executable, '-c', child, str(os.getpid())]).wait()\n"
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -186,6 +187,58 @@ async def test_two_servers_never_share_a_port() -> None:
     with pytest.raises(AddressError, match="is already in use"):
         await second.start()
     await first.stop(0.0)
+
+
+async def test_servers_that_both_share_a_port_listen_on_it_together() -> None:
+    shared = dataclasses.replace(PUBLIC, shares_port=True)
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        servers = [Server(listen=address, registrations=[], profile=shared, service="fake") for _ in range(2)]
+        assert [await server.start() for server in servers] == [address, address]
+        alone = Server(listen=address, registrations=[], profile=PUBLIC, service="fake")
+        with pytest.raises(AddressError, match="is already in use"):
+            await alone.start()
+        for server in servers:
+            await server.stop(0.0)
+
+
+async def test_what_runs_on_a_connection_that_is_too_old_may_end_and_the_next_call_connects_anew() -> None:
+    go_on = asyncio.Event()
+
+    async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield context.peer().encode()
+        await go_on.wait()
+        yield b"last"
+
+    profile = dataclasses.replace(PUBLIC, max_connection_age_ms=100, max_connection_age_grace_ms=60_000)
+    async with serving([FakeService(stream=stream).register()], profile) as (_, channel):
+        call = channel.unary_stream(STREAM)(b"")
+        peer = await call.read()
+        # The server has told the connection to go: the channel leaves it, the stream stays on it.
+        await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 10)
+        go_on.set()
+        assert await call.read() == b"last"
+        assert await call.code() is grpc.StatusCode.OK
+        assert await channel.unary_stream(STREAM)(b"").read() != peer
+
+
+async def test_what_does_not_end_within_the_grace_of_its_connection_is_cut() -> None:
+    async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.Event().wait()
+
+    profile = dataclasses.replace(PUBLIC, max_connection_age_ms=100, max_connection_age_grace_ms=100)
+    async with serving([FakeService(stream=stream).register()], profile) as (_, channel):
+        call = channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("profile", [PUBLIC, INTERNAL, ADMIN])
+def test_connections_live_for_ever_unless_asked_otherwise(profile: LimitProfile) -> None:
+    assert not [name for name, _ in profile.options() if "connection_age" in name]
 
 
 @pytest.mark.parametrize(

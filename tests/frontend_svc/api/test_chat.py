@@ -230,3 +230,26 @@ async def test_the_tokenizers_files_come_whole():
             files[response.file_name] = files.get(response.file_name, b"") + response.chunk
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
     assert files["tokenizer.json"] == TOKENIZER.to_str().encode()
+
+
+async def test_127_a_thinking_budget_goes_to_the_engine_with_the_models_markers():
+    engine = FakeEngine(answer("x"), chat_template=TEMPLATE)
+    async with serving(engine) as (client, _):
+        for budget in (5, -1):
+            await read(client.chat.Chat(ask(sampling={"thinking_token_budget": budget}), timeout=WAIT_S))
+    limited, free = (request.entry for request in engine.requests)
+    markers = limited.reasoning_options
+    assert limited.sampling.thinking_token_budget == 5
+    assert list(markers.start_token_ids) == TOKENIZER.encode("<think>").ids
+    assert list(markers.end_token_ids) == TOKENIZER.encode("</think>").ids
+    assert not free.sampling.HasField("thinking_token_budget")
+    assert not free.HasField("reasoning_options")
+
+
+async def test_127_a_thinking_budget_needs_a_model_whose_reasoning_is_known():
+    engine = FakeEngine(chat_template="{{ messages[0].content }}")
+    async with serving(engine) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(client.chat.Chat(ask(sampling={"thinking_token_budget": 5}), timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "thinking_token_budget" in (caught.value.details() or "")

@@ -18,7 +18,7 @@ from tests.frontend_svc.fakes import (
     read_all,
     serving,
 )
-from triptych.api.v1 import inference_pb2, request_pb2
+from triptych.api.v1 import embedding_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
 
@@ -133,3 +133,21 @@ async def test_no_id_is_refused_by_field():
                 await ask(client, "")
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "request_id" in details_of(caught.value)
+
+
+async def test_an_aborted_pooling_request_ends_with_aborted_and_sends_no_more():
+    engine = FakeEngine(supported_tasks=("embed",))
+    inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(40)]
+    async with serving(engine) as (client, frontend):
+        asked = embedding_pb2.EmbedRequest(inputs=inputs, request_id="mine")
+        call = client.embedding.Embed(asked, timeout=WAIT_S)
+        waiting = asyncio.ensure_future(call.code())
+        requests = list(await engine.wait_for_requests(32))
+        told = await get(client, "mine")
+        assert await abort(client, "mine") == QUEUED
+        assert await waiting is grpc.StatusCode.ABORTED
+        await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
+        assert frontend.pooling.num_open == 0
+    assert len(engine.requests) == 32
+    assert told.usage.num_prompt_tokens == 40 * len(TOKENIZER.encode("the cat").ids)
+    assert (told.state, told.engine_id, told.num_attempts) == (QUEUED, "engine-0", 1)

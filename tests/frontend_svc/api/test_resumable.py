@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import grpc
 import pytest
@@ -52,6 +52,7 @@ async def refusal(call) -> grpc.aio.AioRpcError:
 async def until_gone(frontend: Frontend) -> None:
     """Wait until no stream is kept; a grace is the only thing that can hold it up."""
     async with asyncio.timeout(WAIT_S):
+        # The end of a grace has no event: nothing of the frontend waits for it.
         while len(frontend.resumable):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -194,6 +195,7 @@ class Source:
         self.num_taken = 0
         self.num_closed = 0
         self._position = 0
+        self._taken = asyncio.Event()
 
     def say(self, *token_ids: int) -> None:
         """The next message: started without ids, else a delta."""
@@ -204,12 +206,20 @@ class Source:
         else:
             self.messages.put_nowait(Response(position=self._position, started=generate_pb2.Started()))
 
+    async def taken(self, num_messages: int) -> None:
+        """Wait until so many were taken."""
+        async with asyncio.timeout(WAIT_S):
+            while self.num_taken < num_messages:
+                self._taken.clear()
+                await self._taken.wait()
+
     async def stream(self, request, caller) -> AsyncGenerator[Response, None]:
         try:
             while (message := await self.messages.get()) is not None:
                 if isinstance(message, Exception):
                     raise message
                 self.num_taken += 1
+                self._taken.set()
                 yield message
         finally:
             self.num_closed += 1
@@ -220,13 +230,6 @@ CALLER = Caller("call", "", "", lambda: None)
 
 def streams_of(source: Source, **limits: int) -> ResumableStreams:
     return ResumableStreams(source.stream, ReaderLimit(**limits))
-
-
-async def settled(holds: Callable[[], bool]) -> None:
-    """Let tasks run until `holds`."""
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0)
 
 
 async def begun(streams: ResumableStreams, grace_ms: int = GRACE_MS):
@@ -282,7 +285,7 @@ async def test_a_full_log_holds_up_its_stream_and_an_orphan_loses_nothing():
     reader, token = await begun(streams)
     for number in range(20):
         source.say(number)
-    await settled(lambda: source.num_taken == 5)
+    await source.taken(5)
     await reader.aclose()
     await asyncio.sleep(0)
     assert source.num_taken == 5

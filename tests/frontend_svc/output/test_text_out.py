@@ -106,7 +106,9 @@ async def stream(rng: random.Random, tokenizer: Tokenizer, case: Case) -> list[t
         )
         processor.register(index, state)
     done = [0] * n
-    texts, ids, endings = [""] * n, [[] for _ in range(n)], [None] * n
+    texts = [""] * n
+    ids: list[list[int]] = [[] for _ in range(n)]
+    endings: dict[int, Ending] = {}
     while True:
         handles = [handle for handle in range(n) if handle in processor]
         rows = {handle: case.outputs[handle][done[handle] :][: rng.randint(0, 5)] for handle in handles}
@@ -129,9 +131,10 @@ async def stream(rng: random.Random, tokenizer: Tokenizer, case: Case) -> list[t
             for piece in output.pieces:
                 texts[piece.index] += piece.text
                 ids[piece.index] += piece.token_ids
-                endings[piece.index] = piece.ending
+                if piece.ending is not None:
+                    endings[piece.index] = piece.ending
             if output.is_last:
-                return list(zip(texts, ids, endings, strict=True))
+                return [(texts[index], ids[index], endings[index]) for index in range(n)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

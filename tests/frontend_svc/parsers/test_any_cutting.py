@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.parsers.grammar_parser import CallGrammarParser
+from frontend_svc.parsers.grammar_parser import CallGrammarParser, ToolGrammar
 from frontend_svc.parsers.message import open_message
 from frontend_svc.parsers.parser import ContentPiece, ToolParserFormat
 from frontend_svc.parsers.reader import Reader
@@ -57,9 +57,13 @@ FRAGMENTS = {
     "pythonic": [
         "[get_time()]",
         "[get_weather(city='ü] )', n=[1, {'a': None}]), get_time()]",
+        "[math.add(a='''b'c''')]",
         "[get_time(x)]",
-    ]
-    + ["<|python_start|>", "<|python_end|>", "[get_time(", "'", "[math.add(a='''b'c''')]"],
+        "[get_time(",
+        "<|python_start|>",
+        "<|python_end|>",
+        "'",
+    ],
     "deepseek": [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>"
@@ -179,7 +183,7 @@ FILLINGS = ["x", "\n", "<", "[", "{", "\\u00e9", "<tool_", '{"a":', "<|channel|>
 @pytest.mark.parametrize("start", ["", "call"])
 @pytest.mark.parametrize("name", ALL_TOOLS)
 def test_unread_text_never_piles_up(name, start, filling):
-    text = (LONG[name] if start else "") + filling * 1000
+    text = (LONG[name] if start else "") + filling * 300
     for is_streamed in (True, False):
         parser, reader = counted(TOOL_PARSERS[name], is_streamed=is_streamed)
         for char in text:
@@ -190,9 +194,10 @@ def test_unread_text_never_piles_up(name, start, filling):
 
 def counted(format_: ToolParserFormat, *, is_streamed: bool) -> tuple[CallGrammarParser, Reader]:
     """A parser of a format, and the reader that it reads with."""
+    assert isinstance(format_, ToolGrammar)
     reader = Reader()
-    calls = CallWriter(reader, rules(streams_arguments=is_streamed), lambda: "c", trims_space=True)
-    return CallGrammarParser(reader, format_.grammar(reader, calls), calls), reader  # type: ignore[attr-defined]
+    calls = CallWriter(reader, rules(streams_arguments=is_streamed), format_.new_id, trims_space=True)
+    return CallGrammarParser(reader, format_.grammar(reader, calls), calls), reader
 
 
 def num_function_calls(name: str, text: str) -> int:
@@ -214,12 +219,12 @@ def num_function_calls(name: str, text: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("filling", ["x", "\n", "[", '{"a":', "<tool_"])
+@pytest.mark.parametrize("filling", ["x", "\n", '[{"'])
 @pytest.mark.parametrize("start", ["", "call"])
 @pytest.mark.parametrize("name", ALL_TOOLS)
 def test_four_times_the_text_is_four_times_the_work(name, start, filling):
-    text = (LONG[name] if start else "") + filling * 250
-    longer = (LONG[name] if start else "") + filling * 1000
+    text = (LONG[name] if start else "") + filling * 100
+    longer = (LONG[name] if start else "") + filling * 400
     assert num_function_calls(name, longer) <= 4.2 * num_function_calls(name, text)
 
 

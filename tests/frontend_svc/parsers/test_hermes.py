@@ -129,6 +129,13 @@ def test_without_parallel_calls_only_the_first_is_told(is_streamed):
     assert (message.content, message.calls) == ("a\nb", calls(WEATHER))
 
 
+def test_a_call_that_broke_is_not_the_one_that_is_kept():
+    broken = '<tool_call>{"name": "get_time", "arguments": {oops}}</tool_call>'
+    message = parse(HERMES, broken + ONE + ONE, is_parallel=False)
+    assert message.content == "oops}}</tool_call>"
+    assert message.calls == calls(("get_time", "{"), WEATHER)
+
+
 def test_a_beginning_of_a_tag_is_held_back_and_released():
     parser = HERMES.open(rules())
     assert parser.feed("x <tool_") == [ContentPiece("x")]

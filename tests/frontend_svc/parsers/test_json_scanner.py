@@ -37,7 +37,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.text(), VALUES),
     st.integers(0, 2),
@@ -50,7 +50,7 @@ def test_what_is_json_is_whole_at_its_last_character(value, indent, is_ascii, si
     assert not accepts(text[:-1], sizes)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.text(alphabet='{}[]:,"\\u0e1-+.tf \nabn', max_size=12), st.lists(st.integers(1, 3), min_size=1))
 @example("01", [1])
 @example("1.e1", [1])
@@ -77,6 +77,7 @@ def test_it_accepts_what_the_standard_library_accepts(inner, sizes):
         "NaN",
         '"\n"',
         '"\\x"',
+        '"\\u00e"',
         "]",
     ],
 )

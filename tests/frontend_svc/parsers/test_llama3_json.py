@@ -38,6 +38,7 @@ def test_text_before_and_after_is_content():
     message = parse(LLAMA3_JSON, f"Looking {{it}} up: {ONE}; done; {ONE}!")
     assert message.content == "Looking {it} up:; done;!"
     assert message.calls == calls(WEATHER, WEATHER)
+    assert parse(LLAMA3_JSON, f"So: {ONE}\n\nDone.").content == "So:\n\nDone."
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frontend_svc.parsers.gpt_oss import GPT_OSS, GPT_OSS_REASONING
 from frontend_svc.parsers.hermes import HERMES
-from frontend_svc.parsers.message import MessageParser, hidden_token_ids, open_message
+from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import ContentPiece, ReasoningPiece, ToolCallPiece
 from frontend_svc.parsers.think import THINK
 from tests.frontend_svc.parsers.transcripts import Message, calls, rules, run
@@ -66,10 +66,3 @@ def test_channels_are_taken_apart_once_with_tools_and_without():
     assert parse(parser, HARMONY) == Message("", "Hm.", calls(("get_time", "{}")))
     parser = open_message(GPT_OSS, GPT_OSS_REASONING, prompt="", rules=rules(tool_names=frozenset()))
     assert parse(parser, HARMONY).reasoning == "Hm."
-
-
-def test_special_tokens_that_are_no_markers_are_hidden():
-    special = {"<|im_end|>": 1, "<tool_call>": 2, "<think>": 3}
-    assert hidden_token_ids(special, HERMES, THINK) == {1}
-    assert hidden_token_ids(special, HERMES, None) == {1, 3}
-    assert hidden_token_ids(special, None, None) == {1, 2, 3}

@@ -41,6 +41,7 @@ def test_calls_are_told_in_order_and_text_around_them_is_content(text, content):
         ("'one ' 'two'", "one two"),
         ("'''a'b] ''\n'''", "a'b] ''\n"),
         ('""" \\""" " ) """', ' """ " ) '),
+        (r"'''a''\n'b'''", "a''\n'b"),
         ("''", ""),
         (r"'\ud800'", "\ud800"),
     ],

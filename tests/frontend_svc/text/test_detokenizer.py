@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from frontend_svc.text.detokenizer import Detokenizer
-from tests.frontend_svc.tokenizers import SAMPLES, byte_fallback_tokenizer, byte_level_tokenizer
+from tests.frontend_svc.tokenizers import (
+    EOS,
+    SAMPLES,
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    id_of,
+    word_piece_tokenizer,
+)
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
@@ -124,3 +131,25 @@ def test_special_tokens_are_skipped_or_shown():
 
 def test_ids_without_text_are_ignored():
     assert "".join(streamed(BYTE_LEVEL, [], [100_000, *BYTE_LEVEL.encode("cat").ids])) == "cat"
+
+
+def test_special_tokens_beside_each_other_are_joined_on_request():
+    tokenizer = word_piece_tokenizer()
+    end, cat = id_of(tokenizer, EOS), tokenizer.encode("cat").ids
+    special = frozenset({end})
+    for joined, text in ((frozenset(), f"{EOS} {EOS} cat {EOS}"), (special, f"{EOS}{EOS} cat {EOS}")):
+        stream = Detokenizer(tokenizer, [], special_ids=special, skip_special_tokens=False, joined_ids=joined)
+        assert "".join(map(stream.feed, [end, end, *cat, end])) + stream.flush() == text
+
+
+def test_markers_are_shown_where_other_special_tokens_are_left_out():
+    end, pad = id_of(BYTE_LEVEL, EOS), id_of(BYTE_LEVEL, "<|pad|>")
+    stream = Detokenizer(
+        BYTE_LEVEL,
+        [pad, end],
+        special_ids=frozenset({end, pad}),
+        skip_special_tokens=True,
+        marker_ids=frozenset({pad}),
+    )
+    ids = [end, pad, *BYTE_LEVEL.encode("a").ids, end]
+    assert "".join(map(stream.feed, ids)) + stream.flush() == "<|pad|>a"

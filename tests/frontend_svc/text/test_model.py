@@ -6,7 +6,12 @@ import json
 
 import pytest
 
-from frontend_svc.text.model import GenerationDefaults, read_eos_token_ids, read_generation_defaults
+from frontend_svc.text.model import (
+    GenerationDefaults,
+    read_class_labels,
+    read_eos_token_ids,
+    read_generation_defaults,
+)
 
 
 def test_no_file_is_no_defaults():
@@ -39,3 +44,43 @@ def test_eos_ids_main_one_first():
     assert read_eos_token_ids(b'{"eos_token_id": [5, 3, 5]}', b'{"eos_token_id": 9}') == (5, 3)
     assert read_eos_token_ids(b"", b'{"eos_token_id": 9}') == (9,)
     assert read_eos_token_ids(b"{}", b'{"eos_token_id": null}') == ()
+
+
+def test_penalties_and_min_p_are_defaults_as_well():
+    content = {"min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    defaults = read_generation_defaults(json.dumps(content).encode())
+    assert defaults == GenerationDefaults(**content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"temperature": 5.0}',
+        b'{"temperature": NaN}',
+        b'{"top_p": 0.0}',
+        b'{"top_k": -5}',
+        b'{"top_k": Infinity}',
+        b'{"min_p": 2}',
+        b'{"repetition_penalty": 0}',
+        b'{"presence_penalty": 3}',
+        b'{"max_new_tokens": 0}',
+    ],
+)
+def test_a_default_that_no_engine_takes_is_not_applied_and_said(content, caplog):
+    assert read_generation_defaults(content) == GenerationDefaults()
+    assert "default of the model is not applied" in caplog.text
+
+
+def test_what_is_not_served_of_the_authors_choice_is_said(caplog):
+    assert read_generation_defaults(b'{"typical_p": 0.5}') == GenerationDefaults()
+    assert "default of the model is not applied" in caplog.text
+    caplog.clear()
+    read_generation_defaults(b'{"typical_p": 1.0, "no_repeat_ngram_size": 0}')
+    assert not caplog.text
+
+
+def test_classes_are_named_in_order_or_not_at_all():
+    assert read_class_labels(b'{"id2label": {"1": "good", "0": "bad"}}') == ("bad", "good")
+    assert read_class_labels(b'{"id2label": {"0": "bad", "2": "good"}}') == ()
+    assert read_class_labels(b'{"id2label": 5}') == ()
+    assert read_class_labels(b"") == ()

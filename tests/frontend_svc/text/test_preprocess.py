@@ -175,8 +175,6 @@ def test_min_tokens_beyond_max_tokens_is_a_breach(model):
     ("fields", "name"),
     [
         ({"structured_output": {"regex": "a"}}, "sampling.structured_output"),
-        ({"thinking_token_budget": 1}, "sampling.thinking_token_budget"),
-        ({"skip_special_tokens": False, "spaces_between_special_tokens": True}, "spaces_between"),
         ({"adapter": "x"}, "adapter"),
     ],
 )

@@ -175,9 +175,8 @@ def test_the_whole_vocabulary_is_told_where_the_option_allows_it():
 
 def test_what_has_no_feature_yet_is_refused_by_name_and_nothing_else_is():
     with pytest.raises(Unimplemented) as caught:
-        refuse_unserved(params(structured_output={"regex": "a"}, thinking_token_budget=5))
-    fields = "sampling.structured_output, sampling.thinking_token_budget"
-    assert caught.value.metadata == {"fields": fields}
+        refuse_unserved(params(structured_output={"regex": "a"}))
+    assert caught.value.metadata == {"fields": "sampling.structured_output"}
     refuse_unserved(
         params(
             n=2,
@@ -185,7 +184,9 @@ def test_what_has_no_feature_yet_is_refused_by_name_and_nothing_else_is():
             prompt_logprobs=1,
             logprob_token_ids=[1],
             bad_words=["x"],
-            thinking_token_budget=-1,
+            thinking_token_budget=5,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=True,
             repetition_detection={"max_pattern_size": 4, "min_count": 2},
         )
     )
@@ -286,7 +287,13 @@ def test_the_stream_interval_is_the_larger_of_the_services_and_the_requests(floo
 
 def test_everything_that_is_too_large_for_a_prompt_is_told_at_once_with_the_numbers():
     def check(num_prompt_tokens: int, **fields: object) -> None:
-        check_fit(params(**fields), num_prompt_tokens=num_prompt_tokens, max_model_len=2048, limits=LIMITS)
+        check_fit(
+            params(**fields),
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=2048,
+            vocab_size=600,
+            limits=LIMITS,
+        )
 
     check(2047, max_tokens=1)
     check(2000, max_tokens=48, min_tokens=48)
@@ -301,10 +308,18 @@ def test_everything_that_is_too_large_for_a_prompt_is_told_at_once_with_the_numb
 
 def test_prompt_logprobs_of_a_long_prompt_have_a_limit_of_entries():
     def check(num_prompt_tokens: int, **fields: object) -> None:
-        check_fit(params(**fields), num_prompt_tokens=num_prompt_tokens, max_model_len=100_000, limits=LIMITS)
+        check_fit(
+            params(**fields),
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=100_000,
+            vocab_size=600,
+            limits=LIMITS,
+        )
 
     check(10_000, prompt_logprobs=20)
     check(50_000, prompt_logprobs=0)
     with pytest.raises(InvalidArgument, match="210000 entries for 10000 prompt tokens, must have at most"):
         check(10_000, prompt_logprobs=20, logprob_token_ids=[1])
+    with pytest.raises(InvalidArgument, match="600000 entries for 1000 prompt tokens"):
+        check(1000, prompt_logprobs=-1)
     check(10_000, logprobs=20, logprob_token_ids=[1])

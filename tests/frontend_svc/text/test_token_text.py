@@ -19,19 +19,17 @@ from tests.frontend_svc.tokenizers import (
     word_piece_tokenizer,
 )
 
-KINDS = {
+KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level BPE": byte_level_tokenizer,
     "BPE with byte fallback": byte_fallback_tokenizer,
     "Unigram": unigram_tokenizer,
     "WordPiece": word_piece_tokenizer,
 }
-MakeTokenizer = Callable[[], Tokenizer]
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+@pytest.fixture(params=list(KINDS))
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    make: MakeTokenizer = request.param
-    return make()
+    return KINDS[request.param]()
 
 
 def random_text(rng: random.Random) -> str:

@@ -43,3 +43,15 @@ async def test_places_are_those_of_the_library(workers):
         assert encoded.ids == expected.ids
         assert encoded.tokens == expected.tokens
         assert list(zip(encoded.starts, encoded.ends, strict=True)) == expected.offsets
+
+
+async def test_a_model_without_a_template_chats_as_its_vocabulary_allows(workers):
+    conversation = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+    plain = tokenizer_over(workers, byte_level_tokenizer())
+    assert await plain.render(conversation, max_chars=100) == "user: hi\nassistant:"
+    raw = byte_level_tokenizer()
+    raw.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    text, ids = await tokenizer_over(workers, raw).render_and_encode(conversation, max_chars=100)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == raw.encode(text, add_special_tokens=False).ids
+    assert raw.token_to_id("<|im_start|>") in ids

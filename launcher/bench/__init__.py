@@ -1,0 +1,1 @@
+"""Load generators of the command line: what `triptych bench` runs and how it counts."""

@@ -1,0 +1,189 @@
+"""Sends conversations when they are due and notes when their tokens come. Knows no data set and no figures.
+
+What it measures must not wait for it: requests are built before they are due, and what comes is only stamped,
+counted and, where the next turn needs it, kept. How late it was itself stands in every timeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import grpc.aio
+
+from launcher.bench.dataset import Conversation, Turn
+from launcher.bench.metrics import OK, Timeline
+from service_kit.clock import Clock
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+
+_METHOD = "/triptych.api.v1.InferenceService/Generate"
+
+# An output that ended otherwise is none: the server gave it up.
+_COMPLETE = frozenset(
+    {
+        output_pb2.FINISH_REASON_STOP,
+        output_pb2.FINISH_REASON_LENGTH,
+        output_pb2.FINISH_REASON_REPETITION,
+    }
+)
+
+
+class RequestBuilder:
+    """Makes the bytes of requests that differ in prompt, length and seed alone."""
+
+    def __init__(self, model: str, sampling: sampling_pb2.SamplingParams, seed: int) -> None:
+        self._model = model
+        self._sampling = sampling
+        self._seed = seed
+
+    def build(self, token_ids: Sequence[int], num_output_tokens: int, index: int) -> bytes:
+        """A serialized GenerateRequest; `index` makes its seed."""
+        request = generate_pb2.GenerateRequest(
+            model=self._model, token_ids=generate_pb2.TokenIds(ids=token_ids), sampling=self._sampling
+        )
+        request.sampling.max_tokens = num_output_tokens
+        request.sampling.seed = self._seed + index
+        return request.SerializeToString()
+
+
+class LoadGenerator:
+    """Runs a load once over the given channels, which it uses in turns.
+
+    `timelines` has every request that was sent, in order of sending, also while it runs and after it was
+    cancelled; what had not ended then has an empty code.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[grpc.aio.Channel],
+        builder: RequestBuilder,
+        clock: Clock,
+        *,
+        concurrency: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        # A request is bytes already, so that serializing it does not delay another one's token.
+        self._calls = [
+            channel.unary_stream(_METHOD, bytes, generate_pb2.GenerateResponse.FromString)
+            for channel in channels
+        ]
+        self._builder = builder
+        self._clock = clock
+        self._slots = _Slots(concurrency)
+        self._timeout_s = timeout_s
+        self.timelines: list[Timeline] = []
+        self.num_unsent = 0  # turns that had nothing to go on from, because one before them failed
+
+    async def run(self, conversations: Sequence[Conversation], offsets: Sequence[float]) -> None:
+        """Begin each conversation at its offset in s from now, and wait for all to end."""
+        indexes = _first_indexes(conversations)
+        requests = [
+            self._builder.build(turns[0].token_ids, turns[0].num_output_tokens, index)
+            for turns, index in zip(conversations, indexes, strict=True)
+        ]
+        began_at = self._clock.now()
+        async with asyncio.TaskGroup() as tasks:
+            for turns, request, offset, index in zip(conversations, requests, offsets, indexes, strict=True):
+                due_at = began_at + offset
+                # Also where it is late: what was begun must get out before the next one is begun.
+                await asyncio.sleep(max(0.0, due_at - self._clock.now()))
+                tasks.create_task(self._converse(turns, request, due_at, index))
+
+    async def send_one(self, turn: Turn, index: int) -> Timeline:
+        """Send one request now, and wait for its end; it is not among `timelines`."""
+        timeline = Timeline(self._clock.now(), self._clock.now(), len(turn.token_ids))
+        request = self._builder.build(turn.token_ids, turn.num_output_tokens, index)
+        await self._generate(request, timeline, index, None)
+        return timeline
+
+    async def _converse(self, turns: Conversation, request: bytes, due_at: float, index: int) -> None:
+        said = list(turns[0].token_ids) if len(turns) > 1 else None
+        num_prompt_tokens = len(turns[0].token_ids)
+        for place, turn in enumerate(turns):
+            if place and said is not None:
+                said += turn.token_ids
+                num_prompt_tokens = len(said)
+                request = self._builder.build(said, turn.num_output_tokens, index + place)
+            due_at = max(due_at, await self._slots.take())
+            timeline = Timeline(due_at, self._clock.now(), num_prompt_tokens)
+            self.timelines.append(timeline)
+            try:
+                await self._generate(request, timeline, index + place, said)
+            finally:
+                self._slots.give(self._clock.now())
+            if timeline.code != OK:
+                self.num_unsent += len(turns) - place - 1
+                return
+            due_at = timeline.ended_at
+
+    async def _generate(self, request: bytes, timeline: Timeline, index: int, said: list[int] | None) -> None:
+        call = self._calls[index % len(self._calls)](request, timeout=self._timeout_s)
+        try:
+            async for response in call:
+                self._note(timeline, self._clock.now(), response, said)
+        except grpc.aio.AioRpcError as error:
+            timeline.code, timeline.message = error.code().name, error.details() or ""
+            timeline.ended_at = self._clock.now()
+        else:
+            if not timeline.code:
+                timeline.code, timeline.message = "INCOMPLETE", "the stream ended before its output did"
+                timeline.ended_at = self._clock.now()
+        finally:
+            call.cancel()
+
+    @staticmethod
+    def _note(
+        timeline: Timeline, now: float, response: generate_pb2.GenerateResponse, said: list[int] | None
+    ) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "delta":
+            token_ids = response.delta.token_ids
+            if token_ids:
+                timeline.token_times.append(now)
+                timeline.token_counts.append(len(token_ids))
+                if said is not None:
+                    said.extend(token_ids)
+        elif kind == "finished":
+            timeline.ended_at = now
+            reason = response.finished.reason
+            timeline.code = OK if reason in _COMPLETE else output_pb2.FinishReason.Name(reason)
+            timeline.num_cached_tokens = response.finished.usage.num_cached_tokens
+
+
+class _Slots:
+    """So many requests at once, first come first served; 0 is any number."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._is_limited = num_slots > 0
+        self._waiting: deque[asyncio.Future[float]] = deque()
+
+    async def take(self) -> float:
+        """Wait for a slot. Returns when it got free, or minus infinity if it was free already."""
+        if not self._is_limited:
+            return float("-inf")
+        if self._num_free:
+            self._num_free -= 1
+            return float("-inf")
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return await future
+
+    def give(self, now: float) -> None:
+        """Hand a slot on."""
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(now)
+                return
+        self._num_free += 1
+
+
+def _first_indexes(conversations: Sequence[Conversation]) -> list[int]:
+    indexes, total = [], 0
+    for turns in conversations:
+        indexes.append(total)
+        total += len(turns)
+    return indexes

@@ -1,0 +1,167 @@
+"""The verb `bench serve`: a load on a running frontend from the first connection to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+
+import grpc.aio
+import uvloop
+from rich.console import Console
+
+from launcher.bench.config import BenchServeConfig
+from launcher.bench.dataset import DatasetError, check_lengths, draw_conversations, draw_warmup
+from launcher.bench.load import LoadGenerator, RequestBuilder
+from launcher.bench.metrics import OK, summarize
+from launcher.bench.plot import PlotError, check_can_plot, draw
+from launcher.bench.report import Result, print_result, write_json
+from launcher.bench.schedule import arrival_offsets
+from launcher.complete import print_failure
+from service_kit.channel import parse_target
+from service_kit.clock import MonotonicClock
+from service_kit.errors import InvalidArgument, ServiceError, Unavailable, from_rpc_error
+from service_kit.loop_lag import LoopLag
+from triptych.api.v1 import model_pb2, model_pb2_grpc
+from triptych.common.v1 import sampling_pb2
+from triptych_client.channel_options import ChannelOptions
+
+_CONNECT_LIMIT_S = 10.0
+_CALL_LIMIT_S = 30.0
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+
+def run_bench_serve(config: BenchServeConfig) -> int:
+    """Run the load and show what it came to.
+
+    Returns 0; 1 if the server cannot be asked or a request failed; 2 for what cannot be done; 130 after an
+    interrupt, which ends the run and shows what there is.
+    """
+    try:
+        if config.plot is not None:
+            check_can_plot()
+        for path in (config.json, config.plot):
+            _check_writable(path)
+        address = parse_target(config.address)
+        return uvloop.run(_bench(config, address))
+    except (PlotError, DatasetError, OSError) as error:
+        print(f"triptych bench serve: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except InvalidArgument as error:
+        print_failure(error)
+        return _USAGE_ERROR
+    except ServiceError as error:
+        print_failure(error)
+        return 1
+
+
+async def _bench(config: BenchServeConfig, address: str) -> int:
+    async with _connected(address, config.connections) as channels:
+        model = await _model(channels[0], config.model)
+        conversations = draw_conversations(config, model.vocab_size, left_out=model.eos_token_ids)
+        check_lengths(conversations, model.max_model_len)
+        warmup = draw_warmup(config, model.vocab_size, left_out=model.eos_token_ids)
+        offsets = arrival_offsets(len(conversations), config.rate, config.burstiness, config.seed)
+        clock = MonotonicClock()
+        load = LoadGenerator(
+            channels,
+            RequestBuilder(config.model or "", _sampling(config), config.seed),
+            clock,
+            concurrency=config.concurrency,
+            timeout_s=config.timeout_s,
+        )
+        for index, turn in enumerate(warmup):
+            timeline = await load.send_one(turn, index)
+            if timeline.code != OK:
+                print(f"{timeline.code}: warm-up: {timeline.message}", file=sys.stderr)
+                return 1
+        lag = LoopLag(clock)
+        # What was built is not looked through by every collection of garbage during the run.
+        gc.collect()
+        gc.freeze()
+        lag.start()
+        was_interrupted = await _run_until_interrupt(load.run(conversations, offsets))
+        lag.stop()
+        gc.unfreeze()
+    summary = summarize(load.timelines, config.service_level())
+    result = Result(config, model.name, summary, load.timelines, load.num_unsent, lag.summary())
+    _show(result)
+    if was_interrupted:
+        return _INTERRUPTED
+    return 1 if summary.num_failed and not config.allow_failures else 0
+
+
+def _show(result: Result) -> None:
+    print_result(result, Console())
+    if result.config.json is not None:
+        write_json(result, Path(result.config.json))
+    if result.config.plot is not None:
+        title = f"{result.model}: {result.config.dataset}, {len(result.timelines)} requests"
+        draw(result.timelines, title, Path(result.config.plot))
+
+
+async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
+    """Run to the end or to the first SIGINT; returns whether it was the second."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(run)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return False
+
+
+async def _model(channel: grpc.aio.Channel, name: str | None) -> model_pb2.Model:
+    stub = model_pb2_grpc.ModelServiceStub(channel)
+    try:
+        answer = await stub.GetModel(model_pb2.GetModelRequest(model=name or ""), timeout=_CALL_LIMIT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    model: model_pb2.Model = answer.model
+    return model
+
+
+def _sampling(config: BenchServeConfig) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        ignore_eos=config.ignore_eos,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        logprobs=config.logprobs,
+        detokenize=None if config.detokenize else False,
+        stream_interval=config.stream_interval,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
+    """Channels that are connected, each over a connection of its own."""
+    # A failed request is a figure here, so none is tried again; channels alike would share a connection.
+    options = [*ChannelOptions(max_attempts=1).as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            for _ in range(num_connections)
+        ]
+        try:
+            async with asyncio.timeout(_CONNECT_LIMIT_S):
+                await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        except TimeoutError as error:
+            raise Unavailable(f"{address} was not reached within {_CONNECT_LIMIT_S:g} s") from error
+        yield channels
+
+
+def _check_writable(path: str | None) -> None:
+    """Raise OSError, before anything is sent, where the figures could not be written after it."""
+    if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
+        raise OSError(f"{path} is a folder, or its folder is not there or not writable")

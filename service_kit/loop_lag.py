@@ -1,0 +1,87 @@
+"""How late an event loop runs what is due, sampled by the loop itself. Knows no service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from service_kit.clock import Clock
+
+INTERVAL_S = 0.01
+WINDOW_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class LagSummary:
+    """The lag over the window; all 0 before the first sample."""
+
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+class LoopLag:
+    """A timer that comes back every `interval_s` and records how late it was; the last `window_s` are kept.
+
+    A loop that stood still for many intervals gets a sample for each of them, as late as what was due then:
+    one long stop weighs as much as it lasted.
+    """
+
+    def __init__(self, clock: Clock, *, interval_s: float = INTERVAL_S, window_s: float = WINDOW_S) -> None:
+        self._clock = clock
+        self._interval_s = interval_s
+        self._samples_s: deque[float] = deque(maxlen=max(1, round(window_s / interval_s)))
+        self._due_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to sample the running loop. Does nothing if it samples already."""
+        if self._timer is None:
+            self._due_at = self._clock.now() + self._interval_s
+            self._schedule()
+
+    def stop(self) -> None:
+        """End it; the samples stay."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are kept."""
+        return len(self._samples_s)
+
+    def summary(self) -> LagSummary:
+        """The lag over the window."""
+        ordered = sorted(self._samples_s)
+        if not ordered:
+            return LagSummary(0.0, 0.0, 0.0)
+        last = len(ordered) - 1
+        return LagSummary(
+            p50_ms=ordered[last * 50 // 100] * 1000,
+            p99_ms=ordered[-(-last * 99 // 100)] * 1000,
+            max_ms=ordered[-1] * 1000,
+        )
+
+    def tick(self) -> None:
+        """Record what was due until now; the timer calls it."""
+        now = self._clock.now()
+        if now < self._due_at:
+            # A loop with coarse timers may come a little early, which is not late.
+            self._samples_s.append(0.0)
+            self._due_at += self._interval_s
+            return
+        num_due = 1 + int((now - self._due_at) / self._interval_s)
+        # What lies further back than the window would be pushed out again.
+        for index in range(max(0, num_due - (self._samples_s.maxlen or 0)), num_due):
+            self._samples_s.append(now - (self._due_at + index * self._interval_s))
+        self._due_at += num_due * self._interval_s
+
+    def _schedule(self) -> None:
+        delay_s = max(0.0, self._due_at - self._clock.now())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self.tick()
+        self._schedule()

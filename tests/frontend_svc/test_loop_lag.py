@@ -1,0 +1,22 @@
+"""A frontend tells how late its own event loop runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.frontend_svc.fakes import WAIT_S, FakeEngine, serving
+
+KEYS = ("event_loop_lag_p50_ms", "event_loop_lag_p99_ms", "event_loop_lag_max_ms")
+
+
+async def test_the_lag_is_sampled_while_it_serves_and_not_after_it():
+    async with serving(FakeEngine()) as (_, frontend):
+        async with asyncio.timeout(WAIT_S):
+            # The sampler has no event to wait for.
+            while frontend.loop_lag.num_samples < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        values = [float(frontend.status()[key]) for key in KEYS]
+        assert 0 <= values[0] <= values[1] <= values[2]
+    num_samples = frontend.loop_lag.num_samples
+    await asyncio.sleep(0)
+    assert frontend.loop_lag.num_samples == num_samples
