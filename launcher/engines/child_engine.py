@@ -1,0 +1,104 @@
+"""An engine as a child process of this one: started, awaited, watched for its end, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+
+import grpc.aio
+
+from engine_svc.config import EngineConfig
+from launcher.engines.core_client import EngineDead
+from launcher.process import ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.readiness import await_ready
+from launcher.services import command_of
+from service_kit.channel import open_channel
+
+_STOP_S = 10.0
+
+
+class ChildEngine:
+    """One engine process on a port of the kernel's choice. `on_death` is told how it ended by itself."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        environment: Mapping[str, str],
+        *,
+        on_death: Callable[[str], None],
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.address = ""
+        self._config = config
+        self._environment = environment
+        self._on_death = on_death
+        self._start_timeout_s = start_timeout_s
+        self._child: ChildProcess | None = None
+        self._monitor: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; there once it is started."""
+        assert self._child is not None, "the engine is started first"
+        return self._child.pid
+
+    async def start(self) -> None:
+        """Start it and wait until it takes requests. EngineDead, with its last lines, where it does not."""
+        plan = ProcessPlan("engine", 0, command_of("engine", os.getpid()))
+        self._child, pipe_fd = await spawn(plan, flags_of(self._config), self._environment, quiet=True)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self.address = (await self._child.announced(pipe_fd)).address
+                await self._until_ready(self._child)
+        except ChildDied as error:
+            raise EngineDead(str(error)) from error
+        except TimeoutError as error:
+            raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error
+        self._monitor = asyncio.ensure_future(self._watch(self._child))
+
+    def connect(self, address: str) -> grpc.aio.Channel:
+        """A channel to the engine at `address`."""
+        return open_channel(address)
+
+    async def close(self) -> None:
+        """End the process, by force where it takes too long."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.wait({self._monitor})
+        if self._child is not None:
+            await self._child.stop(_STOP_S)
+
+    async def _until_ready(self, child: ChildProcess) -> None:
+        ready = asyncio.ensure_future(await_ready("engine", self.address))
+        ended = asyncio.ensure_future(child.wait())
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise ChildDied(child)
+            ready.result()
+        finally:
+            ready.cancel()
+            ended.cancel()
+            await asyncio.wait({ready, ended})
+
+    async def _watch(self, child: ChildProcess) -> None:
+        await child.wait()
+        self._on_death(str(ChildDied(child)))
+
+
+def flags_of(config: EngineConfig) -> list[str]:
+    """The command line that says what `config` says, but for where to listen."""
+    flags = [config.model, "--port=0"]
+    values = dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        value = values[field.name]
+        if field.name in ("model", "port") or value == field.default or value is None:
+            continue
+        spelling = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{spelling}" if value else f"--no-{spelling}")
+        else:
+            flags.append(f"--{spelling}={value}")
+    return flags

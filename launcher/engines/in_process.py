@@ -1,0 +1,138 @@
+"""An engine in this process that is stepped by whoever reads its outputs: no thread, no socket."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine_svc import convert
+from engine_svc.build import build_engine, build_served_engine
+from engine_svc.config import EngineConfig
+from engine_svc.engine import Clock, Engine
+from engine_svc.facts import LoadProgress
+from engine_svc.mailbox import Abort, Add, Inbox, Outbox, StepOutput
+from engine_svc.served_engine import LoadedCore
+from engine_svc.session import MAX_INFLIGHT_ADDS, MAX_OUTBOX_BYTES
+from frontend_svc.engines.columns import read_step
+from launcher.engines.core_client import CoreOutput, EngineDead, no_rows
+from service_kit.errors import InvalidArgument, ResourceExhausted
+from triptych.engine.v1 import add_pb2, engine_pb2
+
+# Where requests wait and none can run, a step is tried so often.
+_BLOCKED_WAIT_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    request_id: str
+    stop_token_ids: frozenset[int]
+
+
+class InProcessClient:
+    """The client that is the engine's thread itself: `get_output` steps. Used by one thread."""
+
+    def __init__(self, engine: Engine, core: LoadedCore, *, inbox: Inbox, clock: Clock) -> None:
+        self._engine = engine
+        self._core = core
+        self._inbox = inbox
+        self._clock = clock
+        self._outbox = Outbox(max_bytes=MAX_OUTBOX_BYTES, wake=_nobody_waits)
+        self._in_flight: dict[int, _InFlight] = {}
+        self._handles = itertools.count(1)
+        self._cause_of_death = ""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose end has not been read."""
+        return len(self._in_flight)
+
+    def add(self, entry: add_pb2.AddEntry) -> int:
+        """Queue a request; returns its handle. Raises what is wrong with it, or EngineDead."""
+        self._ensure_alive()
+        if len(self._in_flight) >= MAX_INFLIGHT_ADDS:
+            raise ResourceExhausted(
+                f"{len(self._in_flight)} requests are in flight, the limit is {MAX_INFLIGHT_ADDS}"
+            )
+        entry.handle = next(self._handles)
+        now = self._clock.now()
+        request = convert.to_request(entry, session_number=0, facts=self._core.facts, now=now)
+        refusal = self._core.refusal(request)
+        if refusal is not None:
+            raise InvalidArgument(refusal, reason="NEVER_FITS")
+        self._core.prepare(request)
+        if not self._inbox.put(Add(request, self._outbox, entry.handle, convert.to_deadline(entry, now))):
+            raise ResourceExhausted("the engine's inbox is full")
+        self._in_flight[entry.handle] = _InFlight(
+            request.request_id, frozenset(entry.sampling.stop_token_ids)
+        )
+        return entry.handle
+
+    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
+        """End requests; their last outputs come as those of any other."""
+        self._ensure_alive()
+        for handle in handles:
+            if handle in self._in_flight:
+                self._inbox.put(Abort(self._in_flight[handle].request_id, convert.to_abort_cause(reason)))
+
+    def get_output(self) -> CoreOutput:
+        """Step until something comes; without rows where nothing is in flight.
+
+        An error in a step is raised as it is; the engine is dead from there on.
+        """
+        self._ensure_alive()
+        while True:
+            has_stepped = self._turn()
+            step = self._outbox.take()
+            if step is not None:
+                return self._output(step)
+            if not self._in_flight:
+                return CoreOutput(no_rows())
+            if not has_stepped:
+                self._inbox.wait(_BLOCKED_WAIT_S)
+
+    def close(self) -> None:
+        """Drop what runs, and free the device."""
+        if self._cause_of_death != "closed":
+            self._cause_of_death = "closed"
+            self._in_flight.clear()
+            self._outbox.close()
+            self._engine.close()
+
+    def _turn(self) -> bool:
+        # Said beforehand: whatever leaves the step in its middle leaves an engine that cannot go on.
+        self._cause_of_death = "a step was broken off"
+        has_stepped = self._engine.turn()
+        self._cause_of_death = ""
+        return has_stepped
+
+    def _output(self, step: StepOutput) -> CoreOutput:
+        ended = [step.handles[finished.row] for finished in step.finished]
+        stop_token_ids = {handle: self._in_flight[handle].stop_token_ids for handle in ended}
+        columns = read_step(convert.to_step(step, stop_token_ids))
+        for handle in ended:
+            del self._in_flight[handle]
+        return CoreOutput(columns)
+
+    def _ensure_alive(self) -> None:
+        if self._cause_of_death:
+            raise EngineDead(self._cause_of_death)
+
+
+def load_in_process(config: EngineConfig) -> InProcessClient:
+    """Load the model of `config` here and now. ValueError or OSError, in words for people, where it fails."""
+    served = build_served_engine(config)
+    engine, core = build_engine(config, served, progress=_nobody_looks, defer=_at_once)
+    return InProcessClient(engine, core, inbox=served.inbox, clock=served.clock)
+
+
+def _nobody_waits() -> None:
+    """The reader steps by itself, so nothing has to wake it."""
+
+
+def _nobody_looks(progress: LoadProgress) -> None:
+    """Whoever loads waits for the end."""
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    call()

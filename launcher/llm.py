@@ -1,0 +1,369 @@
+"""`LLM`: a model for scripts that block, over an engine in this process, a child, or a frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from engine_svc.config import EngineConfig
+from launcher.engines.core_client import EngineDead
+from launcher.engines.loop_thread import LoopThread
+from launcher.llm_calls import LLMCalls
+from launcher.llm_inputs import (
+    GivenPrompt,
+    Message,
+    Prompt,
+    per_prompt,
+    read_conversations,
+    read_prompts,
+    read_tool_choice,
+    read_tools,
+)
+from launcher.llm_params import SamplingParams, from_proto
+from launcher.llm_pooling import check_task, pooling_input, values_of
+from launcher.llm_progress import Bar
+from launcher.llm_results import (
+    ClassificationResult,
+    EmbeddingResult,
+    RequestResult,
+    ScoreResult,
+    to_chat_result,
+    to_result,
+)
+from launcher.llm_transport import Transport, last_word, make_transport
+from service_kit.errors import Cancelled, InvalidArgument, Unavailable
+from service_kit.process import process_environment
+from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+
+__all__ = ["LLM", "EngineDead", "EngineKind", "RequestResult", "SamplingParams"]
+
+_T = TypeVar("_T")
+
+EngineKind = Literal["in-process", "child", "remote"]
+
+# What the options by name mean is not for the environment to change.
+_ENGINE_VARIABLES = "TRIPTYCH_ENGINE_"
+
+
+class LLM:
+    """Answers prompts in batches. Results come in the order of the prompts, each whole.
+
+    Methods may be called from any thread. What is wrong with a prompt raises a ServiceError before anything
+    is sent, naming it by its index. An engine that dies raises EngineDead in all calls, then and after.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        engine: EngineKind = "in-process",
+        address: str | None = None,
+        tokenizer: str | None = None,
+        timeout_s: float | None = None,
+        start_timeout_s: float = 600.0,
+        **options: Any,
+    ) -> None:
+        """Load `model`, a folder or a name of the hub, or reach the frontend at `address` that serves it.
+
+        `options` are those of `EngineConfig` by name, for an engine of our own. `timeout_s` limits each
+        request. With `remote`, an empty `model` is the only one that is served.
+        """
+        _check_kind(engine, address, options, tokenizer)
+        config = None if engine == "remote" else _engine_config(str(model), options)
+        self._thread = LoopThread("llm")
+        self._transport: Transport | None = None
+        start = partial(
+            make_transport,
+            engine,
+            config=config,
+            address=address,
+            environment=_child_environment(),
+            tokenizer=tokenizer,
+            start_timeout_s=start_timeout_s,
+        )
+        served_name = str(model) if engine == "remote" else ""
+        try:
+            self._calls: LLMCalls = self._thread.call(self._start(start, served_name, timeout_s))
+            self._described: model_pb2.Model = self._run(self._calls.describe())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def model(self) -> str:
+        """The name the model is served under."""
+        return self._described.name
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and output together, in tokens."""
+        return self._described.max_model_len
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's authors chose, as it applies to whatever a request leaves unset."""
+        return from_proto(self._described.default_sampling)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return self._run(self._calls.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return self._run(self._calls.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        adapters: str | Sequence[str | None] | None = None,
+        priorities: int | Sequence[int] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[RequestResult]:
+        """Continue each prompt. Parameters, adapters and priorities: one for all, or a list with one each."""
+        given = read_prompts(prompts)
+        sampling = _sampling(sampling_params, len(given))
+        names = per_prompt(adapters, len(given), "", "adapters")
+        ranks = per_prompt(priorities, len(given), 0, "priorities")
+        token_ids = self._run(self._calls.prompt_ids(given, add_special_tokens=add_special_tokens))
+        requests = [
+            generate_pb2.GenerateRequest(
+                token_ids=generate_pb2.TokenIds(ids=ids), sampling=params, adapter=name, priority=priority
+            )
+            for ids, params, name, priority in zip(token_ids, sampling, names, ranks, strict=True)
+        ]
+        with Bar("Generating", len(requests), is_shown=progress) as bar:
+
+            def tick(response: inference_pb2.GenerateUnaryResponse) -> None:
+                _tick(bar, response.usage)
+
+            responses = self._run(self._calls.generate(requests, tick))
+        return [to_result(response, one.text) for response, one in zip(responses, given, strict=True)]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        chat_template: str = "",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        enable_thinking: bool | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        adapters: str | Sequence[str | None] | None = None,
+        priorities: int | Sequence[int] | None = None,
+    ) -> list[RequestResult]:
+        """Answer each conversation, through the model's chat template."""
+        given = read_conversations(conversations)
+        sampling = _sampling(sampling_params, len(given))
+        names = per_prompt(adapters, len(given), "", "adapters")
+        ranks = per_prompt(priorities, len(given), 0, "priorities")
+        shared = chat_message_pb2.ChatRequest(
+            tools=read_tools(tools),
+            tool_choice=read_tool_choice(tool_choice),
+            parallel_tool_calls=parallel_tool_calls,
+            template_options=chat_message_pb2.ChatTemplateOptions(
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                enable_thinking=enable_thinking,
+                arguments_json=json.dumps(template_arguments) if template_arguments else "",
+            ),
+        )
+        requests = []
+        for messages, params, name, priority in zip(given, sampling, names, ranks, strict=True):
+            request = chat_message_pb2.ChatRequest(
+                messages=messages, sampling=params, adapter=name, priority=priority
+            )
+            request.MergeFrom(shared)
+            requests.append(request)
+        with Bar("Answering", len(requests), is_shown=progress) as bar:
+
+            def tick(response: chat_pb2.ChatUnaryResponse) -> None:
+                _tick(bar, response.usage)
+
+            responses = self._run(self._calls.chat(requests, tick))
+        return [to_chat_result(response) for response in responses]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> list[EmbeddingResult]:
+        """A vector of each prompt. FailedPrecondition where the model makes none."""
+        return self._embed(prompts, "embed", dimensions, normalize)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> list[EmbeddingResult]:
+        """A vector of each token of each prompt. FailedPrecondition where the model makes none."""
+        return self._embed(prompts, "token_embed", dimensions, normalize)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
+        """How likely each class is for each prompt. FailedPrecondition where the model has no classes."""
+        given = read_prompts(prompts)
+        check_task(self._described, "classify")
+        request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
+        response = self._run(self._calls.classify(request))
+        labels = tuple(response.labels)
+        return [
+            ClassificationResult(index, values_of(tensor), labels)
+            for index, tensor in enumerate(response.results)
+        ]
+
+    def score(
+        self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt]
+    ) -> list[ScoreResult]:
+        """How well each document fits its query, or the only one. FailedPrecondition where none can tell."""
+        given, held = read_prompts(queries, "queries"), read_prompts(documents, "documents")
+        if len(given) not in (1, len(held)):
+            raise InvalidArgument(
+                f"queries has {len(given)} entries, must have 1 or as many as documents, {len(held)}",
+                field="queries",
+            )
+        check_task(self._described, "score")
+        request = embedding_pb2.ScoreRequest(
+            queries=map(pooling_input, given), documents=map(pooling_input, held)
+        )
+        response = self._run(self._calls.score(request))
+        return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
+
+    def close(self) -> None:
+        """End everything: calls that still run, connections, the engine if it is our own, the thread."""
+        if self._thread.is_running:
+            try:
+                self._thread.call(self._end())
+            finally:
+                self._thread.close()
+
+    def __enter__(self) -> Self:
+        """Close it at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        task: str,
+        dimensions: int | None,
+        normalize: bool | None,
+    ) -> list[EmbeddingResult]:
+        given: list[GivenPrompt] = read_prompts(prompts)
+        check_task(self._described, task)
+        request = embedding_pb2.EmbedRequest(
+            inputs=map(pooling_input, given),
+            pooling=sampling_pb2.PoolingParams(
+                task=f"POOLING_TASK_{task.upper()}",
+                dimensions=dimensions,
+                normalize=normalize,
+            ),
+        )
+        response = self._run(self._calls.embed(request))
+        return [EmbeddingResult(index, values_of(tensor)) for index, tensor in enumerate(response.embeddings)]
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if not self._thread.is_running:
+            work.close()
+            raise Cancelled("the facade is closed")
+        return self._thread.call(self._while_alive(work))
+
+    async def _start(
+        self, make: Callable[[], Transport], served_name: str, timeout_s: float | None
+    ) -> LLMCalls:
+        self._transport = make()
+        return LLMCalls(await self._transport.start(), served_name, timeout_s=timeout_s)
+
+    async def _while_alive(self, work: Coroutine[Any, Any, _T]) -> _T:
+        transport = self._transport
+        assert transport is not None, "it is started in the constructor"
+        if transport.death.done():
+            work.close()
+            raise EngineDead(transport.death.result())
+        running = asyncio.ensure_future(work)
+        death: asyncio.Future[Any] = transport.death
+        try:
+            await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise EngineDead(transport.death.result())
+            return running.result()
+        except EngineDead:
+            raise
+        except Unavailable as error:
+            why = await last_word(transport)
+            if why:
+                raise EngineDead(why) from error
+            raise
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    async def _end(self) -> None:
+        if self._transport is not None:
+            if not self._transport.death.done():
+                self._transport.death.set_result("closed")
+            await self._transport.close()
+
+
+def _check_kind(
+    engine: str, address: str | None, options: Mapping[str, object], tokenizer: str | None
+) -> None:
+    if engine not in ("in-process", "child", "remote"):
+        raise InvalidArgument(
+            f"engine is {engine!r}, must be 'in-process', 'child' or 'remote'", field="engine"
+        )
+    if (engine == "remote") != (address is not None):
+        raise InvalidArgument("address is given for engine='remote', and only for it", field="address")
+    if engine == "remote" and (options or tokenizer is not None):
+        named = ", ".join(sorted(options) or ["tokenizer"])
+        raise InvalidArgument(f"{named}: a remote engine has its options already", field=named)
+
+
+def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    try:
+        return EngineConfig(model=model, **options)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"engine options: {error}") from error
+
+
+def _child_environment() -> dict[str, str]:
+    return {
+        name: value for name, value in process_environment().items() if not name.startswith(_ENGINE_VARIABLES)
+    }
+
+
+def _sampling(
+    given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[sampling_pb2.SamplingParams]:
+    params = per_prompt(given, num_prompts, SamplingParams(), "sampling_params")
+    messages = []
+    for index, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise InvalidArgument(f"sampling_params[{index}] is {one!r}, must be SamplingParams")
+        messages.append(one.to_proto())
+    return messages
+
+
+def _tick(bar: Bar, usage: output_pb2.Usage) -> None:
+    bar.tick(usage.num_prompt_tokens, usage.num_completion_tokens)

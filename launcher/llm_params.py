@@ -1,0 +1,105 @@
+"""How the offline facade's parameters look, and what they are on the wire. Limits are the server's matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from service_kit.errors import InvalidArgument
+from triptych.common.v1 import sampling_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """Ends an output whose tail is one token pattern again and again."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """Constrains an output to a grammar; exactly one of the first six is given."""
+
+    json_schema: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str = ""
+    disable_additional_properties: bool = False
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and shown, field by field as in `triptych.common.v1.SamplingParams`.
+
+    None, and an empty list, is what the wire calls unset: the model's or the server's default.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    structured_output: StructuredOutput | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    def to_proto(self) -> sampling_pb2.SamplingParams:
+        """The message. InvalidArgument for a value that is not of its field's type or range."""
+        values = asdict(self)
+        values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        message = sampling_pb2.SamplingParams()
+        for name, value in values.items():
+            if value is None:
+                continue
+            try:
+                message.MergeFrom(sampling_pb2.SamplingParams(**{name: _on_the_wire(name, value)}))
+            except (TypeError, ValueError, AttributeError) as error:
+                place = f"sampling_params.{name}"
+                raise InvalidArgument(f"{place} is {value!r}: {error}", field=place) from error
+        return message
+
+
+def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """The parameters that a message of plain numbers sets, as a model's defaults are."""
+    return SamplingParams(**{descriptor.name: value for descriptor, value in message.ListFields()})
+
+
+def _on_the_wire(name: str, value: Any) -> Any:
+    if name == "logit_bias":
+        return [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.items()]
+    if name == "structured_output":
+        given = {key: part for key, part in value.items() if part is not None}
+        if "choice" in given:
+            given["choice"] = sampling_pb2.StructuredChoice(choices=given["choice"])
+        return sampling_pb2.StructuredOutput(**given)
+    if name == "repetition_detection":
+        return sampling_pb2.RepetitionDetection(**value)
+    return value

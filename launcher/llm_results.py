@@ -1,0 +1,195 @@
+"""What the offline facade returns, and how it is made of the wire's answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
+from triptych.common.v1 import output_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens a request took; completion tokens over all outputs."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log probability and its rank in the vocabulary, 1 for the most likely.
+
+    None where there is none, as for the first token of a prompt. `text` is empty without detokenizing.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    text: str
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at its place, best first
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model calls; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole output. `stop` is the string or token id that a `finish_reason` of stop stopped on.
+
+    Of a conversation, `text` is the answer alone; reasoning and tool calls have been taken out of it.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str
+    stop: str | int | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """Everything about one prompt. `prompt` is None where it was given as ids or as a conversation."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The text of the first output."""
+        return self.outputs[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingResult:
+    """What a pooling model made of one prompt: numbers, or a list of them for each token."""
+
+    index: int
+    values: list[float] | list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationResult:
+    """How likely each class is for one prompt. `labels` is empty where the model names none."""
+
+    index: int
+    values: list[float] | list[list[float]]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """How well one pair of texts fits together."""
+
+    index: int
+    score: float
+
+
+def to_result(response: inference_pb2.GenerateUnaryResponse, prompt: str | None) -> RequestResult:
+    """The result of a prompt."""
+    outputs = tuple(_completion(output, output.text) for output in sorted(response.outputs, key=_index_of))
+    return _result(response.started, outputs, response.usage, prompt)
+
+
+def to_chat_result(response: chat_pb2.ChatUnaryResponse) -> RequestResult:
+    """The result of a conversation."""
+    outputs = tuple(
+        _completion(
+            output,
+            "".join(part.text for part in output.message.parts),
+            reasoning=output.message.reasoning,
+            tool_calls=output.message.tool_calls,
+        )
+        for output in sorted(response.outputs, key=_index_of)
+    )
+    return _result(response.started, outputs, response.usage, None)
+
+
+def _result(
+    started: generate_pb2.Started,
+    outputs: tuple[Completion, ...],
+    usage: output_pb2.Usage,
+    prompt: str | None,
+) -> RequestResult:
+    return RequestResult(
+        request_id=started.request_id,
+        prompt=prompt,
+        prompt_token_ids=tuple(started.prompt_token_ids),
+        outputs=outputs,
+        num_cached_tokens=started.num_cached_tokens,
+        prompt_logprobs=_logprobs(started.prompt_logprobs) if started.HasField("prompt_logprobs") else None,
+        usage=Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens),
+    )
+
+
+def _index_of(output: inference_pb2.Output | chat_pb2.ChatOutput) -> int:
+    return output.output_index
+
+
+def _completion(
+    output: inference_pb2.Output | chat_pb2.ChatOutput,
+    text: str,
+    *,
+    reasoning: str = "",
+    tool_calls: Iterable[chat_message_pb2.ToolCall] = (),
+) -> Completion:
+    return Completion(
+        index=output.output_index,
+        text=text,
+        token_ids=tuple(output.token_ids),
+        cumulative_logprob=output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+        logprobs=_logprobs(output.logprobs) if output.HasField("logprobs") else None,
+        finish_reason=output_pb2.FinishReason.Name(output.reason).removeprefix("FINISH_REASON_").lower(),
+        stop=_stop(output.stop_match),
+        reasoning=reasoning,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in tool_calls),
+    )
+
+
+def _stop(match: output_pb2.StopMatch) -> str | int | None:
+    kind = match.WhichOneof("match")
+    if kind is None:
+        return None
+    return match.string if kind == "string" else match.token_id if kind == "token_id" else match.eos
+
+
+def _logprobs(columns: output_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
+    num_places = len(columns.token_ids)
+    texts: Sequence[str] = columns.texts or [""] * num_places
+    ranks: Sequence[int] = columns.ranks or [0] * num_places
+    tops: Sequence[output_pb2.TopLogprobs] = columns.top or [output_pb2.TopLogprobs()] * num_places
+    places = zip(columns.token_ids, columns.logprobs, ranks, texts, tops, strict=True)
+    return tuple(
+        TokenLogprob(token_id, _number(logprob), rank or None, text, _top(top))
+        for token_id, logprob, rank, text, top in places
+    )
+
+
+def _top(top: output_pb2.TopLogprobs) -> tuple[TokenLogprob, ...]:
+    texts: Sequence[str] = top.texts or [""] * len(top.token_ids)
+    return tuple(
+        TokenLogprob(token_id, _number(logprob), None, text)
+        for token_id, logprob, text in zip(top.token_ids, top.logprobs, texts, strict=True)
+    )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

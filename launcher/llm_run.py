@@ -1,0 +1,80 @@
+"""Many calls at once, a bounded number in flight, answers in order of submission. Knows no message."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from service_kit.errors import ResourceExhausted, ServiceError, from_rpc_error
+
+_T = TypeVar("_T")
+
+_MAX_REFUSALS = 100
+_MIN_RETRY_S = 0.05
+
+
+async def run_all(
+    calls: Sequence[Callable[[], Awaitable[_T]]],
+    *,
+    window: int,
+    field: str,
+    on_answer: Callable[[_T], None],
+) -> list[_T]:
+    """Make all calls, `window` at once, begun in their order; the answers in that order too.
+
+    The first error cancels the others and is raised, with `field` and the index of its call put before its
+    message. `on_answer` gets each answer as it comes.
+    """
+    answers: dict[int, _T] = {}
+    turns = itertools.count()
+
+    async def work() -> None:
+        # Each takes the next one where it stands, so that a hundred thousand calls are not as many tasks.
+        for index in turns:
+            if index >= len(calls):
+                return
+            try:
+                answers[index] = await _patiently(calls[index])
+            except ServiceError as error:
+                raise _at(f"{field}[{index}]", error) from error.__cause__
+            on_answer(answers[index])
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(window, len(calls)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [answers[index] for index in range(len(calls))]
+
+
+async def _patiently(call: Callable[[], Awaitable[_T]]) -> _T:
+    """One call, made again where a server that others use too is full just now and says when to come back."""
+    for _ in range(_MAX_REFUSALS):
+        try:
+            return await translated(call())
+        except ResourceExhausted as error:
+            if error.retry_after_ms is None:
+                raise
+            await asyncio.sleep(max(_MIN_RETRY_S, error.retry_after_ms / 1000) * random.uniform(0.5, 1.0))
+    return await translated(call())
+
+
+async def translated(answer: Awaitable[_T]) -> _T:
+    """The answer of an RPC; its failure as a ServiceError."""
+    try:
+        return await answer
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _at(place: str, error: ServiceError) -> ServiceError:
+    error.message = f"{place}: {error.message}"
+    error.args = (error.message,)
+    return error
