@@ -13,8 +13,9 @@ from engine_svc.columns import pack
 from engine_svc.convert_logprobs import add_logprobs
 from engine_svc.convert_sampling import to_sampling
 from engine_svc.facts import EngineFacts
-from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEvent, KVEventBatch, RemovedBlocks, StepOutput
+from engine_svc.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.request import FinishReason, Request
+from engine_svc.step_output import FinishedRow, StepOutput
 from engine_svc.wire_checks import check, refuse_unserved, to_token_ids
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
 from triptych.common.v1 import error_pb2, output_pb2
@@ -114,6 +115,8 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
         step.num_tokens = bytes(output.num_tokens)
     else:
         step.num_tokens_wide = pack(array("I", output.num_tokens))
+    for row, counts in output.parts:
+        step.parts.add(row=row, num_tokens=counts)
     for row, num_cached_tokens in output.first:
         step.first.add(row=row, num_cached_tokens=num_cached_tokens)
     last_tokens = dict(_last_tokens(output)) if output.finished else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 from engine_svc.columns import pack
-from engine_svc.mailbox import StepOutput
 from engine_svc.step import PromptPlaces, TokenLogprobs
+from engine_svc.step_output import StepOutput
 from engine_svc.told import Told
 from triptych.engine.v1 import step_pb2
 

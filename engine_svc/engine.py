@@ -9,21 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from engine_svc.mailbox import (
-    Abort,
-    Add,
-    Board,
-    Fail,
-    Figures,
-    FinishedRow,
-    Inbox,
-    Outbox,
-    StepOutput,
-    Stop,
-)
+from engine_svc.mailbox import Abort, Add, Board, Fail, Figures, Inbox, Outbox, Stop
 from engine_svc.request import Request, RequestOutput
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
+from engine_svc.step_output import FinishedRow, StepOutput
 from engine_svc.told import Teller, Told
 
 logger = logging.getLogger(__name__)

@@ -50,8 +50,15 @@ def read_step(step: step_pb2.Step) -> StepColumns:
             prompts.setdefault(extra.row, []).append(_prompt(extra.prompt_logprobs))
         elif extra.HasField("pooling_output"):
             pooled[extra.row] = extra.pooling_output
+    parts = {}
+    for part in step.parts:
+        if part.row >= num_rows or sum(part.num_tokens) != counts[part.row]:
+            raise MalformedStep(
+                f"parts of row {part.row} have {sum(part.num_tokens)} tokens of {num_rows} rows"
+            )
+        parts[part.row] = part.num_tokens
     logprobs = _sampled_logprobs(step, len(token_ids))
-    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, prompts, pooled)
+    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, prompts, pooled, parts)
 
 
 def _sampled_logprobs(step: step_pb2.Step, num_places: int) -> LogprobColumns | None:

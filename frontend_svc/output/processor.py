@@ -53,6 +53,7 @@ class StepColumns:
     """One step's outputs as parallel columns; mappings are by row, where there is something.
 
     `logprobs` has a place for each of `token_ids`, `prompts` the places of prompts by their first position.
+    `parts` are the tokens of each step, of rows that were merged from several.
     """
 
     handles: Sequence[int]
@@ -63,6 +64,7 @@ class StepColumns:
     logprobs: LogprobColumns | None = None
     prompts: Mapping[int, list[tuple[int, LogprobColumns]]] = field(default_factory=dict)
     pooled: Mapping[int, tensor_pb2.Tensor] = field(default_factory=dict)
+    parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -116,7 +118,13 @@ class OutputProcessor:
             columns = None if logprobs is None else logprobs.part(start, end)
             if not count and engine_ending is None:
                 continue
-            if state.advance(token_ids[start:end], engine_ending, columns) is None:
+            if row in step.parts:
+                ending = _advance_by_parts(
+                    state, token_ids[start:end], step.parts[row], engine_ending, columns
+                )
+            else:
+                ending = state.advance(token_ids[start:end], engine_ending, columns)
+            if ending is None:
                 continue
             self._remove(handle)
             if engine_ending is None:
@@ -173,3 +181,23 @@ class OutputProcessor:
     def _remove(self, handle: int) -> None:
         del self._states[handle]
         self._on_end(handle)
+
+
+def _advance_by_parts(
+    state: Receiver,
+    token_ids: list[int],
+    counts: Sequence[int],
+    engine_ending: Ending | None,
+    columns: LogprobColumns | None,
+) -> Ending | None:
+    """Take each step's tokens by themselves: what a stop string leaves must not depend on merging."""
+    end = 0
+    for index, count in enumerate(counts):
+        start, end = end, end + count
+        part = None if columns is None else columns.part(start, end)
+        ending = state.advance(
+            token_ids[start:end], engine_ending if index == len(counts) - 1 else None, part
+        )
+        if ending is not None:
+            return ending
+    return None

@@ -9,9 +9,10 @@ import pytest
 
 from engine_svc import convert
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.mailbox import AllBlocksRemoved, FinishedRow, KVEventBatch, RemovedBlocks, StepOutput
+from engine_svc.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
 from engine_svc.request import FinishReason
 from engine_svc.sampling_params import RepetitionLimits
+from engine_svc.step_output import FinishedRow, StepOutput
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.service_rig import column, make_entry, make_facts

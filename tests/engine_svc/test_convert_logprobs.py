@@ -6,8 +6,8 @@ import math
 from array import array
 
 from engine_svc import convert
-from engine_svc.mailbox import StepOutput
 from engine_svc.step import PromptPlaces, TokenLogprobs
+from engine_svc.step_output import StepOutput
 from engine_svc.told import Told
 from triptych.engine.v1 import step_pb2
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.engine import Engine, NoLockstep
-from engine_svc.mailbox import Abort, Add, Board, Inbox, Outbox, StepOutput, Stop
+from engine_svc.mailbox import Abort, Add, Board, Inbox, Outbox, Stop
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import PromptPlaces, StepPlan, TokenLogprobs
+from engine_svc.step_output import StepOutput
 from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
 

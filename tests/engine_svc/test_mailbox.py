@@ -5,20 +5,10 @@ from __future__ import annotations
 import threading
 
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.mailbox import (
-    Abort,
-    Add,
-    AllBlocksRemoved,
-    FinishedRow,
-    Inbox,
-    KVEventLog,
-    Outbox,
-    RemovedBlocks,
-    StepOutput,
-    part_of,
-)
+from engine_svc.mailbox import Abort, Add, AllBlocksRemoved, Inbox, KVEventLog, Outbox, RemovedBlocks, part_of
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
+from engine_svc.step_output import FinishedRow, StepOutput
 
 
 def make_add(request_id: str = "a") -> Add:
@@ -93,6 +83,7 @@ def test_unread_steps_are_merged_row_by_row():
     assert merged.step_number == 3
     assert rows_of(merged) == {4: [10, 11], 9: [20, 21, 22], 5: [30]}
     assert merged.first == [(0, 16), (1, 0), (2, 3)]
+    assert merged.parts == [(0, [1, 1]), (1, [1, 2])]
     assert merged.finished == [FinishedRow(0, FinishReason.ABORT), FinishedRow(1, FinishReason.STOP, 22)]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine_svc.mailbox import Outbox, StepOutput
+from engine_svc.mailbox import Outbox
 from engine_svc.step import PromptPlaces, StepPlan, StepResult, TokenLogprobs
+from engine_svc.step_output import StepOutput
 from engine_svc.told import Teller, Told
 
 

@@ -15,11 +15,12 @@ from engine_svc.build import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.engine import Engine, NoLockstep
-from engine_svc.mailbox import Add, Board, Inbox, StepOutput, Stop
+from engine_svc.mailbox import Add, Board, Inbox, Stop
 from engine_svc.request import Request
 from engine_svc.runner.executor import InlineExecutor
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.step_output import StepOutput
 from service_kit.clock import FakeClock
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.runner.conftest import BLOCK_SIZE

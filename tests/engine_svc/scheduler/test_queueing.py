@@ -71,6 +71,23 @@ def test_a_result_for_an_aborted_request_is_ignored():
     assert [output.request_id for output in stage.update(plan)] == ["b"]
 
 
+def test_90_an_abort_that_races_the_final_token_ends_as_abort_and_leaves_nothing():
+    for max_tokens, steps_before in ((1, 0), (3, 2)):
+        stage = Stage()
+        last = request("a", 8, max_tokens=max_tokens)
+        stage.add(last)
+        for _ in range(steps_before):
+            stage.step()
+        plan = stage.schedule()
+        [output] = stage.scheduler.abort(["a"], now=9.0)
+        assert (output.finish_reason, output.new_token_ids) == (FinishReason.ABORT, [])
+        assert stage.update(plan) == []
+        assert (last.status, last.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
+        assert last.num_output_tokens == steps_before
+        assert stage.scheduler.abort(["a"], now=9.0) == []
+        assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+
+
 def test_a_request_that_never_ran_is_never_released():
     stage = Stage(max_num_seqs=1)
     stage.add(request("a", 8), request("b", 8))

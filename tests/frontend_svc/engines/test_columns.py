@@ -56,6 +56,13 @@ def test_wide_counts_and_no_counts():
         step_pb2.Step(handles=u32(1), finished=[step_pb2.StepFinished(row=1, reason=1)]),
         step_pb2.Step(handles=u32(1), first=[step_pb2.StepFirst(row=5)]),
         step_pb2.Step(handles=u32(1), finished=[step_pb2.StepFinished(row=0)]),
+        step_pb2.Step(
+            handles=u32(1),
+            num_tokens=bytes([2]),
+            token_ids=u32(1, 2),
+            parts=[step_pb2.StepParts(row=0, num_tokens=[1, 2])],
+        ),
+        step_pb2.Step(handles=u32(1), parts=[step_pb2.StepParts(row=1)]),
     ],
 )
 def test_columns_that_do_not_fit_are_malformed(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 import pytest
@@ -27,9 +28,23 @@ class Fixture:
         self.ended: list[int] = []
         self.processor = OutputProcessor(on_end=self.ended.append)
 
-    def add(self, handle: int, *stops: str, prompt: list[int] | None = None) -> RequestState:
+    def add_two(self, kind: OutputKind) -> Collector:
+        """Outputs 0 and 1 of one prompt, by these handles."""
+        collector = Collector(kind, 2, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None)
+        for index in range(2):
+            self.add(index, collector=collector)
+        return collector
+
+    def add(
+        self,
+        handle: int,
+        *stops: str,
+        prompt: list[int] | None = None,
+        collector: Collector | None = None,
+    ) -> RequestState:
         state = RequestState(
-            Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None),
+            collector
+            or Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None),
             Detokenizer(TOKENIZER, [], special_ids=frozenset(), skip_special_tokens=True),
             StopBuffer(stops, include=False) if stops else None,
             include_stop=False,
@@ -37,6 +52,7 @@ class Fixture:
             logprobs=LogprobReader(None),
             prompt_logprobs=LogprobReader(None),
             prompt_token_ids=prompt,
+            index=0 if collector is None else handle,
         )
         self.processor.register(handle, state)
         return state
@@ -103,6 +119,43 @@ async def test_no_state_is_left_after_many_requests():
     assert (len(fixture.processor), len(fixture.ended)) == (0, 10_000)
 
 
+async def test_86_of_two_outputs_each_ends_once_and_repeats_are_nothing():
+    fixture = Fixture()
+    both = fixture.add_two(OutputKind.DELTA)
+    fixture.processor.process(step({0: [A], 1: [B]}, endings={1: LENGTH}))
+    output = await both.get()
+    assert [(piece.index, piece.text, piece.ending) for piece in output.pieces] == [
+        (0, "a", None),
+        (1, "b", LENGTH),
+    ]
+    assert not output.is_last
+    # The engine's later words of the one that has ended yield nothing, and the other goes on.
+    for _ in range(2):
+        assert fixture.processor.process(step({1: [C]}, endings={0: LENGTH})) == []
+    repeated = asyncio.ensure_future(both.get())
+    await asyncio.sleep(0)
+    assert not repeated.done()
+    fixture.processor.process(step({0: [C]}, endings={0: LENGTH}))
+    last = await repeated
+    assert [(piece.index, piece.text, piece.ending) for piece in last.pieces] == [(0, "c", LENGTH)]
+    assert last.is_last
+    assert fixture.ended == [1, 0]
+
+
+async def test_86_final_only_is_nothing_until_both_have_ended_and_then_both_in_order():
+    fixture = Fixture()
+    both = fixture.add_two(OutputKind.FINAL_ONLY)
+    reader = asyncio.ensure_future(both.get())
+    for rows, endings in (({0: [A], 1: [B]}, {}), ({1: [C]}, {0: LENGTH}), ({0: [B]}, {})):
+        fixture.processor.process(step(rows, endings))
+        await asyncio.sleep(0)
+        assert not reader.done()
+    fixture.processor.process(step({0: [C]}, endings={0: LENGTH}))
+    output = await reader
+    assert [(piece.index, piece.text) for piece in output.pieces] == [(0, "abc"), (1, "bc")]
+    assert output.is_last
+
+
 def test_89_prompts_are_counted_once_with_their_first_token():
     fixture = Fixture()
     fixture.add(1, prompt=[A] * 10)
@@ -149,3 +202,29 @@ async def test_what_is_told_of_a_prompt_in_parts_comes_with_the_first_token():
     told = (await state.collector.get()).prompt_logprobs
     assert told is not None
     assert (told.token_ids, told.ranks, told.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])
+
+
+async def test_steps_that_were_merged_yield_what_they_yield_one_by_one():
+    told = []
+    for merged in (False, True):
+        fixture = Fixture()
+        state = fixture.add(7, "b")
+        if merged:
+            columns = StepColumns([7], [4], [A, B, C, A], {}, {}, parts={0: [1, 2, 1]})
+            assert fixture.processor.process(columns) == [7]
+        else:
+            aborted = [fixture.processor.process(step({7: ids})) for ids in ([A], [B, C], [A])]
+            assert aborted == [[], [7], []]
+        output = await state.collector.get()
+        told.append((output.pieces[0].text, output.pieces[0].token_ids, output.pieces[0].logprobs))
+    assert told[0] == told[1]
+    assert told[0][:2] == ("a", [A, B, C])
+
+
+async def test_the_end_of_merged_steps_belongs_to_the_last_of_them():
+    fixture = Fixture()
+    state = fixture.add(7)
+    columns = StepColumns([7], [2], [A, B], {0: LENGTH}, {}, parts={0: [1, 1]})
+    assert fixture.processor.process(columns) == []
+    (piece,) = (await state.collector.get()).pieces
+    assert (piece.text, piece.token_ids, piece.ending) == ("ab", [A, B], LENGTH)
