@@ -82,7 +82,7 @@ class Sampler:
         self._mode = logprobs_mode
         self._parameters = DrawParameters(max_num_seqs, device)
         self._rules = TokenRules(vocab_size, device)
-        self._penalties = Penalties(max_num_seqs, vocab_size, device)
+        self._penalties = Penalties(max_num_seqs, device, ops.penalise)
         self._thinking = ThinkingBudgets(vocab_size, device)
         self._wishes = LogprobWishes(vocab_size, device)
 

@@ -65,6 +65,20 @@ class PackExperts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Penalised:
+    """P of a step's rows and what they asked for. All on the device of the logits, contiguous.
+
+    places: [P] int64, rows of the logits.  rows: [P] int64, rows of the token ids.
+    num_prompt_tokens: [P] int64.  amounts: [3, P] fp32: presence, frequency, repetition.
+    """
+
+    places: Tensor
+    rows: Tensor
+    num_prompt_tokens: Tensor
+    amounts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """One function an op; reference/ says what each computes. `name` is what logs and fingerprints say."""
 
@@ -82,8 +96,9 @@ class Ops:
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     sample: Callable[..., Tensor]
     apply_token_mask: Callable[[Tensor, Tensor], None]
+    penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]
     lora_shrink: Callable[..., Tensor]
     lora_expand: Callable[..., None]
 
 
-__all__ = ["AttentionBatch", "Experts", "Linear", "Ops", "PackExperts", "PackLinear"]
+__all__ = ["AttentionBatch", "Experts", "Linear", "Ops", "PackExperts", "PackLinear", "Penalised"]

@@ -29,6 +29,7 @@ def native_ops() -> Ops | None:
     )
     from triptych_kernels.cpu.experts import pack_experts
     from triptych_kernels.cpu.linear import pack_linear
+    from triptych_kernels.cpu.penalties import penalise
 
     return dataclasses.replace(
         REFERENCE,
@@ -44,6 +45,7 @@ def native_ops() -> Ops | None:
         rotary_kv_write=rotary_kv_write,
         silu_and_mul=silu_and_mul,
         greedy=greedy,
+        penalise=penalise,
     )
 
 

@@ -15,6 +15,7 @@ extern PyMethodDef linear_methods[];
 extern PyMethodDef experts_methods[];
 extern PyMethodDef attention_methods[];
 extern PyMethodDef elementwise_methods[];
+extern PyMethodDef penalties_methods[];
 
 namespace triptych {
 namespace {
@@ -117,7 +118,8 @@ PyMODINIT_FUNC PyInit__native() {
     if (module == nullptr) {
         return nullptr;
     }
-    for (PyMethodDef* methods : {linear_methods, experts_methods, attention_methods, elementwise_methods}) {
+    for (PyMethodDef* methods : {linear_methods, experts_methods, attention_methods, elementwise_methods,
+                                 penalties_methods}) {
         if (PyModule_AddFunctions(module, methods) < 0) {
             Py_DECREF(module);
             return nullptr;

@@ -11,6 +11,7 @@ from triptych_kernels.reference.lora import lora_expand, lora_shrink
 from triptych_kernels.reference.moe import pack_experts
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
 from triptych_kernels.reference.paged_attention import paged_attention
+from triptych_kernels.reference.penalties import penalise
 from triptych_kernels.reference.rotary import rotary_kv_write
 from triptych_kernels.reference.sampling import greedy, sample, uniform_noise
 from triptych_kernels.reference.token_mask import apply_token_mask
@@ -30,6 +31,7 @@ REFERENCE = Ops(
     greedy=greedy,
     sample=sample,
     apply_token_mask=apply_token_mask,
+    penalise=penalise,
     lora_shrink=lora_shrink,
     lora_expand=lora_expand,
 )

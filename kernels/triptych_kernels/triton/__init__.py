@@ -14,6 +14,7 @@ from triptych_kernels.triton.kv_write import kv_write
 from triptych_kernels.triton.linear import pack_linear
 from triptych_kernels.triton.lora import lora_expand, lora_shrink
 from triptych_kernels.triton.paged_attention import paged_attention
+from triptych_kernels.triton.penalties import penalise
 from triptych_kernels.triton.rms_norm import add_rms_norm, rms_norm
 from triptych_kernels.triton.rotary import rotary_kv_write
 from triptych_kernels.triton.sampling import greedy, sample
@@ -46,6 +47,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         greedy=greedy,
         sample=sample,
         apply_token_mask=apply_token_mask,
+        penalise=penalise,
         lora_shrink=lora_shrink,
         lora_expand=lora_expand,
     )

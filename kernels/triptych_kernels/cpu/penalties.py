@@ -1,0 +1,56 @@
+"""Penalties of seen tokens by the native kernel.
+
+Knows tensors and addresses; the arithmetic is in penalties.cpp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu import _native
+from triptych_kernels.ops import Penalised
+from triptych_kernels.reference import REFERENCE
+
+
+def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
+    """See the reference. Ids outside of the vocabulary are passed over."""
+    (num_rows, vocab_size), (logits_stride, stride) = logits.shape, logits.stride()
+    (num_token_rows, max_length), (token_stride, token_last) = token_ids.shape, token_ids.stride()
+    if (
+        logits.dtype is not torch.float32
+        or stride != 1
+        or token_ids.dtype is not torch.int32
+        or token_last != 1
+    ):
+        return REFERENCE.penalise(logits, token_ids, penalised, lengths)
+    if not lengths.numel():
+        return None
+    _check(penalised, lengths)
+    _native.penalise(
+        logits.data_ptr(),
+        token_ids.data_ptr(),
+        penalised.places.data_ptr(),
+        penalised.rows.data_ptr(),
+        lengths.data_ptr(),
+        penalised.num_prompt_tokens.data_ptr(),
+        penalised.amounts.data_ptr(),
+        lengths.numel(),
+        logits_stride,
+        token_stride,
+        vocab_size,
+        num_rows,
+        num_token_rows,
+        max_length,
+    )
+    return None
+
+
+def _check(penalised: Penalised, lengths: Tensor) -> None:
+    columns = (penalised.places, penalised.rows, penalised.num_prompt_tokens, lengths)
+    num_rows = lengths.numel()
+    if any(
+        column.dtype is not torch.int64 or column.shape != (num_rows,) or not column.is_contiguous()
+        for column in columns
+    ) or (penalised.amounts.shape != (3, num_rows) or not penalised.amounts.is_contiguous()):
+        raise ValueError(f"columns of {num_rows} rows are not int64 and fp32, contiguous and as long")

@@ -1,0 +1,35 @@
+"""Penalties of tokens that a row has seen, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.ops import Penalised
+
+
+def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
+    """Change, in place, the logits of tokens that rows have seen; all others stay as they are.
+
+    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
+    0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
+    and presence once if it stands there at all.
+    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the vocabulary.
+    lengths: [P] int64.
+    """
+    columns = zip(
+        penalised.places.tolist(),
+        penalised.rows.tolist(),
+        penalised.num_prompt_tokens.tolist(),
+        lengths.tolist(),
+        penalised.amounts.T,
+        strict=True,
+    )
+    for place, row, num_prompt_tokens, length, (presence, frequency, repetition) in columns:
+        seen = token_ids[row, :length].long()
+        counts = torch.bincount(seen[num_prompt_tokens:], minlength=logits.shape[1])
+        ids = seen.unique()
+        values, counts = logits[place, ids], counts[ids]
+        values = torch.where(values > 0.0, values / repetition, values * repetition)
+        values = values - frequency * counts
+        logits[place, ids] = values - presence * (counts > 0)

@@ -1,0 +1,100 @@
+"""Penalties of tokens that a row has seen, as a Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triptych_kernels.ops import Penalised
+
+_TOKENS_PER_TILE = 1024
+# Counts are made for so many rows at a time that they take 64 MiB at most.
+_MAX_COUNTS = 1 << 24
+
+
+@triton.jit
+def _penalise_kernel(
+    logits_ptr,
+    token_ids_ptr,
+    places_ptr,
+    rows_ptr,
+    num_prompt_tokens_ptr,
+    lengths_ptr,
+    amounts_ptr,
+    counts_ptr,
+    logits_stride,
+    token_stride,
+    num_rows,
+    first,
+    vocab_size,
+    BLOCK_L: tl.constexpr,
+):
+    """One row. counts_ptr: [rows of this launch, vocab_size] int32, zero before and afterwards."""
+    counts = counts_ptr + tl.program_id(0).to(tl.int64) * vocab_size
+    index = first + tl.program_id(0)
+    length, prompt = tl.load(lengths_ptr + index), tl.load(num_prompt_tokens_ptr + index)
+    presence, frequency = tl.load(amounts_ptr + index), tl.load(amounts_ptr + num_rows + index)
+    repetition = tl.load(amounts_ptr + 2 * num_rows + index)
+    logits = logits_ptr + tl.load(places_ptr + index) * logits_stride
+    seen = token_ids_ptr + tl.load(rows_ptr + index) * token_stride
+    for start in range(0, length, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        is_output = (place < length) & (place >= prompt)
+        token = tl.load(seen + place, mask=is_output, other=0)
+        tl.atomic_add(counts + token, 1, mask=is_output)
+    tl.debug_barrier()
+    for start in range(0, length, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        token = tl.load(seen + place, mask=place < length, other=0)
+        # Whoever comes to a token first changes its logit, and the others find a count below 0.
+        count = tl.atomic_xchg(counts + token, -1, mask=place < length)
+        is_first = (place < length) & (count >= 0)
+        value = tl.load(logits + token, mask=is_first, other=0.0)
+        value = tl.where(value > 0.0, tl.math.div_rn(value, repetition), value * repetition)
+        value = value - frequency * count.to(tl.float32)
+        value = value - tl.where(count > 0, presence, 0.0)
+        tl.store(logits + token, value, mask=is_first)
+    tl.debug_barrier()
+    for start in range(0, length, BLOCK_L):
+        place = start + tl.arange(0, BLOCK_L)
+        token = tl.load(seen + place, mask=place < length, other=0)
+        tl.store(counts + token, 0, mask=place < length)
+
+
+def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
+    """Change, in place, the logits of tokens that rows have seen; all others stay as they are.
+
+    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
+    0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
+    and presence once if it stands there at all.
+    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the vocabulary.
+    lengths: [P] int64.
+    """
+    num_rows, vocab_size = lengths.shape[0], logits.shape[1]
+    if logits.stride(1) != 1 or token_ids.stride(1) != 1:
+        raise ValueError(
+            f"columns must be contiguous; their strides are {logits.stride(1)}, {token_ids.stride(1)}"
+        )
+    if num_rows == 0:
+        return
+    at_once = min(num_rows, max(1, _MAX_COUNTS // vocab_size))
+    counts = torch.zeros(at_once, vocab_size, dtype=torch.int32, device=logits.device)
+    for first in range(0, num_rows, at_once):
+        _penalise_kernel[(min(at_once, num_rows - first),)](
+            logits,
+            token_ids,
+            penalised.places,
+            penalised.rows,
+            penalised.num_prompt_tokens,
+            lengths,
+            penalised.amounts,
+            counts,
+            logits.stride(0),
+            token_ids.stride(0),
+            num_rows,
+            first,
+            vocab_size,
+            BLOCK_L=_TOKENS_PER_TILE,
+        )
