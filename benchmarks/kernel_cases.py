@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels import AttentionBatch, Ops, uniform_noise
+from triptych_kernels import AttentionBatch, Ops, Penalised, uniform_noise
 
 _BLOCK_SIZE = 16
 _LORA_RANK = 16
@@ -66,6 +66,7 @@ class CaseMaker:
             yield self._experts(num_rows)
             yield from self._elementwise(num_rows)
             yield self._decode(num_rows)
+            yield from self._head(num_rows)
             yield from self._sampling(num_rows)
             yield from self._lora(num_rows)
         yield from self._linears(shape.prompt)
@@ -255,6 +256,31 @@ class CaseMaker:
             lambda ops: _bound(ops.apply_token_mask, logits, mask),
             None,
             mask.nbytes,
+        )
+        length = self._shape.context
+        token_ids = torch.arange(num_rows * length, device=device).view(num_rows, -1).int() % vocab_size
+        rows, lengths = torch.arange(num_rows, device=device), torch.full((num_rows,), length, device=device)
+        amounts = torch.full((3, num_rows), 1.1, device=device)
+        penalised = Penalised(rows, rows, lengths // 2, amounts)
+        yield KernelCase(
+            "penalise",
+            f"{label}, {length} seen",
+            lambda ops: _bound(ops.penalise, logits, token_ids, penalised, lengths),
+            None,
+            token_ids.nbytes + 2 * num_rows * length * logits.itemsize,
+        )
+
+    def _head(self, num_rows: int) -> Iterator[KernelCase]:
+        hidden, vocab_size = self._shape.hidden_size, self._shape.vocab_size
+        weight, x = self._noise(vocab_size, hidden), self._noise(num_rows, hidden)
+        kept = torch.arange(0, device=self._device)
+        yield KernelCase(
+            "greedy_linear",
+            f"{num_rows} x {hidden} x {vocab_size}",
+            lambda ops: _bound(ops.greedy_linear, ops.pack_linear(weight, out_dtype=torch.float32), x, kept),
+            lambda: F.linear(x, weight).argmax(-1),
+            weight.nbytes + x.nbytes,
+            2 * num_rows * hidden * vocab_size,
         )
 
     def _lora(self, num_rows: int) -> Iterator[KernelCase]:

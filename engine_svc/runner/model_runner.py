@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
-from engine_svc.model.decoder import Model
+from engine_svc.model.decoder import GreedyModel, Largest, Model
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
-from engine_svc.runner.input_batch import InputBatch, StepInputs
+from engine_svc.runner.input_batch import InputBatch, Ints, StepInputs
 from engine_svc.runner.kv_tensors import KVTensors
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.prompt_rows import (
@@ -25,7 +25,8 @@ from engine_svc.runner.prompt_rows import (
     with_prompt_logits,
 )
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.runner.sampler import Sampler
+from engine_svc.runner.sampler import Sampled, Sampler
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.step import StepPlan
 from triptych_kernels import AttentionBatch, Ops
@@ -108,22 +109,31 @@ class ModelRunner:
         num_sampling = len(inputs.sampling_rows)
         if prompts:
             inputs = with_prompt_logits(inputs, prompts, self._kv.device)
+        readers = self._sampler.readers(inputs.sampling_rows)
         with self._profiler.range("forward"):
-            logits = self._forward(model, inputs)
+            found = self._forward(model, inputs, readers if not prompts else None)
         for hook in self._hooks:
             hook.after_forward(plan, self._batch)
         told: list[PromptPart] = []
-        if prompts and logits.shape[0]:
-            told = tell_prompts(prompts, logits[num_sampling:], self._batch.token_ids, self._sampler)
-            logits = logits[:num_sampling]
-        if not num_sampling or not logits.shape[0]:
-            return RunningStep(plan, None, self._kv.device, told)
+        if prompts and isinstance(found, Tensor) and found.shape[0]:
+            told = tell_prompts(prompts, found[num_sampling:], self._batch.token_ids, self._sampler)
+            found = found[:num_sampling]
         with self._profiler.range("sample"):
-            sampled = self._sampler.choose(
-                logits, inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
-            )
-            self._batch.append(inputs.sampling_rows, inputs.sampling_positions, sampled.token_ids)
+            sampled = self._choose(inputs, found, readers)
         return RunningStep(plan, sampled, self._kv.device, told)
+
+    def _choose(self, inputs: StepInputs, found: Tensor | Largest, readers: Ints) -> Sampled | None:
+        """Choose tokens and write them where the next step reads them. None where nobody samples here."""
+        rows, positions, token_ids = inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
+        num_found = len(found.tokens) if isinstance(found, Largest) else len(found)
+        if not len(rows) or not num_found:
+            return None
+        if isinstance(found, Largest):
+            sampled = self._sampler.choose_most(found, readers, rows, positions, token_ids)
+        else:
+            sampled = self._sampler.choose(found, rows, positions, token_ids)
+        self._batch.append(rows, positions, sampled.token_ids)
+        return sampled
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
@@ -167,9 +177,15 @@ class ModelRunner:
         if self._needs_clean_blocks:
             self._kv.clear(fresh)
 
-    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
+    def _forward(self, model: Model, inputs: StepInputs, readers: Ints | None) -> Tensor | Largest:
+        """Logits [N, V], or only those of `readers` where not all are read. None: they are read."""
         graphs = self._resident.graphs
         if graphs is not None and inputs.is_decode and graphs.has_room(len(inputs.rows)):
             return graphs.forward(inputs)
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        is_part_read = readers is not None and len(readers) < len(inputs.sampling_rows)
+        # Recorded steps have all logits, and the others of their engine are few.
+        if graphs is None and readers is not None and is_part_read and isinstance(model, GreedyModel):
+            kept = to_device(readers, self._kv.device)
+            return model.forward_greedy(inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept)
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.model.decoder import Largest
 from engine_svc.runner.hook import LogitsProcessor
 from engine_svc.runner.sampling.logprobs import LogprobWishes, PromptLogprobs, SampledLogprobs
 from engine_svc.runner.sampling.parameters import DrawParameters
@@ -85,6 +86,8 @@ class Sampler:
         self._penalties = Penalties(max_num_seqs, device, ops.penalise)
         self._thinking = ThinkingBudgets(vocab_size, device)
         self._wishes = LogprobWishes(vocab_size, device)
+        # Of which rows more than the largest logit is read, or that one changed.
+        self._reads = np.zeros(max_num_seqs, dtype=bool)
 
     def enter(self, row: int, admitted: AdmittedRequest) -> None:
         """From now on `row` is that request's, with the tokens it has already."""
@@ -94,6 +97,13 @@ class Sampler:
         self._penalties.enter(row, sampling, num_prompt_tokens)
         self._thinking.enter(row, sampling.thinking)
         self._wishes.enter(row, sampling, num_prompt_tokens)
+        self._reads[row] = (
+            bool(self._processors)
+            or sampling.temperature > 0.0
+            or sampling.has_penalties
+            or sampling.wants_logprobs
+            or TokenRules.has_any(sampling)
+        )
 
     def leave(self, row: int) -> None:
         """The request of `row` is gone."""
@@ -101,6 +111,25 @@ class Sampler:
         self._penalties.leave(row)
         self._thinking.leave(row)
         self._wishes.leave(row)
+
+    def readers(self, rows: _Ints) -> _Ints:
+        """The entries of `rows` whose logits are needed; of the others only the largest is."""
+        return self._reads[rows].nonzero()[0]
+
+    def choose_most(
+        self, largest: Largest, readers: _Ints, rows: _Ints, positions: _Ints, token_ids: Tensor
+    ) -> Sampled:
+        """As `choose`, where the largest of each of N rows is known and `readers` have their logits."""
+        tokens, is_finite = largest.tokens, largest.highest.isfinite()
+        if not len(readers):
+            return Sampled(tokens, is_finite, None)
+        some = self.choose(largest.kept, rows[readers], positions[readers], token_ids)
+        places = to_device(readers, self._device)
+        return Sampled(
+            tokens.index_copy(0, places, some.token_ids),
+            is_finite.index_copy(0, places, some.is_finite),
+            None if some.logprobs is None else some.logprobs.moved(readers),
+        )
 
     def choose(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> Sampled:
         """One token for each of `rows`, to stand at `positions`, i.e. behind as many known tokens.

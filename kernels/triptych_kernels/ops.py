@@ -94,6 +94,7 @@ class Ops:
     rotary_kv_write: Callable[..., None]
     silu_and_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    greedy_linear: Callable[[Linear, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Tensor]
     apply_token_mask: Callable[[Tensor, Tensor], None]
     penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]

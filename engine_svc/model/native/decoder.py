@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Largest
 from engine_svc.model.facts import KVShape
 from engine_svc.model.native.layers import DecoderLayer
 from engine_svc.model.parallel import Parallel
@@ -59,6 +60,33 @@ class NativeDecoder:
         token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step. On a stage that is not
         the last the result is empty.
         """
+        x = self._last_hidden(token_ids, positions, logit_rows, context)
+        if self.head is None:
+            return x.new_empty(0, 0, dtype=torch.float32)
+        return self.parallel.all_gather(self.head(x))
+
+    def forward_greedy(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        context: ForwardContext,
+        kept: Tensor,
+    ) -> Largest:
+        """As `forward`, but of the N rows of logits only those at `kept`, [K] int64, are written."""
+        x = self._last_hidden(token_ids, positions, logit_rows, context)
+        if self.head is None:
+            nothing = x.new_empty(0, dtype=torch.float32)
+            return Largest(nothing[:, None], nothing, nothing.long())
+        if self.parallel.tp_size == 1:
+            return Largest(*self.ops.greedy_linear(self.head, x, kept))
+        logits = self.parallel.all_gather(self.head(x))
+        return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
+
+    def _last_hidden(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """[N, hidden] that the head reads. A stage that is not the last has sent on what it computed."""
         residual = self._enter(token_ids)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None
@@ -70,11 +98,10 @@ class NativeDecoder:
             if index < last:
                 following = self.layers[index + 1]
                 x = self.ops.add_rms_norm(x, residual, following.input_norm, following.eps)
-        if self.head is None or self.final_norm is None:
+        if self.final_norm is None:
             self.parallel.send(residual.add_(x))
-            return residual.new_empty(0, 0, dtype=torch.float32)
-        x = self.ops.add_rms_norm(x, residual, self.final_norm, self.layers[-1].eps)
-        return self.parallel.all_gather(self.head(x))
+            return residual
+        return self.ops.add_rms_norm(x, residual, self.final_norm, self.layers[-1].eps)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         if self.embedding is not None:

@@ -57,6 +57,10 @@ class SampledLogprobs:
 
     parts: list[tuple[list[int], PlaceLogprobs]]
 
+    def moved(self, places: _Ints) -> SampledLogprobs:
+        """The same, where entry n of the step was only entry places[n] of a larger one."""
+        return SampledLogprobs([(places[indices].tolist(), part) for indices, part in self.parts])
+
     def by_index(self) -> dict[int, TokenLogprobs]:
         """For each n of choose's N that asked, what its token is worth. Only once the device is done."""
         return {

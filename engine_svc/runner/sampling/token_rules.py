@@ -47,6 +47,16 @@ class TokenRules:
             self._early_ends.put(row, sorted(sampling.end_token_ids))
             self._min_lengths[row] = num_prompt_tokens + sampling.min_tokens
 
+    @staticmethod
+    def has_any(sampling: SamplingParams) -> bool:
+        """Whether some rule here is asked for."""
+        return (
+            sampling.allowed_token_ids is not None
+            or bool(sampling.logit_bias)
+            or bool(sampling.bad_words)
+            or sampling.min_tokens > 0
+        )
+
     def leave(self, row: int) -> None:
         """Forget a row."""
         for rule in (self._allowed, self._banned, self._bias):

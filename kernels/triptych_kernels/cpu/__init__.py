@@ -28,7 +28,7 @@ def native_ops() -> Ops | None:
         silu_and_mul,
     )
     from triptych_kernels.cpu.experts import pack_experts
-    from triptych_kernels.cpu.linear import pack_linear
+    from triptych_kernels.cpu.linear import greedy_linear, pack_linear
     from triptych_kernels.cpu.penalties import penalise
 
     return dataclasses.replace(
@@ -45,6 +45,7 @@ def native_ops() -> Ops | None:
         rotary_kv_write=rotary_kv_write,
         silu_and_mul=silu_and_mul,
         greedy=greedy,
+        greedy_linear=greedy_linear,
         penalise=penalise,
     )
 

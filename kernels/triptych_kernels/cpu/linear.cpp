@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "pool.h"
 #include "avx512.h"
@@ -17,6 +18,7 @@ extern PyMethodDef linear_methods[];
 #ifdef TRIPTYCH_AVX512
 
 #include "gemm.h"
+#include "largest.h"
 
 namespace triptych {
 namespace {
@@ -65,41 +67,49 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
     }
 }
 
-// One chunk of rows times the whole weight.
-bool multiply_chunk(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out,
-                    int64_t num_rows) {
-    const PackedWeight& weight = plan.weight;
-    const int64_t num_units = weight.num_units(), row_bytes = weight.row_bytes();
-    const RowBlocks blocks(num_rows);
-    const uint32_t* rows = reinterpret_cast<const uint32_t*>(x);
-    if (num_rows > 1 || row_bytes != 4 * num_units) {
-        uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows));
-        if (packed == nullptr) {
-            return false;
-        }
-        parallel_for(num_rows * row_bytes < (32 << 10) ? 1 : blocks.num_blocks, [&](int64_t task) {
-            const bool alone = num_rows * row_bytes < (32 << 10);
-            const int64_t end = alone ? blocks.num_blocks : task + 1;
-            for (int64_t block = task; block < end; ++block) {
-                const char* pointers[kMaxTileRows];
-                const int64_t first = blocks.first_row(block);
-                const int size = blocks.size(block);
-                for (int r = 0; r < size; ++r) {
-                    pointers[r] = x + (first + r) * x_stride_bytes;
-                }
-                pack_rows(pointers, size, row_bytes, num_units, packed + first * num_units, size);
-            }
-        });
-        rows = packed;
+// A chunk of rows as the microkernel reads them, in memory of the calling thread. nullptr when there is none.
+const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
+                             const RowBlocks& blocks) {
+    const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
+    if (num_rows == 1 && row_bytes == 4 * num_units) {
+        return reinterpret_cast<const uint32_t*>(x);
     }
-    const StoreRows store{plan.bias,           plan.scales,      out,    weight.out_features,
-                          weight.out_features, plan.out_is_bf16, nullptr};
+    uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows));
+    if (packed == nullptr) {
+        return nullptr;
+    }
+    parallel_for(num_rows * row_bytes < (32 << 10) ? 1 : blocks.num_blocks, [&](int64_t task) {
+        const bool alone = num_rows * row_bytes < (32 << 10);
+        const int64_t end = alone ? blocks.num_blocks : task + 1;
+        for (int64_t block = task; block < end; ++block) {
+            const char* pointers[kMaxTileRows];
+            const int64_t first = blocks.first_row(block);
+            const int size = blocks.size(block);
+            for (int r = 0; r < size; ++r) {
+                pointers[r] = x + (first + r) * x_stride_bytes;
+            }
+            pack_rows(pointers, size, row_bytes, num_units, packed + first * num_units, size);
+        }
+    });
+    return packed;
+}
+
+// One chunk of rows times the whole weight; store_of(task) is what becomes of a task's tiles.
+template <class StoreOf>
+bool multiply_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
+                    const StoreOf& store_of) {
+    const RowBlocks blocks(num_rows);
+    const uint32_t* rows = packed_chunk(weight, x, x_stride_bytes, blocks);
+    if (rows == nullptr) {
+        return false;
+    }
     const int64_t num_panels = weight.num_panels();
     const int64_t task_panels = panels_a_task(weight, num_rows);
     std::atomic<bool> is_done{true};
     parallel_for((num_panels + task_panels - 1) / task_panels, [&](int64_t task) {
         const int64_t first = task * task_panels;
-        if (!multiply_panels(weight, blocks, rows, first, std::min(first + task_panels, num_panels), store)) {
+        if (!multiply_panels(weight, blocks, rows, first, std::min(first + task_panels, num_panels),
+                             store_of(task))) {
             is_done = false;
         }
     });
@@ -107,13 +117,56 @@ bool multiply_chunk(const LinearPlan& plan, const char* x, int64_t x_stride_byte
 }
 
 bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
-    const int64_t step = chunk_rows(num_rows, plan.weight.num_units());
-    const int64_t out_row_bytes = plan.weight.out_features * (plan.out_is_bf16 ? 2 : 4);
+    const PackedWeight& weight = plan.weight;
+    const int64_t step = chunk_rows(num_rows, weight.num_units());
+    const int64_t out_row_bytes = weight.out_features * (plan.out_is_bf16 ? 2 : 4);
     for (int64_t first = 0; first < num_rows; first += step) {
-        const int64_t rows = std::min(step, num_rows - first);
-        if (!multiply_chunk(plan, x + first * x_stride_bytes, x_stride_bytes, out + first * out_row_bytes,
-                            rows)) {
+        const StoreRows store{plan.bias,           plan.scales,      out + first * out_row_bytes, weight.out_features,
+                              weight.out_features, plan.out_is_bf16, nullptr};
+        if (!multiply_chunk(weight, x + first * x_stride_bytes, x_stride_bytes, std::min(step, num_rows - first),
+                            [&](int64_t) { return store; })) {
             return false;
+        }
+    }
+    return true;
+}
+
+// What greedy_linear is called with: addresses and sizes.
+struct GreedyCall {
+    const char* x;
+    int64_t x_stride_bytes, num_rows;
+    float* kept;              // the products of the rows that are kept
+    const int32_t* place_of;  // of each row in `kept`, below 0: nowhere; null: no row is kept
+    float* highest;
+    int64_t* tokens;
+};
+
+bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
+    const PackedWeight& weight = plan.weight;
+    const int64_t step = chunk_rows(call.num_rows, weight.num_units());
+    for (int64_t first = 0; first < call.num_rows; first += step) {
+        const int64_t num_rows = std::min(step, call.num_rows - first);
+        const int64_t task_panels = panels_a_task(weight, num_rows);
+        const int64_t num_tasks = (weight.num_panels() + task_panels - 1) / task_panels;
+        // Each task sees some columns of all rows.
+        std::vector<Largest> largest(num_tasks * num_rows);
+        const auto store_of = [&](int64_t task) {
+            return KeepLargest{plan.bias,
+                               plan.scales,
+                               call.kept,
+                               weight.out_features,
+                               call.place_of == nullptr ? nullptr : call.place_of + first,
+                               largest.data() + task * num_rows};
+        };
+        if (!multiply_chunk(weight, call.x + first * call.x_stride_bytes, call.x_stride_bytes, num_rows, store_of)) {
+            return false;
+        }
+        for (int64_t row = 0; row < num_rows; ++row) {
+            for (int64_t task = 1; task < num_tasks; ++task) {
+                largest[row].see(largest[task * num_rows + row]);
+            }
+            call.highest[first + row] = largest[row].value;
+            call.tokens[first + row] = largest[row].column;
         }
     }
     return true;
@@ -191,6 +244,32 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+PyObject* greedy_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[7];
+    if (count < 1) {
+        return PyErr_Format(PyExc_TypeError, "greedy_linear takes a plan and 7 numbers");
+    }
+    const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
+    if (plan == nullptr || !read_numbers("greedy_linear", arguments + 1, count - 1, numbers, 7)) {
+        return nullptr;
+    }
+    const GreedyCall call{reinterpret_cast<const char*>(numbers[0]),
+                          numbers[1] * (plan->weight.rows_are_fp32 ? 4 : 2),
+                          numbers[2],
+                          reinterpret_cast<float*>(numbers[3]),
+                          reinterpret_cast<const int32_t*>(numbers[4]),
+                          reinterpret_cast<float*>(numbers[5]),
+                          reinterpret_cast<int64_t*>(numbers[6])};
+    bool is_done;
+    Py_BEGIN_ALLOW_THREADS
+    is_done = run_greedy(*plan, call);
+    Py_END_ALLOW_THREADS
+    if (!is_done) {
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
 }  // namespace
 }  // namespace triptych
 
@@ -202,6 +281,8 @@ PyMethodDef linear_methods[] = {
     TRIPTYCH_METHOD(make_linear,
                     "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales) -> plan."),
     TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
+    TRIPTYCH_METHOD(greedy_linear,
+                    "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),
     {nullptr, nullptr, 0, nullptr}};
 
 #else

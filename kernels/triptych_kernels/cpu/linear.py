@@ -60,10 +60,44 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] in the dtype it was packed for, on the CPU, the last dimension contiguous."""
+        row_stride = self._checked_stride(x)
+        num_rows = x.shape[0]
+        out = torch.empty((num_rows, self.out_features), dtype=self._out_dtype)
+        self._linear(self._plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
+        return out
+
+    def greedy(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See the reference of greedy_linear; of a linear whose results are fp32. x: as for a call."""
+        row_stride = self._checked_stride(x)
+        num_rows, num_kept = x.shape[0], kept.shape[0]
+        products = torch.empty((num_kept, self.out_features), dtype=torch.float32)
+        highest = torch.empty(num_rows, dtype=torch.float32)
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        places = None
+        if num_kept:
+            places = torch.full((num_rows,), -1, dtype=torch.int32)
+            places[kept] = torch.arange(num_kept, dtype=torch.int32)
+        _native.greedy_linear(
+            self._plan,
+            x.data_ptr(),
+            row_stride,
+            num_rows,
+            products.data_ptr(),
+            0 if places is None else places.data_ptr(),
+            highest.data_ptr(),
+            tokens.data_ptr(),
+        )
+        return products, highest, tokens
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether results are fp32."""
+        return self._out_dtype is torch.float32
+
+    def _checked_stride(self, x: Tensor) -> int:
         try:
-            num_rows, width = x.shape
-            row_stride, stride = x.stride()
-        except ValueError:
+            width, (row_stride, stride) = x.shape[1], x.stride()
+        except (IndexError, ValueError):
             raise ValueError(_complaint(x, self.in_features, self._dtype)) from None
         if (
             width != self.in_features
@@ -72,9 +106,14 @@ class NativeLinear:
             or not x.is_cpu
         ):
             raise ValueError(_complaint(x, self.in_features, self._dtype))
-        out = torch.empty((num_rows, self.out_features), dtype=self._out_dtype)
-        self._linear(self._plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
-        return out
+        return row_stride
+
+
+def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference. The products of rows that are not kept are never written."""
+    if isinstance(linear, NativeLinear) and linear.is_fp32:
+        return linear.greedy(x, kept)
+    return REFERENCE.greedy_linear(linear, x, kept)
 
 
 def pack_linear(

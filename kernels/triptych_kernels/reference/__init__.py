@@ -13,7 +13,7 @@ from triptych_kernels.reference.norm import add_rms_norm, rms_norm
 from triptych_kernels.reference.paged_attention import paged_attention
 from triptych_kernels.reference.penalties import penalise
 from triptych_kernels.reference.rotary import rotary_kv_write
-from triptych_kernels.reference.sampling import greedy, sample, uniform_noise
+from triptych_kernels.reference.sampling import greedy, greedy_linear, sample, uniform_noise
 from triptych_kernels.reference.token_mask import apply_token_mask
 
 REFERENCE = Ops(
@@ -29,6 +29,7 @@ REFERENCE = Ops(
     rotary_kv_write=rotary_kv_write,
     silu_and_mul=silu_and_mul,
     greedy=greedy,
+    greedy_linear=greedy_linear,
     sample=sample,
     apply_token_mask=apply_token_mask,
     penalise=penalise,

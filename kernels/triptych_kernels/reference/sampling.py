@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych_kernels.ops import Linear
+
 # Greedy but for ties, and far from making logits overflow.
 MIN_TEMPERATURE = 1e-6
 _CDF_CHUNK = 128
@@ -140,3 +142,14 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     highest, tokens = logits.float().max(dim=-1)
     return highest, tokens
+
+
+def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The products x W^T + b of the rows `kept`, and what `greedy` says of those of all rows.
+
+    x: [N, in_features].  kept: [K] int64, ascending.  Returns [K, V] in the linear's dtype, [N] fp32 and
+    [N] int64.
+    """
+    logits = linear(x)
+    highest, tokens = greedy(logits)
+    return logits.index_select(0, kept), highest, tokens

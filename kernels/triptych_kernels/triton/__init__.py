@@ -17,7 +17,7 @@ from triptych_kernels.triton.paged_attention import paged_attention
 from triptych_kernels.triton.penalties import penalise
 from triptych_kernels.triton.rms_norm import add_rms_norm, rms_norm
 from triptych_kernels.triton.rotary import rotary_kv_write
-from triptych_kernels.triton.sampling import greedy, sample
+from triptych_kernels.triton.sampling import greedy, greedy_linear, sample
 from triptych_kernels.triton.token_mask import apply_token_mask
 
 __all__ = ["triton_ops"]
@@ -45,6 +45,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         rotary_kv_write=rotary_kv_write,
         silu_and_mul=silu_and_mul,
         greedy=greedy,
+        greedy_linear=greedy_linear,
         sample=sample,
         apply_token_mask=apply_token_mask,
         penalise=penalise,

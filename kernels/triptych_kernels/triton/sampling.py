@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.ops import Linear
+
 # Greedy but for ties, and far from making logits overflow.
 _MIN_TEMPERATURE = 1e-6
 _TOKENS_PER_TILE = 4096
@@ -73,6 +75,16 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         highest, tokens, *of_rows, num_parts, BLOCK_P=triton.next_power_of_2(num_parts)
     )
     return of_rows
+
+
+def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The products x W^T + b of the rows `kept`, and what `greedy` says of those of all rows.
+
+    x: [N, in_features].  kept: [K] int64, ascending.  Returns [K, V] in the linear's dtype, [N] fp32 and
+    [N] int64.
+    """
+    logits = linear(x)
+    return logits.index_select(0, kept), *greedy(logits)
 
 
 @triton.jit

@@ -160,6 +160,57 @@ def test_a_token_sampled_in_company_is_the_one_sampled_alone(tiny_model):
         assert alone.requests[name].output_token_ids[:20] == together.requests[name].output_token_ids[:20]
 
 
+WISHES = [
+    {},
+    {"temperature": 0.9, "top_k": 40},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {},
+    {"logprobs": 2},
+    {"min_tokens": 5, "stop_token_ids": frozenset({11})},
+    {"bad_words": ((5,), (9, 8)), "logit_bias": ((7, 3.0),)},
+    {"allowed_token_ids": frozenset(range(40, 90))},
+]
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_rows_whose_logits_are_read_stand_among_greedy_ones(tiny_model, family):
+    model = tiny_model(family, model_impl="native")
+    prompts = {f"r{i}": prompt_of(4 + 5 * i, seed=i) for i in range(len(WISHES))}
+    together, told = model.driver(), {}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        together.add(name, prompt, seed=100 + i, **WISHES[i])
+    for _ in range(12):
+        pending = {name: request.num_pending_tokens for name, request in together.requests.items()}
+        told = together.step(pending).logprobs
+    assert list(told) == [4]
+    for i, (name, prompt) in enumerate(prompts.items()):
+        # Whoever reads all logits has them written, and the largest looked for there.
+        alone = model.driver(logits_processors=(lambda logits, rows: logits,))
+        alone.add(name, prompt, seed=100 + i, **WISHES[i])
+        for _ in range(12):
+            last = alone.step({name: alone.requests[name].num_pending_tokens})
+        assert alone.requests[name].output_token_ids == together.requests[name].output_token_ids
+        assert last.logprobs.get(0) == told.get(i)
+
+
+def test_a_greedy_row_with_nan_logits_among_others_is_reported(tiny_model):
+    model = tiny_model("llama", model_impl="native")
+    driver = model.driver()
+    requests = [driver.add(f"r{i}", prompt_of(5 + i, seed=i), temperature=0.5 * (i % 2)) for i in range(4)]
+    embedding = model.ours.model.embedding.weight
+    token = requests[2].token_ids[-1]
+    others = [
+        token_id for request in requests if request is not requests[2] for token_id in request.token_ids
+    ]
+    assert token not in others
+    kept = embedding[token].clone()
+    embedding[token] = float("nan")
+    result = driver.step({request.request_id: request.num_pending_tokens for request in requests})
+    embedding[token] = kept
+    assert result.non_finite == [2]
+    assert [len(tokens) for tokens in result.sampled] == [1, 1, 0, 1]
+
+
 def test_a_row_with_nan_logits_is_reported_and_leaves_the_others_alone(tiny_model):
     model = tiny_model("llama")
     calls = []

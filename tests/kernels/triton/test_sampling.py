@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE, uniform_noise
-from triptych_kernels.triton.sampling import greedy, sample
+from triptych_kernels.triton.sampling import greedy, greedy_linear, sample
 
 SHAPES = [(1, 1), (63, 2), (3, 63), (2, 129), (4, 1500), (2, 9000)]
 # (temperature, top-k, top-p, min-p)
@@ -39,6 +39,16 @@ def columns_of(wishes, device) -> list[Tensor]:
         torch.tensor(column, dtype=dtype, device=device)
         for column, dtype in zip(zip(*wishes, strict=True), dtypes, strict=True)
     ]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_greedy_linear_equals_the_reference(shape, device):
+    num_rows, vocab_size = shape
+    linear = REFERENCE.pack_linear(noise((vocab_size, 9), device))
+    x, kept = noise((num_rows, 9), device), torch.arange(0, num_rows, 2, device=device)
+    found = greedy_linear(linear, x, kept)
+    for output, expected in zip(found, REFERENCE.greedy_linear(linear, x, kept), strict=True):
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
