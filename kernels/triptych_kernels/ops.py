@@ -66,7 +66,7 @@ class PackExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Penalised:
-    """P of a step's rows and what they asked for. All on the device of the logits, contiguous.
+    """P of a step's rows and what they asked for. All on the device of the logits, contiguous: else ValueError.
 
     places: [P] int64, rows of the logits.  rows: [P] int64, rows of the token ids.
     num_prompt_tokens: [P] int64.  amounts: [3, P] fp32: presence, frequency, repetition.
@@ -76,6 +76,16 @@ class Penalised:
     rows: Tensor
     num_prompt_tokens: Tensor
     amounts: Tensor
+
+    def __post_init__(self) -> None:
+        num_rows = self.amounts.shape[-1]
+        columns = (self.places, self.rows, self.num_prompt_tokens)
+        if any(column.shape != (num_rows,) or column.dtype is not torch.int64 for column in columns):
+            raise ValueError(f"columns of {num_rows} rows are {[tuple(column.shape) for column in columns]}")
+        if self.amounts.shape != (3, num_rows) or self.amounts.dtype is not torch.float32:
+            raise ValueError(f"amounts are {self.amounts.dtype} {tuple(self.amounts.shape)}")
+        if not all(column.is_contiguous() for column in (*columns, self.amounts)):
+            raise ValueError("columns are not contiguous")
 
 
 @dataclass(frozen=True, slots=True)

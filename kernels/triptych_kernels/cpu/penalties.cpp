@@ -29,7 +29,9 @@ void penalise_row(const Penalised& call, int64_t index, uint32_t* marks) {
     // Twice the count in the output, and one for being seen at all.
     for (int64_t i = 0; i < call.lengths[index]; ++i) {
         const auto token = static_cast<uint32_t>(seen[i]);
-        if (token < vocab_size) marks[token] = (marks[token] | 1) + (i >= call.num_prompt_tokens[index] ? 2 : 0);
+        if (token >= vocab_size) continue;
+        marks[token] = (marks[token] | 1) + (i >= call.num_prompt_tokens[index] ? 2 : 0);
+        __builtin_prefetch(logits + token, 1);
     }
     for (int64_t i = 0; i < call.lengths[index]; ++i) {
         const auto token = static_cast<uint32_t>(seen[i]);

@@ -24,33 +24,24 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
         or token_last != 1
     ):
         return REFERENCE.penalise(logits, token_ids, penalised, lengths)
-    if not lengths.numel():
-        return None
-    _check(penalised, lengths)
-    _native.penalise(
-        logits.data_ptr(),
-        token_ids.data_ptr(),
-        penalised.places.data_ptr(),
-        penalised.rows.data_ptr(),
-        lengths.data_ptr(),
-        penalised.num_prompt_tokens.data_ptr(),
-        penalised.amounts.data_ptr(),
-        lengths.numel(),
-        logits_stride,
-        token_stride,
-        vocab_size,
-        num_rows,
-        num_token_rows,
-        max_length,
-    )
+    count = penalised.rows.shape[0]
+    if lengths.shape != (count,) or lengths.dtype is not torch.int64 or not lengths.is_contiguous():
+        raise ValueError(f"{count} rows have {lengths.dtype} lengths of shape {tuple(lengths.shape)}")
+    if count:
+        _native.penalise(
+            logits.data_ptr(),
+            token_ids.data_ptr(),
+            penalised.places.data_ptr(),
+            penalised.rows.data_ptr(),
+            lengths.data_ptr(),
+            penalised.num_prompt_tokens.data_ptr(),
+            penalised.amounts.data_ptr(),
+            count,
+            logits_stride,
+            token_stride,
+            vocab_size,
+            num_rows,
+            num_token_rows,
+            max_length,
+        )
     return None
-
-
-def _check(penalised: Penalised, lengths: Tensor) -> None:
-    columns = (penalised.places, penalised.rows, penalised.num_prompt_tokens, lengths)
-    num_rows = lengths.numel()
-    if any(
-        column.dtype is not torch.int64 or column.shape != (num_rows,) or not column.is_contiguous()
-        for column in columns
-    ) or (penalised.amounts.shape != (3, num_rows) or not penalised.amounts.is_contiguous()):
-        raise ValueError(f"columns of {num_rows} rows are not int64 and fp32, contiguous and as long")

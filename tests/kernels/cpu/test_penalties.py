@@ -55,5 +55,12 @@ def test_rows_that_are_not_there_are_refused(ops, column):
 
 def test_columns_of_another_length_are_refused(ops):
     case = penalty_case(3, 63, 2, 9)
-    with pytest.raises(ValueError, match="columns of 1 rows"):
+    with pytest.raises(ValueError, match="2 rows have"):
         ops.penalise(case.logits, case.token_ids, case.penalised, case.lengths[:1])
+
+
+@pytest.mark.parametrize("column", ["places", "rows", "num_prompt_tokens", "amounts"])
+def test_columns_that_do_not_fit_each_other_are_refused(column):
+    penalised = penalty_case(3, 63, 2, 9).penalised
+    with pytest.raises(ValueError, match=r"columns|amounts"):
+        dataclasses.replace(penalised, **{column: torch.zeros(3)})
