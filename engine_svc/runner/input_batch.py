@@ -44,6 +44,37 @@ class StepInputs:
         return len(self.rows) == self.token_ids.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What steps share that run the same rows, so many tokens of each. Tensors are on the device.
+
+    counts, rows: [R].  row_of_token: [T].  ends: [R], of each row's tokens.  samples: [R], None where all do.
+    """
+
+    request_ids: list[str]
+    num_tokens: list[int]
+    sampling: list[bool]
+    rows: Ints
+    counts: Ints
+    row_of_token: Ints
+    ends: Ints
+    samples: npt.NDArray[np.bool_] | None
+    sampling_rows: Ints
+    device_rows: Tensor  # row_of_token
+    batch_rows: Tensor
+    logit_rows: Tensor
+    query_starts: Tensor
+    max_count: int
+
+    def is_of(self, plan: StepPlan) -> bool:
+        """Whether the plan runs these rows in this way. Decode steps mostly run those of the step before."""
+        return (
+            plan.num_tokens == self.num_tokens
+            and plan.samples == self.sampling
+            and plan.request_ids == self.request_ids
+        )
+
+
 class InputBatch:
     """A row per admitted request; the row is free again once the request is released.
 
@@ -77,24 +108,25 @@ class InputBatch:
         self._num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self._device_tables = torch.from_numpy(self._tables).to(self.device)
         self._changed_rows: set[int] = set()
+        self._layout: _Layout | None = None
 
     def apply(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, AdmittedRequest]], list[int]]:
         """Release, admit and extend as the plan says.
 
         Returns the rows that are free again, those that were entered, and the blocks that came without KV.
         """
+        if plan.released or plan.admitted:
+            self._layout = None
         left = [self.row_of.pop(request_id) for request_id in plan.released]
         self._free_rows += left
         entered = [(self._enter(admitted), admitted) for admitted in plan.admitted]
         fresh: list[int] = []
-        for request_id, block_ids, num_computed in zip(
-            plan.request_ids, plan.new_block_ids, plan.num_computed_tokens, strict=True
-        ):
+        for index, block_ids in enumerate(plan.new_block_ids):
             if block_ids:
-                row = self.row_of[request_id]
+                row = self.row_of[plan.request_ids[index]]
                 for group, gained in enumerate(block_ids):
                     if gained:
-                        fresh += self._extend(group, row, gained, num_computed)
+                        fresh += self._extend(group, row, gained, plan.num_computed_tokens[index])
         return left, entered, fresh
 
     def _enter(self, admitted: AdmittedRequest) -> int:
@@ -119,42 +151,71 @@ class InputBatch:
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """The inputs of the plan's rows, which must have been applied."""
-        num_rows = len(plan.request_ids)
-        rows = np.fromiter(map(self.row_of.__getitem__, plan.request_ids), np.int64, num_rows)
-        counts = np.array(plan.num_tokens, dtype=np.int64)
+        layout = self._layout
+        if layout is None or not layout.is_of(plan):
+            layout = self._layout = self._lay_out(plan)
+        counts, row_of_token, samples = layout.counts, layout.row_of_token, layout.samples
         starts = np.array(plan.num_computed_tokens, dtype=np.int64)
-        samples = np.array(plan.samples, dtype=bool)
         totals = starts + counts
-        ends = np.cumsum(counts)
-        if num_rows == ends[-1]:
-            row_of_token, positions = rows, starts
+        if layout.max_count == 1:
+            positions = starts
         else:
-            row_of_token = np.repeat(rows, counts)
-            positions = np.arange(ends[-1]) + np.repeat(totals - ends, counts)
+            positions = np.arange(len(row_of_token)) + np.repeat(totals - layout.ends, counts)
         size = self._block_size
         columns = positions // size
         offsets = positions - columns * size
         slots = [table[row_of_token, columns] * np.int64(size) + offsets for table in self._tables]
-        starts_of_rows = np.concatenate(([0], ends))
-        device_rows, device_positions, logit_rows, batch_rows, *device_slots = self._send(
-            [row_of_token, positions, ends[samples] - 1, rows, *slots]
-        )
-        query_starts, total_lengths = self._send([starts_of_rows.astype(np.int32), totals.astype(np.int32)])
+        device_positions, *device_slots = self._send([positions, *slots])
+        (total_lengths,) = self._send([totals.astype(np.int32)])
         max_total = int(totals.max())
-        tables = self._gathered_tables(rows, batch_rows, -(-max_total // size))
+        tables = self._gathered_tables(layout.rows, layout.batch_rows, -(-max_total // size))
         return StepInputs(
-            token_ids=self._known_tokens(row_of_token, positions, device_rows, device_positions),
+            token_ids=self._known_tokens(row_of_token, positions, layout.device_rows, device_positions),
             positions=device_positions,
             slot_mappings=device_slots,
             attention=[
-                AttentionBatch(table, query_starts, total_lengths, size, int(counts.max()), max_total)
+                AttentionBatch(table, layout.query_starts, total_lengths, size, layout.max_count, max_total)
                 for table in tables
             ],
-            logit_rows=logit_rows,
+            logit_rows=layout.logit_rows,
+            rows=layout.rows,
+            counts=counts,
+            sampling_rows=layout.sampling_rows,
+            sampling_positions=totals if samples is None else totals[samples],
+        )
+
+    def _lay_out(self, plan: StepPlan) -> _Layout:
+        num_rows = len(plan.request_ids)
+        rows = np.fromiter(map(self.row_of.__getitem__, plan.request_ids), np.int64, num_rows)
+        counts = np.array(plan.num_tokens, dtype=np.int64)
+        samples = None if all(plan.samples) else np.array(plan.samples, dtype=bool)
+        ends = np.cumsum(counts)
+        max_count = int(counts.max())
+        row_of_token = rows if max_count == 1 else np.repeat(rows, counts)
+        last_tokens = ends - 1
+        device_rows, batch_rows, logit_rows, query_starts = self._send(
+            [
+                row_of_token,
+                rows,
+                last_tokens if samples is None else last_tokens[samples],
+                np.concatenate(([0], ends)),
+            ]
+        )
+        return _Layout(
+            request_ids=plan.request_ids,
+            num_tokens=plan.num_tokens,
+            sampling=plan.samples,
             rows=rows,
             counts=counts,
-            sampling_rows=rows[samples],
-            sampling_positions=totals[samples],
+            row_of_token=row_of_token,
+            ends=ends,
+            samples=samples,
+            sampling_rows=rows if samples is None else rows[samples],
+            device_rows=device_rows,
+            batch_rows=batch_rows,
+            logit_rows=logit_rows,
+            query_starts=query_starts.int(),
+            max_count=max_count,
         )
 
     def append(self, rows: Ints, positions: Ints, token_ids: Tensor) -> None:

@@ -125,7 +125,7 @@ class ModelRunner:
     def _choose(self, inputs: StepInputs, found: Tensor | Largest, readers: Ints) -> Sampled | None:
         """Choose tokens and write them where the next step reads them. None where nobody samples here."""
         rows, positions, token_ids = inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
-        num_found = len(found.tokens) if isinstance(found, Largest) else len(found)
+        num_found = (found.tokens if isinstance(found, Largest) else found).shape[0]
         if not len(rows) or not num_found:
             return None
         if isinstance(found, Largest):

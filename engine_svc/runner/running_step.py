@@ -28,7 +28,7 @@ class RunningStep:
         self._done: torch.cuda.Event | None = None
         if sampled is not None:
             self._token_ids = _to_host(sampled.token_ids)
-            self._is_finite = _to_host(sampled.is_finite)
+            self._highest = _to_host(sampled.highest)
         if device.type == "cuda" and (sampled is not None or prompts):
             self._done = torch.cuda.Event()
             self._done.record()
@@ -43,10 +43,12 @@ class RunningStep:
             result.prompt_logprobs[part.index] = PromptPlaces(part.first_position, part.logprobs.tell())
         if self._sampled is None:
             return result
-        if self._sampled.logprobs is None and self._is_finite.all():
+        # Here and not with the choice: the next step does not wait for it.
+        is_finite_of = self._highest.isfinite()
+        if self._sampled.logprobs is None and is_finite_of.all():
             return result
         indices = [index for index, samples in enumerate(plan.samples) if samples]
-        for index, is_finite in zip(indices, self._is_finite.tolist(), strict=True):
+        for index, is_finite in zip(indices, is_finite_of.tolist(), strict=True):
             if not is_finite:
                 result.sampled[index] = []
                 result.non_finite.append(index)

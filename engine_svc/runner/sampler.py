@@ -56,11 +56,11 @@ class LogprobsMode(Enum):
 class Sampled:
     """What N rows chose, on the device. A row whose largest logit is not finite chose nothing of meaning.
 
-    token_ids: [N] int64.  is_finite: [N] bool.  logprobs: of the rows that asked, None where none did.
+    token_ids: [N] int64.  highest: [N] fp32, the largest logits.  logprobs: of rows that asked, or None.
     """
 
     token_ids: Tensor
-    is_finite: Tensor
+    highest: Tensor
     logprobs: SampledLogprobs | None
 
 
@@ -111,6 +111,7 @@ class Sampler:
         self._penalties.leave(row)
         self._thinking.leave(row)
         self._wishes.leave(row)
+        self._parameters.leave(row)
 
     def readers(self, rows: _Ints) -> _Ints:
         """The entries of `rows` whose logits are needed; of the others only the largest is."""
@@ -119,15 +120,17 @@ class Sampler:
     def choose_most(
         self, largest: Largest, readers: _Ints, rows: _Ints, positions: _Ints, token_ids: Tensor
     ) -> Sampled:
-        """As `choose`, where the largest of each of N rows is known and `readers` have their logits."""
-        tokens, is_finite = largest.tokens, largest.highest.isfinite()
+        """As `choose`, where the largest of each of N rows is known and `readers` have their logits.
+
+        What they choose is written into `largest`.
+        """
         if not len(readers):
-            return Sampled(tokens, is_finite, None)
+            return Sampled(largest.tokens, largest.highest, None)
         some = self.choose(largest.kept, rows[readers], positions[readers], token_ids)
         places = to_device(readers, self._device)
         return Sampled(
-            tokens.index_copy(0, places, some.token_ids),
-            is_finite.index_copy(0, places, some.is_finite),
+            largest.tokens.index_copy_(0, places, some.token_ids),
+            largest.highest.index_copy_(0, places, some.highest),
             None if some.logprobs is None else some.logprobs.moved(readers),
         )
 
@@ -150,15 +153,14 @@ class Sampler:
         self._thinking.apply(logits, rows, positions, token_ids)
         # One pass gives the greedy token and finds NaN, which is larger than every number here.
         highest, tokens = self._ops.greedy(logits)
-        drawn = self._parameters.is_drawn(rows).nonzero()[0]
-        if len(drawn):
-            tokens = self._draw(logits, rows, positions, drawn, tokens)
+        if self._parameters.any_draws:
+            tokens = self._draw(logits, rows, positions, tokens)
         logprobs = None
         if asking:
             if scores is None:
                 scores = self._scores(self._processed(logits, rows, positions, asking))
             logprobs = self._wishes.tell_sampled(scores, self._pick(tokens, asking), asking, rows)
-        return Sampled(tokens, highest.isfinite(), logprobs)
+        return Sampled(tokens, highest, logprobs)
 
     def wants_prompt_logprobs(self, row: int) -> bool:
         """Whether the request of `row` wants to be told of its prompt."""
@@ -177,10 +179,11 @@ class Sampler:
         """What the model's own logits [M, V] say of the prompt tokens [M] int64 that follow their places."""
         return self._wishes.tell_prompt(logits, token_ids_next, row)
 
-    def _draw(
-        self, logits: Tensor, rows: _Ints, positions: _Ints, drawn: _Ints, greedy_tokens: Tensor
-    ) -> Tensor:
-        """The tokens [N] with those of entries `drawn` drawn."""
+    def _draw(self, logits: Tensor, rows: _Ints, positions: _Ints, greedy_tokens: Tensor) -> Tensor:
+        """The tokens [N], with those of rows that draw drawn."""
+        drawn = self._parameters.is_drawn(rows).nonzero()[0]
+        if not len(drawn):
+            return greedy_tokens
         columns = self._parameters.columns(rows[drawn], positions[drawn])
         is_all = len(drawn) == len(rows)
         places = to_device(drawn, self._device)

@@ -36,12 +36,24 @@ class DrawParameters:
         # Rows of floats are temperature, top_p, min_p; of ints top_k and the seed's bits.
         self._floats = np.zeros((3, max_num_seqs), dtype=np.float32)
         self._ints = np.zeros((2, max_num_seqs), dtype=np.int64)
+        self._drawing: set[int] = set()
 
     def enter(self, row: int, sampling: SamplingParams) -> None:
         """Note what a row wishes from now on."""
+        if sampling.temperature > 0.0:
+            self._drawing.add(row)
         self._floats[:, row] = sampling.temperature, sampling.top_p, sampling.min_p
         self._ints[0, row] = sampling.top_k
         self._ints[1, row] = np.uint64(sampling.seed & (2**64 - 1)).astype(np.int64)
+
+    def leave(self, row: int) -> None:
+        """Forget a row."""
+        self._drawing.discard(row)
+
+    @property
+    def any_draws(self) -> bool:
+        """Whether some row draws; where none does, no other need be asked."""
+        return bool(self._drawing)
 
     def is_drawn(self, rows: _Ints) -> _Bools:
         """[N] whether each row draws; the others take the largest logit."""

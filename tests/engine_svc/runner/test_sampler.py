@@ -86,7 +86,7 @@ def test_temperature_zero_takes_the_largest_logit():
     logits = random_logits(4)
     sampled = rig.choose(logits.clone(), range(4))
     assert sampled.token_ids.tolist() == logits.argmax(-1).tolist()
-    assert sampled.is_finite.all()
+    assert sampled.highest.isfinite().all()
     assert sampled.logprobs is None
 
 
@@ -115,7 +115,7 @@ def test_rows_without_a_finite_largest_logit_have_no_token_and_others_have_their
     for row, (token, value) in spoiled.items():
         logits[row, token] = value
     sampled = rig.choose(logits, range(5))
-    assert sampled.is_finite.tolist() == [False, False, True, False, True]
+    assert sampled.highest.isfinite().tolist() == [False, False, True, False, True]
     for row in (2, 4):
         assert sampled.token_ids[row] == clean.token_ids[row]
         assert told(sampled.logprobs)[row] == told(clean.logprobs)[row]
@@ -125,7 +125,7 @@ def test_a_row_with_no_token_left_has_none():
     rig = SamplerRig()
     rig.enter(0, allowed_token_ids=frozenset({2}), min_tokens=1, eos_token_id=2)
     rig.enter(1)
-    assert rig.choose(random_logits(2), [0, 1]).is_finite.tolist() == [False, True]
+    assert rig.choose(random_logits(2), [0, 1]).highest.isfinite().tolist() == [False, True]
 
 
 def test_a_row_that_left_takes_nothing_along():
