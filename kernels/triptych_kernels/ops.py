@@ -66,7 +66,7 @@ class PackExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Penalised:
-    """P of a step's rows and what they asked for. All on the device of the logits, contiguous: else ValueError.
+    """P of a step's rows and what they asked for. On the device of the logits, contiguous: else ValueError.
 
     places: [P] int64, rows of the logits.  rows: [P] int64, rows of the token ids.
     num_prompt_tokens: [P] int64.  amounts: [3, P] fp32: presence, frequency, repetition.
