@@ -37,23 +37,29 @@ void norm_row(
     const typename Kind::Element* x, typename Kind::Element* residual, const typename Kind::Element* weight,
     int64_t width, float eps, typename Kind::Element* out) {
     __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int64_t i = 0; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        __m512 value = Kind::load(x + i, mask);
+    const auto add_square = [&](int64_t i, auto lanes, __m512& sum) {
+        __m512 value = Kind::load(x + i, lanes);
         if (ADD) {
-            value = Kind::rounded(_mm512_add_ps(Kind::load(residual + i, mask), value));
-            Kind::store(residual + i, mask, value);
+            value = Kind::rounded(_mm512_add_ps(Kind::load(residual + i, lanes), value));
+            Kind::store(residual + i, lanes, value);
         }
-        sums[i / 16 % 4] = _mm512_fmadd_ps(value, value, sums[i / 16 % 4]);
+        sum = _mm512_fmadd_ps(value, value, sum);
+    };
+    int64_t start = 0;
+    for (; start + 64 <= width; start += 64)
+        for (int k = 0; k < 4; ++k) add_square(start + 16 * k, AllLanes(), sums[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+        const int64_t i = start + 16 * k;
+        if (i < width) add_square(i, first_lanes(width - i), sums[k]);
     }
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
     const float mean = _mm512_reduce_add_ps(sum) / static_cast<float>(width);
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-    for (int64_t i = 0; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        const __m512 value = Kind::load((ADD ? residual : x) + i, mask);
-        Kind::store(out + i, mask, mul(mul(value, scale), Kind::load(weight + i, mask)));
-    }
+    for_vectors(width, [&](int64_t i, auto lanes) {
+        const __m512 value = Kind::load((ADD ? residual : x) + i, lanes);
+        Kind::store(out + i, lanes, mul(mul(value, scale), Kind::load(weight + i, lanes)));
+    });
 }
 
 struct Norm {
@@ -99,13 +105,10 @@ void silu_rows(int64_t from, int64_t to, int64_t num_rows, int64_t width, int64_
     for_rows(num_rows, width, [&](int64_t row) {
         const Element* gates = reinterpret_cast<const Element*>(from) + row * stride;
         Element* out = reinterpret_cast<Element*>(to) + row * width;
-        const __m512 one = _mm512_set1_ps(1.0f);
-        for (int64_t i = 0; i < width; i += 16) {
-            const __mmask16 mask = first_lanes(width - i);
-            const __m512 gate = Kind::load(gates + i, mask), up = Kind::load(gates + width + i, mask);
-            const __m512 decay = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-            Kind::store(out + i, mask, mul(_mm512_div_ps(gate, _mm512_add_ps(one, decay)), up));
-        }
+        for_vectors(width, [&](int64_t i, auto lanes) {
+            const __m512 gate = Kind::load(gates + i, lanes), up = Kind::load(gates + width + i, lanes);
+            Kind::store(out + i, lanes, mul(Kind::silu(gate), up));
+        });
     });
 }
 
@@ -160,6 +163,24 @@ struct Rotary {
 
 constexpr int64_t kMaxHeadDim = 1024;
 
+// (a, b) -> (a cos - b sin, b cos + a sin) of the vectors at i of both halves; `to` may be `from`.
+template <class Kind, class Lanes>
+void turn(
+    const typename Kind::Element* from, int64_t half, __m512 cosine, __m512 sine, Lanes lanes,
+    typename Kind::Element* to) {
+    const __m512 a = Kind::load(from, lanes), b = Kind::load(from + half, lanes);
+    Kind::store(to, lanes, _mm512_sub_ps(mul(a, cosine), mul(b, sine)));
+    Kind::store(to + half, lanes, _mm512_add_ps(mul(b, cosine), mul(a, sine)));
+}
+
+void copy_bytes(const void* from, int64_t num_bytes, void* to) {
+    const char* source = static_cast<const char*>(from);
+    char* target = static_cast<char*>(to);
+    int64_t i = 0;
+    for (; i + 64 <= num_bytes; i += 64) _mm512_storeu_si512(target + i, _mm512_loadu_si512(source + i));
+    if (i < num_bytes) std::memcpy(target + i, source + i, num_bytes - i);
+}
+
 // Norms a head where weight is given, turns its first values, and stores it; `to` may be `from`.
 template <class Kind>
 void turn_head(
@@ -173,17 +194,13 @@ void turn_head(
         from = normed;
     }
     const int64_t half = call.rotary_dim / 2;
-    for (int64_t i = 0; i < half; i += 16) {
-        const __mmask16 mask = first_lanes(half - i);
-        const __m512 a = Kind::load(from + i, mask), b = Kind::load(from + half + i, mask);
-        const __m512 cosine = _mm512_maskz_loadu_ps(mask, cosines + i);
-        const __m512 sine = _mm512_maskz_loadu_ps(mask, cosines + half + i);
-        Kind::store(to + i, mask, _mm512_sub_ps(mul(a, cosine), mul(b, sine)));
-        Kind::store(to + half + i, mask, _mm512_add_ps(mul(b, cosine), mul(a, sine)));
-    }
-    if (to != from)
-        std::memcpy(
-            to + call.rotary_dim, from + call.rotary_dim, (call.head_dim - call.rotary_dim) * sizeof(Element));
+    for_vectors(half, [&](int64_t i, auto lanes) {
+        const __m512 cosine = Fp32::load(cosines + i, lanes), sine = Fp32::load(cosines + half + i, lanes);
+        turn<Kind>(from + i, half, cosine, sine, lanes, to + i);
+    });
+    if (to != from && call.rotary_dim < call.head_dim)
+        copy_bytes(
+            from + call.rotary_dim, (call.head_dim - call.rotary_dim) * sizeof(Element), to + call.rotary_dim);
 }
 
 template <class Kind>
@@ -204,9 +221,9 @@ void turn_rows(const Rotary& call) {
             const int64_t place = (head * call.num_slots + slots[token]) * call.head_dim;
             Element* to = reinterpret_cast<Element*>(call.keys) + place;
             turn_head<Kind>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
-            std::memcpy(
-                reinterpret_cast<Element*>(call.values) + place, values + head * call.head_dim,
-                call.head_dim * sizeof(Element));
+            copy_bytes(
+                values + head * call.head_dim, call.head_dim * sizeof(Element),
+                reinterpret_cast<Element*>(call.values) + place);
         }
     });
 }

@@ -128,9 +128,7 @@ void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32
 template <class Dtype>
 void silu_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
     for (int64_t column = 0; column < kPanelColumns; column += 16) {
-        const __m512 g = _mm512_loadu_ps(gate + column);
-        const __m512 decay = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
-        const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), decay));
+        const __m512 silu = Dtype::silu(_mm512_loadu_ps(gate + column));
         Dtype::store(out + column, mul(silu, _mm512_loadu_ps(up + column)));
     }
 }

@@ -65,14 +65,31 @@ static inline __m512 tanh16(__m512 x) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_GE_OQ), y, signed_far);
 }
 
+// In place of a mask: all sixteen. A masked store is slow to read back, a loop of whole vectors does without.
+struct AllLanes {};
+
+// body(i, lanes) for vectors at 0, 16, ... of a row.
+template <class Body>
+static inline void for_vectors(int64_t width, const Body& body) {
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) body(i, AllLanes());
+    if (i < width) body(i, first_lanes(width - i));
+}
+
 // What differs between the two dtypes in loops over rows.
 struct Fp32 {
     using Element = float;
-    static __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+    static __m512 load(const float* from, AllLanes = {}) { return _mm512_loadu_ps(from); }
     static __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
     static void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+    static void store(float* to, AllLanes, __m512 x) { store(to, x); }
     static void store(float* to, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(to, mask, x); }
     static __m512 rounded(__m512 x) { return x; }
+    // gate / (1 + e^-gate).
+    static __m512 silu(__m512 gate) {
+        const __m512 decay = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+        return _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), decay));
+    }
 };
 
 struct Bf16 {
@@ -81,7 +98,7 @@ struct Bf16 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
     }
     static __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-    static __m512 load(const uint16_t* from) {
+    static __m512 load(const uint16_t* from, AllLanes = {}) {
         return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     }
     static __m512 load(const uint16_t* from, __mmask16 mask) {
@@ -90,8 +107,19 @@ struct Bf16 {
     static void store(uint16_t* to, __m512 x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(x));
     }
+    static void store(uint16_t* to, AllLanes, __m512 x) { store(to, x); }
     static void store(uint16_t* to, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(to, mask, narrow(x)); }
     static __m512 rounded(__m512 x) { return widen(narrow(x)); }
+    // gate / (1 + e^-gate) to 1e-5 of it: by e^-|gate|, which cannot overflow, and without a division.
+    static __m512 silu(__m512 gate) {
+        const __m512 decay = coarse_exp16(_mm512_or_ps(gate, _mm512_set1_ps(-0.0f)));
+        const __m512 sum = _mm512_add_ps(decay, _mm512_set1_ps(1.0f));
+        const __m512 guess = _mm512_rcp14_ps(sum);
+        const __m512 inverse =
+            _mm512_fmadd_ps(guess, _mm512_fnmadd_ps(sum, guess, _mm512_set1_ps(1.0f)), guess);
+        const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(gate));
+        return mul(gate, _mm512_mask_mul_ps(inverse, is_negative, inverse, decay));
+    }
 };
 
 }  // namespace triptych
