@@ -6,11 +6,12 @@ import torch
 
 from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
-from triptych_kernels.ops import Experts, Linear, Ops, Penalised
+from triptych_kernels.ops import Experts, Linear, Ops, PackLinear, Penalised
 from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
-    "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "Penalised", "ops_for", "set_num_threads",
+    "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "PackLinear", "Penalised", "ops_for",
+    "set_num_threads",
     "uniform_noise",
 ]  # fmt: skip
 

@@ -96,6 +96,7 @@ class Ops:
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
     needs_clean_blocks: bool  # what attention may not see must be finite all the same
     pack_linear: PackLinear
+    pack_gated_linear: PackLinear  # of gates over ups, [2 F, K]: silu_and_mul of the projection, [T, F]
     pack_experts: PackExperts
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]

@@ -20,7 +20,7 @@ from engine_svc.model.native.layers import (
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from engine_svc.model.weights import WeightReader
-from triptych_kernels import Linear, Ops
+from triptych_kernels import Linear, Ops, PackLinear
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class DecoderBuilder:
         return Attention(
             ops=self.ops,
             layer=place,
-            qkv=self._rows_linear(rows, spec.hidden_size),
+            qkv=self._rows_linear(rows, spec.hidden_size, self.ops.pack_linear),
             out=self._columns_linear(
                 prefix + "o_proj",
                 spec.hidden_size,
@@ -156,8 +156,7 @@ class DecoderBuilder:
         total, share = spec.intermediate_size, spec.intermediate_size // ranks
         rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
         return GatedFeedForward(
-            ops=self.ops,
-            gate_up=self._rows_linear(rows, spec.hidden_size),
+            gate_up=self._rows_linear(rows, spec.hidden_size, self.ops.pack_gated_linear),
             down=self._columns_linear(prefix + "down_proj", spec.hidden_size, total, rank * share, share),
         )
 
@@ -190,13 +189,15 @@ class DecoderBuilder:
         self.num_bytes += packed.num_bytes
         router = self._read(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
         return MixtureOfExperts(
-            router=self._packed(router, None, quantization=""),
+            router=self._packed(router, None, "", self.ops.pack_linear),
             experts=packed,
             num_chosen=experts.num_chosen,
             normalizes=experts.normalizes,
         )
 
-    def _rows_linear(self, parts: list[tuple[str, int, int, int]], num_columns: int) -> Linear:
+    def _rows_linear(
+        self, parts: list[tuple[str, int, int, int]], num_columns: int, pack: PackLinear
+    ) -> Linear:
         """One projection of several, each given as (name, rows in all, first row, rows of this rank)."""
         weight = torch.cat(
             [
@@ -209,7 +210,7 @@ class DecoderBuilder:
             bias = torch.cat(
                 [self._read(name + ".bias", (total,), 0, first, count) for name, total, first, count in parts]
             )
-        return self._packed(weight, bias, self.quantization)
+        return self._packed(weight, bias, self.quantization, pack)
 
     def _columns_linear(self, name: str, num_rows: int, total: int, first: int, count: int) -> Linear:
         """A projection of which each rank holds a share of the inputs, so that their results add up."""
@@ -220,10 +221,10 @@ class DecoderBuilder:
             if self.parallel.tp_rank:
                 # Once in the sum.
                 bias = torch.zeros_like(bias)
-        return self._packed(weight, bias, self.quantization)
+        return self._packed(weight, bias, self.quantization, self.ops.pack_linear)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, quantization: str) -> Linear:
-        linear = self.ops.pack_linear(weight, bias, quantization=quantization)
+    def _packed(self, weight: Tensor, bias: Tensor | None, quantization: str, pack: PackLinear) -> Linear:
+        linear = pack(weight, bias, quantization=quantization)
         self.num_parameters += weight.numel() + (0 if bias is None else bias.numel())
         self.num_bytes += linear.num_bytes
         return linear

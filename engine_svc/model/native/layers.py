@@ -71,13 +71,12 @@ class Attention:
 class GatedFeedForward:
     """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
 
-    ops: Ops
-    gate_up: Linear
+    gate_up: Linear  # and what becomes of it
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 @dataclass(slots=True)

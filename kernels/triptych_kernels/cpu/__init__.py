@@ -28,7 +28,7 @@ def native_ops() -> Ops | None:
         silu_and_mul,
     )
     from triptych_kernels.cpu.experts import pack_experts
-    from triptych_kernels.cpu.linear import greedy_linear, pack_linear
+    from triptych_kernels.cpu.linear import greedy_linear, pack_gated_linear, pack_linear
     from triptych_kernels.cpu.penalties import penalise
 
     return dataclasses.replace(
@@ -37,6 +37,7 @@ def native_ops() -> Ops | None:
         is_batch_invariant=True,
         needs_clean_blocks=False,
         pack_linear=pack_linear,
+        pack_gated_linear=pack_gated_linear,
         pack_experts=pack_experts,
         kv_write=kv_write,
         paged_attention=paged_attention,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.cpu import _native
-from triptych_kernels.cpu.linear import PANEL_COLUMNS, empty_panels, pack_panels
+from triptych_kernels.cpu.linear import alternating, empty_panels, pack_panels
 from triptych_kernels.ops import Experts
 from triptych_kernels.reference import REFERENCE
 
@@ -22,7 +21,7 @@ class NativeExperts:
 
     def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
         num_experts, hidden, ffn = down.shape
-        gate_up_panels = _stacked([_alternating(weight) for weight in gate_up.detach()])
+        gate_up_panels = _stacked([alternating(weight) for weight in gate_up.detach()])
         down_panels = _stacked(list(down.detach()))
         self._dtype, self._hidden = gate_up.dtype, hidden
         self._tensors = (gate_up_panels, down_panels)
@@ -90,13 +89,6 @@ def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Exp
     if gate_up.dtype not in _DTYPES or not gate_up.is_cpu:
         return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
     return NativeExperts(gate_up, down, first_expert)
-
-
-def _alternating(gate_up: Tensor) -> Tensor:
-    """[2 F, hidden] as panels of gates and of the same columns' ups in turn, F padded to whole panels."""
-    halves = gate_up.unflatten(0, (2, -1))
-    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % PANEL_COLUMNS))
-    return halves.unflatten(1, (-1, PANEL_COLUMNS)).transpose(0, 1).flatten(0, 2)
 
 
 def _stacked(weights: list[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ extern PyMethodDef linear_methods[];
 
 #ifdef TRIPTYCH_AVX512
 
+#include "gated.h"
 #include "gemm.h"
 #include "largest.h"
 
@@ -30,6 +31,7 @@ struct LinearPlan {
     const float* bias;
     const float* scales;
     bool out_is_bf16;
+    int64_t num_gated;  // columns of silu(gate) * up where panels of gates and ups alternate; 0 where they do not
 };
 
 // Where int8 pair (k, k + 1) of a column lies within its unit, so that widening leaves columns in order.
@@ -116,19 +118,39 @@ bool multiply_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_
     return is_done;
 }
 
-bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
-    const PackedWeight& weight = plan.weight;
+// store_of(first_row) is what becomes of the tiles of a chunk that begins there.
+template <class StoreOf>
+bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
+                     const StoreOf& store_of) {
     const int64_t step = chunk_rows(num_rows, weight.num_units());
-    const int64_t out_row_bytes = weight.out_features * (plan.out_is_bf16 ? 2 : 4);
     for (int64_t first = 0; first < num_rows; first += step) {
-        const StoreRows store{plan.bias,           plan.scales,      out + first * out_row_bytes, weight.out_features,
-                              weight.out_features, plan.out_is_bf16, nullptr};
+        const auto store = store_of(first);
         if (!multiply_chunk(weight, x + first * x_stride_bytes, x_stride_bytes, std::min(step, num_rows - first),
                             [&](int64_t) { return store; })) {
             return false;
         }
     }
     return true;
+}
+
+template <class Dtype>
+bool run_gated(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
+    const int64_t width = plan.num_gated;
+    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
+        auto* place = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
+        return StoreGated<Dtype>{plan.bias, plan.scales, place, width};
+    });
+}
+
+bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
+    if (plan.num_gated != 0) {
+        return plan.out_is_bf16 ? run_gated<Bf16>(plan, x, x_stride_bytes, out, num_rows)
+                                : run_gated<Fp32>(plan, x, x_stride_bytes, out, num_rows);
+    }
+    const int64_t width = plan.weight.out_features, row_bytes = width * (plan.out_is_bf16 ? 2 : 4);
+    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
+        return StoreRows{plan.bias, plan.scales, out + first * row_bytes, width, width, plan.out_is_bf16, nullptr};
+    });
 }
 
 // What greedy_linear is called with: addresses and sizes.
@@ -205,15 +227,15 @@ PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[8];
-    if (!read_numbers("make_linear", arguments, count, numbers, 8)) {
+    int64_t numbers[9];
+    if (!read_numbers("make_linear", arguments, count, numbers, 9)) {
         return nullptr;
     }
     auto* plan =
         new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
                                     static_cast<WeightKind>(numbers[0]), numbers[1] != 0},
                        reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
-                       numbers[2] != 0};
+                       numbers[2] != 0, numbers[8]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
@@ -279,7 +301,7 @@ PyMethodDef linear_methods[] = {
     TRIPTYCH_METHOD(pack_weight,
                     "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales) -> plan."),
+                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated) -> plan."),
     TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
     TRIPTYCH_METHOD(greedy_linear,
                     "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),

@@ -1,8 +1,12 @@
-"""Projections with weights packed for the native kernels. A row's result has the same bits in every batch."""
+"""Projections with weights packed for the native kernels. A row's result has the same bits in every batch.
+
+A gated one is silu(gate) * up of a projection to both, with the same bits as the two ops one after the other.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.cpu import _native
@@ -38,9 +42,14 @@ class NativeLinear:
         scales: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
+        num_gated: int = 0,
     ) -> None:
-        """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight."""
-        self.out_features, self.in_features = weight.shape
+        """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight.
+
+        num_gated: the number of gates, where weight, bias and scales are `alternating`.
+        """
+        num_outputs, self.in_features = weight.shape
+        self.out_features = num_gated or num_outputs
         panels = pack_panels(weight)
         self._tensors = [panels, *(_padded(vector) for vector in (bias, scales) if vector is not None)]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -51,11 +60,12 @@ class NativeLinear:
             _KIND_OF[weight.dtype],
             dtype is torch.float32,
             out_dtype is torch.bfloat16,
-            self.out_features,
+            num_outputs,
             self.in_features,
             addresses[0],
             0 if bias is None else addresses[1],
             0 if scales is None else addresses[-1],
+            num_gated,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -124,6 +134,34 @@ def pack_linear(
     quantization: str = "",
 ) -> Linear:
     """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes."""
+    out_dtype = weight.dtype if out_dtype is None else out_dtype
+    if not _is_served(weight, bias, out_dtype, quantization):
+        return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
+    narrow, scales = quantize_int8(weight) if quantization else (weight, None)
+    return NativeLinear(narrow, bias, scales, weight.dtype, out_dtype)
+
+
+def pack_gated_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+) -> Linear:
+    """See ops.Ops.pack_gated_linear.  As pack_linear in all else."""
+    out_dtype = weight.dtype if out_dtype is None else out_dtype
+    if not _is_served(weight, bias, out_dtype, quantization) or weight.shape[0] % 2:
+        return REFERENCE.pack_gated_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
+    num_gated = weight.shape[0] // 2
+    narrow, scales = quantize_int8(weight) if quantization else (weight, None)
+    bias, scales = (
+        None if vector is None else alternating(vector.detach()[:, None])[:, 0] for vector in (bias, scales)
+    )
+    return NativeLinear(alternating(narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated)
+
+
+def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quantization: str) -> bool:
+    """Whether the kernels compute it. ValueError for what nobody does."""
     if quantization not in ("", "int8"):
         raise ValueError(f"quantization is {quantization!r}: the CPU has 'int8' or none")
     if weight.dim() != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
@@ -131,16 +169,17 @@ def pack_linear(
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, bias {shape}: expected [N, K] and [N], N and K >= 1"
         )
-    out_dtype = weight.dtype if out_dtype is None else out_dtype
     served = (torch.bfloat16, torch.float32)
     if quantization and weight.dtype not in served:
         raise ValueError(f"int8 on a CPU needs bf16 or fp32 weights, not {weight.dtype}")
-    if weight.dtype not in served or out_dtype not in served or not weight.is_cpu:
-        return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
-    if quantization:
-        quantized, scales = quantize_int8(weight)
-        return NativeLinear(quantized, bias, scales, weight.dtype, out_dtype)
-    return NativeLinear(weight, bias, None, weight.dtype, out_dtype)
+    return weight.dtype in served and out_dtype in served and weight.is_cpu
+
+
+def alternating(gate_up: Tensor) -> Tensor:
+    """[2 F, K] as panels of gates and of the same columns' ups in turn, F padded to whole panels."""
+    halves = gate_up.unflatten(0, (2, -1))
+    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % PANEL_COLUMNS))
+    return halves.unflatten(1, (-1, PANEL_COLUMNS)).transpose(0, 1).flatten(0, 2)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

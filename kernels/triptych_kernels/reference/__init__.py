@@ -6,7 +6,7 @@ Knows no model, no request and no device but its tensors' own.
 from triptych_kernels.ops import Ops
 from triptych_kernels.reference.activation import silu_and_mul
 from triptych_kernels.reference.kv_write import kv_write
-from triptych_kernels.reference.linear import pack_linear
+from triptych_kernels.reference.linear import pack_gated_linear, pack_linear
 from triptych_kernels.reference.lora import lora_expand, lora_shrink
 from triptych_kernels.reference.moe import pack_experts
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
@@ -21,6 +21,7 @@ REFERENCE = Ops(
     is_batch_invariant=False,
     needs_clean_blocks=True,
     pack_linear=pack_linear,
+    pack_gated_linear=pack_gated_linear,
     pack_experts=pack_experts,
     kv_write=kv_write,
     paged_attention=paged_attention,

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.reference.activation import silu_and_mul
+
 # The layout is chosen for this many rows; it serves any number.
 _EXPECTED_ROWS = 32
 
@@ -51,6 +54,19 @@ def pack_linear(
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         return _PackedLinear(weight, bias, out_dtype)
     return _PlainLinear(weight, bias, out_dtype)
+
+
+def pack_gated_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+) -> GatedLinear:
+    """silu_and_mul of what pack_linear makes of gates over ups: [T, F] of a weight [2 F, K]."""
+    return GatedLinear(
+        pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization), silu_and_mul
+    )
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from triptych_kernels.ops import Ops
 from triptych_kernels.triton.activation import silu_and_mul
 from triptych_kernels.triton.fused_moe import pack_experts
 from triptych_kernels.triton.kv_write import kv_write
-from triptych_kernels.triton.linear import pack_linear
+from triptych_kernels.triton.linear import pack_gated_linear, pack_linear
 from triptych_kernels.triton.lora import lora_expand, lora_shrink
 from triptych_kernels.triton.paged_attention import paged_attention
 from triptych_kernels.triton.penalties import penalise
@@ -35,6 +35,7 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         is_batch_invariant=deterministic,
         needs_clean_blocks=False,
         pack_linear=functools.partial(pack_linear, deterministic=deterministic),
+        pack_gated_linear=functools.partial(pack_gated_linear, deterministic=deterministic),
         pack_experts=functools.partial(pack_experts, deterministic=deterministic),
         kv_write=kv_write,
         paged_attention=functools.partial(paged_attention, num_splits=1)

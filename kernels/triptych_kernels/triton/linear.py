@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.triton.activation import silu_and_mul
+
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
 
@@ -201,6 +204,21 @@ def pack_linear(
     if deterministic:
         return _TritonLinear(weight, None, bias, out_dtype, is_fixed=True)
     return _TorchLinear(weight, bias, out_dtype)
+
+
+def pack_gated_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    quantization: str = "",
+    deterministic: bool = False,
+) -> GatedLinear:
+    """silu_and_mul of what pack_linear makes of gates over ups: [T, F] of a weight [2 F, K]."""
+    gate_up = pack_linear(
+        weight, bias, out_dtype=out_dtype, quantization=quantization, deterministic=deterministic
+    )
+    return GatedLinear(gate_up, silu_and_mul)
 
 
 def _quantize(weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:

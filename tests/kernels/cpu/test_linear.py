@@ -174,7 +174,7 @@ def test_every_output_is_written_and_nothing_behind_it(
 
     weight = noise(65, 31, dtype=torch.bfloat16)
     panels = pack_panels(weight)
-    plan = _native.make_linear(0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0)
+    plan = _native.make_linear(0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0)
     x = noise(num_rows, 31, dtype=torch.bfloat16)
     out = torch.full((num_rows + 2, 65), torch.nan, dtype=out_dtype)
     _native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows)

@@ -1,0 +1,37 @@
+"""A gated projection made of two ops, for devices whose kernels do not join them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triptych_kernels.ops import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """silu(gate) * up of a projection to both."""
+
+    gate_up: Linear
+    silu_and_mul: Callable[[Tensor], Tensor]
+
+    @property
+    def in_features(self) -> int:
+        """Of the projection."""
+        return self.gate_up.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Half of the projection's."""
+        return self.gate_up.out_features // 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the projection."""
+        return self.gate_up.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features]. Returns [T, out_features]."""
+        return self.silu_and_mul(self.gate_up(x))

@@ -1,0 +1,55 @@
+"""Gated projections: the bits of a projection and an activation one after the other, in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.kernels.cpu.test_linear import BATCHES, KINDS, noise, weight_and_bias
+from triptych_kernels import REFERENCE
+from triptych_kernels.ops import Ops
+
+
+@pytest.mark.parametrize(("K", "F"), [(1, 1), (63, 31), (320, 864), (129, 33), (576, 48)])
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+def test_bits_are_those_of_the_two_ops(ops: Ops, K: int, F: int, dtype, quantization: str, has_bias: bool):
+    weight, bias = weight_and_bias(K, 2 * F, dtype)
+    chosen = bias if has_bias else None
+    gated = ops.pack_gated_linear(weight, chosen, quantization=quantization)
+    linear = ops.pack_linear(weight, chosen, quantization=quantization)
+    assert (gated.in_features, gated.out_features) == (K, F)
+    x = noise(200, K, dtype=dtype) * 3.0
+    for size in BATCHES:
+        assert torch.equal(gated(x[:size]), ops.silu_and_mul(linear(x[:size]))), f"{size} rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_result_is_that_of_the_reference_up_to_rounding(ops: Ops, dtype):
+    weight, bias = weight_and_bias(320, 130, dtype)
+    x = noise(31, 320, dtype=dtype)
+    expected = REFERENCE.pack_gated_linear(weight, bias)(x)
+    tolerance = 2.0**-6 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        ops.pack_gated_linear(weight, bias)(x), expected, atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_the_number_of_threads_changes_no_bit(
+    ops: Ops, use_threads: Callable[[int], None], dtype, quantization: str
+):
+    gated = ops.pack_gated_linear(*weight_and_bias(320, 2 * 865, dtype), quantization=quantization)
+    for size in (1, 8, 13, 200):
+        x = noise(size, 320, dtype=dtype)
+        alone = gated(x)
+        use_threads(2)
+        assert torch.equal(gated(x), alone), f"{size} rows"
+        use_threads(1)
+
+
+def test_other_dtypes_go_to_the_reference(ops: Ops):
+    weight, x = noise(6, 4, dtype=torch.float16), noise(3, 4, dtype=torch.float16)
+    assert torch.equal(ops.pack_gated_linear(weight)(x), REFERENCE.pack_gated_linear(weight)(x))
