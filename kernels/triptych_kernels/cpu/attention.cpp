@@ -21,7 +21,7 @@ extern PyMethodDef attention_methods[];
 namespace triptych {
 namespace {
 
-constexpr int64_t kRowsOfTask = 64;            // queries times heads that share a turned tile
+constexpr int64_t kRowsOfTask = 128;           // queries times heads that share a turned tile
 constexpr int64_t kScoreBytesOfTask = 2 << 20;  // of scores: more would leave the caches
 
 // The tokens of each row in groups that share their tiles, or an error's text.

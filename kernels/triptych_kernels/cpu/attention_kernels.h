@@ -56,6 +56,11 @@ inline void turn_chunk(const __m512i (&z)[4], int32_t* out) {
     _mm512_store_si512(out + 48, _mm512_unpackhi_epi64(b, d));
 }
 
+// Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
+inline void prefetch_bytes(const char* from, int64_t num_bytes) {
+    for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(from[line]));
+}
+
 // 16 rows of num_chunks chunks of 4 units, 16 bytes, as out[unit][place].
 inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, int32_t* out) {
     int64_t chunk = 0;
@@ -142,22 +147,33 @@ void add_values(
         for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(sums + r * sums_stride + v * 16, sum[r][v]);
 }
 
-// add_values over a whole tile as it lies in the cache, for rows too few to be worth laying values out for.
-// values: at the first place's columns to add, VECTORS times 16 of them; row_size: elements from place to place.
+// Whole tiles of values as they lie in the cache, and where as many bytes lie that will be wanted soon.
+struct CachedTiles {
+    const char *values[kTilesTogether], *ahead[kTilesTogether];
+    int64_t count;
+};
+
+// add_values over whole tiles in the cache, for rows too few to be worth laying values out for.
+// column: the first of VECTORS times 16 to add; row_size: elements from place to place.
 template <class Kind, int ROWS, int VECTORS>
-void add_tile(
-    const int32_t* weights, int64_t weights_stride, const char* values, int64_t row_size, float* sums,
-    int64_t sums_stride) {
-    const auto* rows = reinterpret_cast<const typename Kind::Element*>(values);
+void add_tiles(
+    const int32_t* weights, int64_t weights_stride, const CachedTiles& tiles, int64_t column, int64_t row_size,
+    float* sums, int64_t sums_stride) {
+    using Element = typename Kind::Element;
     __m512 sum[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) sum[r][v] = _mm512_load_ps(sums + r * sums_stride + v * 16);
-    for (int step = 0; step < kTile / Kind::kPlacesPerStep; ++step, rows += Kind::kPlacesPerStep * row_size) {
-        __m512i value[VECTORS];
-        Kind::interleave(rows, row_size, value);
-        for (int r = 0; r < ROWS; ++r) {
-            const __m512i weight = _mm512_set1_epi32(weights[r * weights_stride + step]);
-            for (int v = 0; v < VECTORS; ++v) sum[r][v] = Kind::dot(sum[r][v], value[v], weight);
+    for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        const auto* rows = reinterpret_cast<const Element*>(tiles.values[tile]) + column;
+        prefetch_bytes(tiles.ahead[tile] + column * kTile * sizeof(Element), VECTORS * 16 * kTile * sizeof(Element));
+        for (int step = 0; step < kTile / Kind::kPlacesPerStep; ++step, ++weights) {
+            __m512i value[VECTORS];
+            Kind::interleave(rows, row_size, value);
+            rows += Kind::kPlacesPerStep * row_size;
+            for (int r = 0; r < ROWS; ++r) {
+                const __m512i weight = _mm512_set1_epi32(weights[r * weights_stride]);
+                for (int v = 0; v < VECTORS; ++v) sum[r][v] = Kind::dot(sum[r][v], value[v], weight);
+            }
         }
     }
     for (int r = 0; r < ROWS; ++r)
@@ -168,9 +184,9 @@ using DotTiles = void (*)(const int32_t*, const int32_t*, int64_t, float, float*
 using AddValues = void (*)(
     const int32_t*, int64_t, const int32_t*, int64_t, int64_t, int64_t, int32_t, float*, int64_t);
 
-using AddTile = void (*)(const int32_t*, int64_t, const char*, int64_t, float*, int64_t);
+using AddTiles = void (*)(const int32_t*, int64_t, const CachedTiles&, int64_t, int64_t, float*, int64_t);
 
-// The loops by [rows - 1][tiles - 1] and by [rows - 1][vectors - 1]; add_tile by [rows - 1][is 4 vectors].
+// The loops by [rows - 1][tiles - 1] and by [rows - 1][vectors - 1]; add_tiles by [rows - 1][is 4 vectors].
 template <class Kind>
 struct Loops {
 #define TRIPTYCH_ROW(name, r) {name<Kind, r, 1>, name<Kind, r, 2>, name<Kind, r, 3>, name<Kind, r, 4>}
@@ -182,10 +198,10 @@ struct Loops {
         TRIPTYCH_ROW(dot_tiles, 4), TRIPTYCH_ROW(dot_tiles, 5), TRIPTYCH_ROW(dot_tiles, 6)};
     static constexpr AddValues kAddValues[kRowsTogether][4] = {TRIPTYCH_SUM(1), TRIPTYCH_SUM(2), TRIPTYCH_SUM(3),
                                                                TRIPTYCH_SUM(4), TRIPTYCH_SUM(5), TRIPTYCH_SUM(6)};
-    static constexpr AddTile kAddTile[kRowsTogether][2] = {
-        {add_tile<Kind, 1, 2>, add_tile<Kind, 1, 4>}, {add_tile<Kind, 2, 2>, add_tile<Kind, 2, 4>},
-        {add_tile<Kind, 3, 2>, add_tile<Kind, 3, 4>}, {add_tile<Kind, 4, 2>, add_tile<Kind, 4, 4>},
-        {add_tile<Kind, 5, 2>, add_tile<Kind, 5, 4>}, {add_tile<Kind, 6, 2>, add_tile<Kind, 6, 4>}};
+    static constexpr AddTiles kAddTiles[kRowsTogether][2] = {
+        {add_tiles<Kind, 1, 2>, add_tiles<Kind, 1, 4>}, {add_tiles<Kind, 2, 2>, add_tiles<Kind, 2, 4>},
+        {add_tiles<Kind, 3, 2>, add_tiles<Kind, 3, 4>}, {add_tiles<Kind, 4, 2>, add_tiles<Kind, 4, 4>},
+        {add_tiles<Kind, 5, 2>, add_tiles<Kind, 5, 4>}, {add_tiles<Kind, 6, 2>, add_tiles<Kind, 6, 4>}};
     static constexpr AddValues kAddMasked[4] = {
         add_values<Kind, 1, 1, true>, add_values<Kind, 1, 2, true>, add_values<Kind, 1, 3, true>,
         add_values<Kind, 1, 4, true>};

@@ -75,26 +75,20 @@ public:
     const char* key(int64_t place) const { return keys_ + call_.slot(table_, place) * call_.key_bytes; }
     const char* value(int64_t place) const { return values_ + call_.slot(table_, place) * call_.value_bytes; }
 
-    // Asks for what will be read some tiles after `tile`, counted over keys, then values, then the `next` task's.
-    void prefetch_after(int64_t tile, const Stream& next) const {
+    // What will be read some tiles after `tile`, counted over keys, then values, then the `next` task's; `otherwise`
+    // where that is not known.
+    const char* after(int64_t tile, const Stream& next, const char* otherwise) const {
+        if (call_.block_size % kTile != 0) return otherwise;
         // No further than the task after this one, which asks for what is behind it.
-        if (call_.block_size % kTile == 0) prefetch(tile + std::min(call_.tiles_ahead, 2 * num_tiles_), &next);
+        tile += std::min(call_.tiles_ahead, 2 * num_tiles_);
+        const char* found = tile < 2 * num_tiles_ ? at(tile) : next.at(tile - 2 * num_tiles_);
+        return found == nullptr ? otherwise : found;
     }
 
 private:
-    void prefetch(int64_t tile, const Stream* next) const {
-        if (tile < num_tiles_) {
-            prefetch_bytes(key((first_tile_ + tile) * kTile), kTile * call_.key_bytes);
-        } else if (tile < 2 * num_tiles_) {
-            prefetch_bytes(value((first_tile_ + tile - num_tiles_) * kTile), kTile * call_.value_bytes);
-        } else if (next != nullptr) {
-            next->prefetch(tile - 2 * num_tiles_, nullptr);
-        }
-    }
-
-    static void prefetch_bytes(const char* from, int64_t num_bytes) {
-        // Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
-        for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(from[line]));
+    const char* at(int64_t tile) const {
+        if (tile < num_tiles_) return key((first_tile_ + tile) * kTile);
+        return tile < 2 * num_tiles_ ? value((first_tile_ + tile - num_tiles_) * kTile) : nullptr;
     }
 
     const Call& call_;
@@ -189,10 +183,13 @@ private:
         std::memset(sums_, 0, num_rows_ * num_columns_ * 4);
     }
 
+    // tile: counted from the task's first.
     void lay_keys(int64_t tile, int32_t* out) const {
-        const int64_t place = tile * kTile, num_bytes = call_.key_bytes;
+        const int64_t place = (first_tile_ + tile) * kTile, num_bytes = call_.key_bytes;
         if (call_.block_size % kTile == 0 && num_bytes % 16 == 0) {
-            turn_tile(stream_.key(place), num_bytes, num_chunks_, out);
+            const char* keys = stream_.key(place);
+            prefetch_bytes(stream_.after(tile, next_, keys), kTile * num_bytes);
+            turn_tile(keys, num_bytes, num_chunks_, out);
             return;
         }
         // Scores of places that nobody sees are replaced: any of the row's keys will do there.
@@ -232,10 +229,7 @@ private:
     void score() {
         for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
             const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t) {
-                stream_.prefetch_after(t, next_);
-                lay_keys(first_tile_ + t, keys_ + (t - tile) * num_units_ * 16);
-            }
+            for (int64_t t = tile; t < end_tile; ++t) lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
             for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
                 const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
                 const Range tiles = tiles_of(r, count);
@@ -294,35 +288,39 @@ private:
     void add() {
         for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
             const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t) {
-                stream_.prefetch_after(num_tiles_ + t, next_);
+            for (int64_t t = tile; t < end_tile; ++t)
                 lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
-            }
             for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
                 add_to_group(r, std::min<int64_t>(kRowsTogether, num_rows_ - r), tile, end_tile);
         }
     }
 
-    // add() for a single token: a tile that it sees all of is not laid out first.
+    // add() for a single token: tiles that it sees all of are not laid out first.
     void add_from_cache() {
-        for (int64_t tile = 0; tile < num_tiles_; ++tile) {
-            stream_.prefetch_after(num_tiles_ + tile, next_);
-            const int64_t place = (first_tile_ + tile) * kTile;
-            const bool is_whole = place >= stream_.visible().first && place + kTile <= stream_.visible().end;
-            const char* values = stream_.value(place);
-            if (!is_whole) lay_values(first_tile_ + tile, values_);
+        const Range seen = stream_.visible();
+        for (int64_t tile = 0; tile < num_tiles_;) {
+            CachedTiles tiles{{}, {}, 0};
+            for (int64_t t = tile; t < num_tiles_ && tiles.count < kTilesTogether; ++t, ++tiles.count) {
+                const int64_t place = (first_tile_ + t) * kTile;
+                if (place < seen.first || place + kTile > seen.end) break;
+                tiles.values[tiles.count] = stream_.value(place);
+                tiles.ahead[tiles.count] = stream_.after(num_tiles_ + t, next_, tiles.values[tiles.count]);
+            }
+            const int64_t end_tile = tile + std::max<int64_t>(tiles.count, 1);
+            if (tiles.count == 0) lay_values(first_tile_ + tile, values_);
             for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
                 const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
-                if (!is_whole) {
-                    add_to_group(r, count, tile, tile + 1);
+                if (tiles.count == 0) {
+                    add_to_group(r, count, tile, end_tile);
                     continue;
                 }
                 const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
                 for (int64_t column = 0; column < call_.value_dim; column += 64)
-                    Loops<Kind>::kAddTile[count - 1][column + 64 <= call_.value_dim](
-                        weights, stride_, values + column * sizeof(Element), call_.value_dim,
-                        sums_ + r * num_columns_ + column, num_columns_);
+                    Loops<Kind>::kAddTiles[count - 1][column + 64 <= call_.value_dim](
+                        weights, stride_, tiles, column, call_.value_dim, sums_ + r * num_columns_ + column,
+                        num_columns_);
             }
+            tile = end_tile;
         }
     }
 
