@@ -110,15 +110,14 @@ struct Bf16 {
     static void store(uint16_t* to, AllLanes, __m512 x) { store(to, x); }
     static void store(uint16_t* to, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(to, mask, narrow(x)); }
     static __m512 rounded(__m512 x) { return widen(narrow(x)); }
-    // gate / (1 + e^-gate) to 1e-5 of it: by e^-|gate|, which cannot overflow, and without a division.
+    // gate / (1 + e^-gate) to 1e-5 of it, by e^-|gate|, which cannot overflow: times it above and below the line where
+    // the gate is negative.
     static __m512 silu(__m512 gate) {
+        const __m512 one = _mm512_set1_ps(1.0f);
         const __m512 decay = coarse_exp16(_mm512_or_ps(gate, _mm512_set1_ps(-0.0f)));
-        const __m512 sum = _mm512_add_ps(decay, _mm512_set1_ps(1.0f));
-        const __m512 guess = _mm512_rcp14_ps(sum);
-        const __m512 inverse =
-            _mm512_fmadd_ps(guess, _mm512_fnmadd_ps(sum, guess, _mm512_set1_ps(1.0f)), guess);
         const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(gate));
-        return mul(gate, _mm512_mask_mul_ps(inverse, is_negative, inverse, decay));
+        const __m512 share = _mm512_mask_mov_ps(one, is_negative, decay);
+        return _mm512_div_ps(mul(gate, share), _mm512_add_ps(decay, one));
     }
 };
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from triptych_kernels import REFERENCE
-from triptych_kernels.triton.linear import matmul, pack_linear
+from triptych_kernels.triton.linear import matmul, pack_gated_linear, pack_linear
 
 # (rows, inputs, outputs)
 SHAPES = [(1, 63, 129), (63, 129, 1), (129, 64, 63), (17, 1, 130)]
@@ -34,6 +34,18 @@ def test_pack_linear_equals_the_reference(shape, dtype, deterministic, device):
     assert (linear.in_features, linear.out_features) == (shape[1], shape[2])
     assert linear.num_bytes == weight.nbytes + bias.nbytes
     torch.testing.assert_close(linear(x), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", [(1, 63, 130), (63, 129, 2), (129, 64, 62)], ids=str)
+def test_pack_gated_linear_equals_the_reference(shape, dtype, deterministic, device):
+    x, weight, bias = operands(shape, dtype, device)
+    gated = pack_gated_linear(weight, bias, deterministic=deterministic)
+    expected = REFERENCE.pack_gated_linear(weight, bias)(x)
+    assert (gated.in_features, gated.out_features) == (shape[1], shape[2] // 2)
+    assert gated.num_bytes == weight.nbytes + bias.nbytes
+    torch.testing.assert_close(gated(x), expected, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
