@@ -102,6 +102,7 @@ class Sampler:
             or sampling.temperature > 0.0
             or sampling.has_penalties
             or sampling.wants_logprobs
+            or sampling.thinking is not None
             or TokenRules.has_any(sampling)
         )
 
