@@ -56,10 +56,15 @@ BAD_INPUT = {
     "priority": (make_request("x", priority=101), "INVALID_ARGUMENT", ["priority", "101", "-100..100"]),
     "n": (make_request("x", n=65), "INVALID_ARGUMENT", ["sampling.n", "65", "1..64"]),
     "two": (make_request("", top_p=7.0), "INVALID_ARGUMENT", ["prompt", "sampling.top_p"]),
-    "n 2": (make_request("x", n=2), "UNIMPLEMENTED", ["sampling.n"]),
-    "logprobs": (make_request("x", logprobs=1), "UNIMPLEMENTED", ["sampling.logprobs"]),
+    "greedy n": (make_request("x", n=2, temperature=0.0), "INVALID_ARGUMENT", ["sampling.n is 2", "1"]),
+    "logprobs": (make_request("x", logprobs=21), "INVALID_ARGUMENT", ["sampling.logprobs is 21", "0..20"]),
+    "grammar": (
+        make_request("x", structured_output={"regex": "a"}),
+        "UNIMPLEMENTED",
+        ["sampling.structured_output"],
+    ),
     "penalty": (make_request("x", presence_penalty=2.5), "INVALID_ARGUMENT", ["sampling.presence_penalty"]),
-    "bad words": (make_request("x", bad_words=["y"]), "UNIMPLEMENTED", ["sampling.bad_words"]),
+    "bad words": (make_request("x", bad_words=["y", ""]), "INVALID_ARGUMENT", ["sampling.bad_words[1]"]),
     "adapter": (make_request("x", adapter="lora"), "UNIMPLEMENTED", ["adapter"]),
     "rank": (make_request("x", data_parallel_rank=1), "UNAVAILABLE", ["data_parallel_rank 1", "[0]"]),
     "no rank": (
