@@ -1,34 +1,58 @@
-"""The verb `chat` against a frontend that answers what it is told to."""
+"""The verb `chat` against a real frontend, whose engine says what it is told to."""
 
 from __future__ import annotations
 
-from launcher.chat import Turn, embedded_form
-from tests.launcher.fakes import fake_frontend, triptych
+from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, FakeRequest, answer, serving
+from tests.launcher.fakes import triptych
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is undefined %}<think>\n{% endif %}"
+    "{% endif %}{# </think> #}"
+)
+PLAIN_TEMPLATE = TEMPLATE.replace("<think>", "").replace("</think>", "")
 
 
-def test_the_embedded_form_ends_where_the_answer_begins() -> None:
-    turns = [Turn("user", " hi "), Turn("assistant", "hello"), Turn("user", "bye")]
-    assert embedded_form(turns) == "<|user|>hi<|end|><|assistant|>hello<|end|><|user|>bye<|end|><|assistant|>"
+def prompt_of(request: FakeRequest) -> str:
+    return TOKENIZER.decode(request.prompt, skip_special_tokens=False)
 
 
 async def test_quick_says_one_thing() -> None:
-    async with fake_frontend() as served:
-        outcome = await triptych("chat", "--url", served.url, "--quick", "hi", "--max-tokens", "9")
+    engine = FakeEngine(answer("hello world"), chat_template=PLAIN_TEMPLATE)
+    async with serving(engine) as (_, frontend):
+        url = f"grpc://{frontend.address}"
+        outcome = await triptych("chat", "--url", url, "--quick", "hi", "--max-tokens", "99")
     assert (outcome.exit_code, outcome.out) == (0, "hello world\n")
-    [request] = served.frontend.requests
-    assert request.prompt == "<|user|>hi<|end|><|assistant|>"
-    assert request.sampling.max_tokens == 9
-    assert not request.add_special_tokens
+    [request] = engine.requests
+    assert prompt_of(request).startswith("<user>hi<assistant>")
+    assert request.entry.sampling.max_tokens == 99
 
 
 async def test_every_line_is_a_turn_that_knows_those_before() -> None:
-    async with fake_frontend() as served:
-        outcome = await triptych("chat", "--url", served.url, stdin="one\n\ntwo\n/exit\nthree\n")
+    engine = FakeEngine(answer("hello world"), chat_template=PLAIN_TEMPLATE)
+    async with serving(engine) as (_, frontend):
+        url = f"grpc://{frontend.address}"
+        outcome = await triptych("chat", "--url", url, stdin="one\n\ntwo\n/exit\nthree\n")
     assert outcome.out == "hello world\nhello world\n"
-    assert [request.prompt for request in served.frontend.requests] == [
-        "<|user|>one<|end|><|assistant|>",
-        "<|user|>one<|end|><|assistant|>hello world<|end|><|user|>two<|end|><|assistant|>",
-    ]
+    first, second = (prompt_of(request).strip() for request in engine.requests)
+    assert first == "<user>one<assistant>"
+    assert second == "<user>one<assistant>hello world<user>two<assistant>"
+
+
+async def test_what_is_piped_on_is_the_answer_without_its_reasoning() -> None:
+    engine = FakeEngine(answer("hm\n</think>\n\nhello"), chat_template=TEMPLATE)
+    async with serving(engine) as (_, frontend):
+        outcome = await triptych("chat", "--url", f"grpc://{frontend.address}", "--quick", "hi")
+    assert outcome.out.strip() == "hello"
+
+
+async def test_a_refusal_exits_1_with_its_field() -> None:
+    async with serving(FakeEngine()) as (_, frontend):
+        url = f"grpc://{frontend.address}"
+        outcome = await triptych("chat", "--url", url, "--quick", "hi", "--temperature", "9")
+    assert (outcome.exit_code, outcome.out) == (1, "")
+    assert outcome.err.startswith("INVALID_ARGUMENT: ")
+    assert "  sampling.temperature: " in outcome.err
 
 
 async def test_a_server_that_is_not_there_exits_1() -> None:

@@ -80,8 +80,13 @@ def test_the_transports_cut_at_the_same_stop_string(llms: dict[str, LLM]) -> Non
         output = result.outputs[0]
         assert (output.finish_reason, output.stop) == ("stop", stop)
         assert output.text == whole.text[: whole.text.index(stop)]
-        # How many tokens came in the step that completed the stop string is a matter of time.
-        assert output.token_ids == whole.outputs[0].token_ids[: len(output.token_ids)]
+        ids = list(output.token_ids)
+        assert ids == list(whole.outputs[0].token_ids[: len(ids)])
+        # Up to the token that completes the stop string, and none behind it.
+        text_of = llms["in-process"].detokenize
+        assert stop in text_of(ids)
+        assert stop not in text_of(ids[:-1])
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
 
 
 def test_a_result_has_everything_about_its_prompt(llms: dict[str, LLM]) -> None:

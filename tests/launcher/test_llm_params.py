@@ -73,6 +73,22 @@ def test_a_value_of_another_type_is_refused_by_its_name(name: str, value: object
     assert raised.value.violations[0][0] == f"sampling_params.{name}"
 
 
+@pytest.mark.parametrize("value", [True, False, 5.0, 5.5, "5"])
+@pytest.mark.parametrize("name", ["thinking_token_budget", "max_tokens", "n"])
+def test_127_a_budget_is_a_whole_number_and_neither_a_truth_value_nor_a_float(
+    name: str, value: object
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is {value!r}"):
+        SamplingParams(**{name: value}).to_proto()
+
+
+def test_127_a_truth_value_is_no_number_and_a_number_no_truth_value() -> None:
+    for name, value in (("temperature", True), ("stop_token_ids", [True]), ("logit_bias", {True: 1.0})):
+        with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is"):
+            SamplingParams(**{name: value}).to_proto()
+    assert SamplingParams(ignore_eos=True, detokenize=False).to_proto().ignore_eos
+
+
 def test_defaults_of_a_model_come_back_as_parameters() -> None:
     params = SamplingParams(temperature=0.5, top_k=20, max_tokens=7)
     assert from_proto(params.to_proto()) == params

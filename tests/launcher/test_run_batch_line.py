@@ -99,3 +99,18 @@ def test_the_result_of_a_refusal_has_code_message_and_violations() -> None:
         },
     }
     assert error_record(line, Unavailable("gone"))["error"]["violations"] == []
+
+
+@pytest.mark.parametrize("value", [True, False, 5.5, "many", [5]])
+def test_127_a_thinking_budget_of_another_type_is_refused(value: object) -> None:
+    for call in ("generate", "chat"):
+        body = {"sampling": {"thinking_token_budget": value}}
+        refused = refusal_of(custom_id="a", call=call, body=body)
+        assert "thinking_token_budget" in refused.message
+
+
+@pytest.mark.parametrize("value", [5, 5.0, "5"])
+def test_127_a_thinking_budget_is_read_as_the_json_form_of_protobuf_has_whole_numbers(value: object) -> None:
+    # JSON has one kind of number: its writers may spell five as 5.0, and large ones as texts.
+    line = line_of(custom_id="a", call="chat", body={"sampling": {"thinking_token_budget": value}})
+    assert line.request.sampling.thinking_token_budget == 5
