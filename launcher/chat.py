@@ -1,34 +1,21 @@
-"""The verb `chat`: a conversation with a running server, turn by turn."""
+"""The verb `chat`: a conversation with a running server, turn by turn, by the model's own chat template."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
+from launcher.chat_answer import ChatAnswer
 from launcher.complete import print_failure
-from launcher.generation import Generation
 from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, from_rpc_error
-from triptych.api.v1 import chat_message_pb2, generate_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
 from triptych.common.v1 import sampling_pb2
-
-_ROLES = {
-    "user": chat_message_pb2.CHAT_ROLE_USER,
-    "assistant": chat_message_pb2.CHAT_ROLE_ASSISTANT,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: str  # user or assistant
-    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +33,12 @@ def run_chat(chat: Chat) -> int:
 
     An interrupt ends the answer that is being given, and the conversation where none is.
     """
-    turns: list[Turn] = []
+    messages: list[chat_message_pb2.ChatMessage] = []
     try:
         for said in _lines() if chat.quick is None else [chat.quick]:
-            asked = [*turns, Turn("user", said)]
+            asked = [*messages, _user_message(said)]
             try:
-                turns = [*asked, Turn("assistant", asyncio.run(_answer(chat, asked)))]
+                messages = [*asked, asyncio.run(_answer(chat, asked))]
             except KeyboardInterrupt:
                 print()
     except ServiceError as error:
@@ -60,11 +47,6 @@ def run_chat(chat: Chat) -> int:
     except KeyboardInterrupt:
         print()
     return 0
-
-
-def embedded_form(turns: Iterable[Turn]) -> str:
-    """The conversation in the form the embedded model was trained on."""
-    return "".join(f"<|{turn.role}|>{turn.content.strip()}<|end|>" for turn in turns) + "<|assistant|>"
 
 
 def _lines() -> Iterator[str]:
@@ -78,33 +60,29 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-async def _answer(chat: Chat, turns: list[Turn]) -> str:
+def _user_message(text: str) -> chat_message_pb2.ChatMessage:
+    return chat_message_pb2.ChatMessage(
+        role=chat_message_pb2.CHAT_ROLE_USER, parts=[chat_message_pb2.ChatPart(text=text)]
+    )
+
+
+async def _answer(
+    chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]
+) -> chat_message_pb2.ChatMessage:
+    """The next message, printed as it comes."""
+    request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
+    answer = ChatAnswer(is_terminal=sys.stdout.isatty())
     async with open_channel(chat.url, profile="public") as channel:
-        request = generate_pb2.GenerateRequest(
-            model=chat.model,
-            prompt=await _prompt(channel, chat.model, turns),
-            sampling=chat.sampling,
-            # The form of a conversation has its special tokens already.
-            add_special_tokens=False,
-        )
-        generation = Generation(channel, request)
-        async for response in generation.events():
-            print(response.delta.text, end="", flush=True)
-        print()
-        return generation.answer.text
-
-
-async def _prompt(channel: grpc.aio.Channel, model: str, turns: list[Turn]) -> str:
-    """The conversation by the model's own template, or in the embedded model's form where none is applied."""
-    stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-    request = tokenizer_pb2.ApplyChatTemplateRequest(model=model)
-    for turn in turns:
-        message = request.messages.add(role=_ROLES[turn.role])
-        message.parts.add(text=turn.content)
-    try:
-        answer = await stub.ApplyChatTemplate(request, timeout=10)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return embedded_form(turns)
-        raise from_rpc_error(error) from error
-    return str(answer.prompt)
+        stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
+        call = stub.Chat(request)
+        try:
+            async for response in call:
+                print(answer.take(response.delta), end="", flush=True)
+            print(answer.end(), end="", flush=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            # A terminal must not stay dim where the answer was interrupted.
+            print(answer.brighten(), end="", flush=True)
+            call.cancel()
+    return answer.message()

@@ -169,8 +169,8 @@ def chat(
 ) -> None:
     """Talk with a model: a line is a turn, /exit or the end of input ends it.
 
-    The server's ApplyChatTemplate makes the prompt; a server without it gets the form of the embedded model,
-    which other models do not know.
+    The conversation goes to the server as messages, of which the model's own chat template makes the prompt.
+    Reasoning is shown dimmed, on a terminal only; calls of tools are shown as text.
     """
     prepare_process("client")
     from launcher.chat import Chat, run_chat

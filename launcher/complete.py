@@ -94,7 +94,9 @@ async def _complete(completion: Completion, request: generate_pb2.GenerateReques
         generation = Generation(channel, request)
         async for response in generation.events(completion.timeout_s):
             if not completion.as_json:
-                print(response.delta.text, end="", flush=True)
+                # Several outputs come interleaved, of which the plain form shows the first.
+                if response.delta.output_index == 0:
+                    print(response.delta.text, end="", flush=True)
             elif completion.stream:
                 print(json.dumps(event_record(response, generation.answer.trace_id)), flush=True)
     if not completion.as_json:

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 
 from launcher.arguments import Serving, embedded_engine
-from launcher.chat import Turn, embedded_form
 from launcher.config import ServeConfig
 from launcher.generation import Answer, Generation
 from launcher.loopback import ensure_loopback
@@ -110,7 +109,8 @@ def _end_on_signals() -> None:
 
 async def _ask(address: str, prompt: str) -> Measured:
     request = generate_pb2.GenerateRequest(
-        prompt=embedded_form([Turn("user", prompt)]),
+        # One turn in the form that the embedded model was trained on.
+        prompt=f"<|user|>{prompt.strip()}<|end|><|assistant|>",
         add_special_tokens=False,
         sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS),
     )

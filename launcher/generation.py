@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -12,18 +12,27 @@ import grpc.aio
 from service_kit.errors import from_rpc_error
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_client.events import stop_match_of
+from triptych_client.logprobs import read_logprobs
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a request came to; of several outputs the first one's text, ids and reason."""
+    """What a request came to; of several outputs the first one's text, ids, reason and probabilities.
+
+    `cumulative_logprob` is None and `logprobs` are empty where none were asked for.
+    """
 
     request_id: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    stop_match: int | str | None = None
     usage: dict[str, int] = field(default_factory=dict)
+    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    cumulative_logprob: float | None = None
     trace_id: str = ""
 
 
@@ -54,12 +63,16 @@ class Generation:
             case "started":
                 self.answer.request_id = response.started.request_id
                 self.answer.prompt_token_ids = list(response.started.prompt_token_ids)
+                self.answer.prompt_logprobs = logprobs_of(response.started.prompt_logprobs)
             case "delta" if response.delta.output_index == 0:
                 self.answer.text += response.delta.text
                 self.answer.token_ids += response.delta.token_ids
+                self.answer.logprobs += logprobs_of(response.delta.logprobs)
             case "finished" if response.finished.output_index == 0:
                 self.answer.finish_reason = reason_name(response.finished.reason)
                 self.answer.usage = usage_of(response.finished.usage)
+                self.answer.stop_match = stop_match_of(response.finished.stop_match)
+                self.answer.cumulative_logprob = cumulative_of(response.finished)
 
 
 def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict[str, Any]:
@@ -74,6 +87,7 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
                 "num_prompt_tokens": started.num_prompt_tokens,
                 "num_cached_tokens": started.num_cached_tokens,
                 "prompt_token_ids": list(started.prompt_token_ids),
+                "prompt_logprobs": logprobs_of(started.prompt_logprobs),
             }
         case "delta":
             delta = response.delta
@@ -82,6 +96,7 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
                 "output_index": delta.output_index,
                 "text": delta.text,
                 "token_ids": list(delta.token_ids),
+                "logprobs": logprobs_of(delta.logprobs),
             }
         case "finished":
             finished = response.finished
@@ -89,7 +104,9 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
                 "event": "finished",
                 "output_index": finished.output_index,
                 "finish_reason": reason_name(finished.reason),
+                "stop_match": stop_match_of(finished.stop_match),
                 "usage": usage_of(finished.usage),
+                "cumulative_logprob": cumulative_of(finished),
             }
     return {"event": "unknown"}
 
@@ -97,6 +114,16 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
 def reason_name(reason: output_pb2.FinishReason) -> str:
     """`stop` for FINISH_REASON_STOP, and so on."""
     return output_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def logprobs_of(columns: output_pb2.Logprobs) -> list[dict[str, Any]]:
+    """An object for each token, with those most likely in its place."""
+    return [asdict(token) for token in read_logprobs(columns)]
+
+
+def cumulative_of(finished: generate_pb2.Finished) -> float | None:
+    """The sum over an output's tokens, None where no log probabilities were asked for."""
+    return finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None
 
 
 def usage_of(usage: output_pb2.Usage) -> dict[str, int]:

@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
-from triptych.api.v1 import (
-    inference_pb2,
-    inference_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    tokenize_pb2,
-    tokenizer_pb2_grpc,
-)
-from triptych_client.aio_stream import GenerateStream
+from triptych.api.v1 import chat_pb2, inference_pb2, model_pb2, request_pb2, tokenizer_pb2
+from triptych_client.aio_stream import Stream
+from triptych_client.call_options import CallOptions, ModelOptions, build_message, metadata_pairs
 from triptych_client.channel_options import PUBLIC_SERVICE, ChannelOptions, address_of
-from triptych_client.errors import from_rpc_error, not_reached
-from triptych_client.events import Completion, to_completion
-from triptych_client.generate_request import GenerateOptions, build_generate_request
+from triptych_client.chat_events import ChatCompletion, ChatEvent, to_chat_completion, to_chat_event
+from triptych_client.chat_request import (
+    ApplyTemplateOptions,
+    ChatMessage,
+    ChatOptions,
+    build_chat_request,
+    build_template_request,
+)
+from triptych_client.embedding_requests import (
+    ClassifyOptions,
+    EmbedOptions,
+    PoolingInput,
+    PoolingOptions,
+    RerankOptions,
+    build_classify_request,
+    build_embed_request,
+    build_rerank_request,
+    build_score_request,
+)
+from triptych_client.embeddings import (
+    Classes,
+    Embeddings,
+    Ranking,
+    Scores,
+    to_classes,
+    to_embeddings,
+    to_ranking,
+    to_scores,
+)
+from triptych_client.errors import TriptychError, from_rpc_error, not_reached
+from triptych_client.events import Completion, Event, ItemEvent, to_completion, to_event, to_item_event
+from triptych_client.generate_request import (
+    GenerateOptions,
+    Prompt,
+    StreamOptions,
+    build_batch_request,
+    build_generate_request,
+)
+from triptych_client.request_status import RequestStatus, read_state, to_request_status
+from triptych_client.retry import Attempts, RetryPolicy
+from triptych_client.stream_plan import EventT, StreamPlan
+from triptych_client.stubs import Stubs
+from triptych_client.tokenizer_requests import (
+    DetokenizeOptions,
+    TokenizeOptions,
+    build_detokenize_request,
+    build_tokenize_request,
+)
+from triptych_client.tokens import (
+    FileAssembler,
+    RenderedPrompt,
+    Token,
+    read_prompt,
+    read_token_ids,
+    read_tokens,
+    to_chunk,
+)
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+# A request that nobody reads any more ends by itself soon after; its abort is not worth a longer wait.
+_ABORT_LIMIT_S = 1.0
 
 
 class Client:
     """Talks to one frontend. Every call that fails raises TriptychError.
 
-    `timeout_s` of a call is its deadline, at which the server aborts the request; None is no deadline.
-    `metadata` goes along as headers, e.g. `traceparent` and `x-request-id`.
+    A call that fails before its first message is made again as `retry` says. The options that every call has
+    are those of CallOptions.
     """
 
     def __init__(
@@ -40,6 +90,7 @@ class Client:
         target: str,
         *,
         options: ChannelOptions | None = None,
+        retry: RetryPolicy | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         """Open a channel to `host:port` or `grpc://host:port`; it connects with the first call.
@@ -48,14 +99,12 @@ class Client:
         """
         settings = (options or ChannelOptions()).as_grpc()
         self._address = address_of(target)
+        self._retry = retry or RetryPolicy()
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=settings)
         else:
             self._channel = grpc.aio.secure_channel(self._address, credentials, options=settings)
-        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._stubs = Stubs(self._channel)
 
     async def connect(self, *, timeout_s: float = 10.0) -> None:
         """Wait until the frontend is reached; UNAVAILABLE where it is not in time."""
@@ -64,72 +113,133 @@ class Client:
         except TimeoutError as error:
             raise not_reached(self._address, timeout_s) from error
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        timeout_s: float | None = None,
-        metadata: Mapping[str, str] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> GenerateStream:
-        """Stream the outputs for a text, or for token ids, as they are sampled."""
-        request = build_generate_request(prompt, options)
-        return GenerateStream(self._inference.Generate(request, timeout=timeout_s, metadata=_pairs(metadata)))
+    def generate(self, prompt: Prompt, **options: Unpack[StreamOptions]) -> Stream[Event]:
+        """Stream the outputs for a text, or for token ids, as they are sampled.
 
-    async def generate_unary(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        timeout_s: float | None = None,
-        metadata: Mapping[str, str] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Completion:
+        With `orphan_grace_ms` a stream whose connection breaks goes on over the next one.
+        """
+        request = build_generate_request(prompt, options)
+        grace_s = options.get("orphan_grace_ms", 0) / 1000
+        return self._stream(self._stubs.inference.Generate, request, to_event, options, grace_s=grace_s)
+
+    async def generate_unary(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The outputs for a text, or for token ids, once all have ended."""
         request = inference_pb2.GenerateUnaryRequest(request=build_generate_request(prompt, options))
-        return to_completion(await _call(self._inference.GenerateUnary, request, timeout_s, metadata))
+        return to_completion(await self._call(self._stubs.inference.GenerateUnary, request, options))
 
-    async def tokenize(
+    def generate_batch(
         self,
-        text: str,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        timeout_s: float | None = None,
-    ) -> list[int]:
-        """The token ids of `text`. An empty `model` is the only one that is served."""
-        request = tokenize_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-        response: tokenize_pb2.TokenizeResponse = await _call(self._tokenizer.Tokenize, request, timeout_s)
-        return list(response.token_ids)
+        prompts: Sequence[Prompt],
+        each: Sequence[GenerateOptions] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[ItemEvent]:
+        """Stream the outputs of many prompts; one that is refused does not end the others.
 
-    async def detokenize(
+        `options` hold for all, and `each`, where it is given, for one prompt each before them.
+        """
+        request = build_batch_request(prompts, each, options)
+        return self._stream(self._stubs.inference.GenerateBatch, request, to_item_event, options)
+
+    def chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> Stream[ChatEvent]:
+        """Stream the next message of a conversation as it is sampled."""
+        request = build_chat_request(messages, options)
+        return self._stream(self._stubs.chat.Chat, request, to_chat_event, options)
+
+    async def chat_unary(
+        self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]
+    ) -> ChatCompletion:
+        """The next message of a conversation, once it is whole."""
+        request = chat_pb2.ChatUnaryRequest(request=build_chat_request(messages, options))
+        return to_chat_completion(await self._call(self._stubs.chat.ChatUnary, request, options))
+
+    async def embed(self, inputs: Sequence[PoolingInput], **options: Unpack[EmbedOptions]) -> Embeddings:
+        """A vector of each text, or of each of its tokens."""
+        request = build_embed_request(inputs, options)
+        return to_embeddings(await self._call(self._stubs.embedding.Embed, request, options))
+
+    async def score(
         self,
-        token_ids: Sequence[int],
-        *,
-        model: str = "",
-        skip_special_tokens: bool = False,
-        timeout_s: float | None = None,
-    ) -> str:
+        queries: Sequence[PoolingInput],
+        documents: Sequence[PoolingInput],
+        **options: Unpack[PoolingOptions],
+    ) -> Scores:
+        """How well each document fits the query at its place, or the only one."""
+        request = build_score_request(queries, documents, options)
+        return to_scores(await self._call(self._stubs.embedding.Score, request, options))
+
+    async def rerank(
+        self, query: PoolingInput, documents: Sequence[PoolingInput], **options: Unpack[RerankOptions]
+    ) -> Ranking:
+        """The documents that fit the query best, best first."""
+        request = build_rerank_request(query, documents, options)
+        return to_ranking(await self._call(self._stubs.embedding.Rerank, request, options))
+
+    async def classify(self, inputs: Sequence[PoolingInput], **options: Unpack[ClassifyOptions]) -> Classes:
+        """How likely each class is for each text, or for each of its tokens."""
+        request = build_classify_request(inputs, options)
+        return to_classes(await self._call(self._stubs.embedding.Classify, request, options))
+
+    async def tokenize(self, text: str, **options: Unpack[TokenizeOptions]) -> list[int]:
+        """The token ids of `text`."""
+        request = build_tokenize_request(text, options, return_tokens=False)
+        return read_token_ids(await self._call(self._stubs.tokenizer.Tokenize, request, options))
+
+    async def tokenize_with_places(self, text: str, **options: Unpack[TokenizeOptions]) -> list[Token]:
+        """The tokens of `text` with their names and places."""
+        request = build_tokenize_request(text, options, return_tokens=True)
+        return read_tokens(await self._call(self._stubs.tokenizer.Tokenize, request, options))
+
+    async def detokenize(self, token_ids: Sequence[int], **options: Unpack[DetokenizeOptions]) -> str:
         """The text of `token_ids`."""
-        request = tokenize_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
-        response: tokenize_pb2.DetokenizeResponse = await _call(
-            self._tokenizer.Detokenize, request, timeout_s
-        )
-        return response.text
+        request = build_detokenize_request(token_ids, options)
+        text: str = (await self._call(self._stubs.tokenizer.Detokenize, request, options)).text
+        return text
 
-    async def list_models(self, *, timeout_s: float | None = None) -> list[model_pb2.Model]:
+    async def apply_chat_template(
+        self, messages: Sequence[ChatMessage], **options: Unpack[ApplyTemplateOptions]
+    ) -> RenderedPrompt:
+        """The prompt that a conversation becomes, as text and as tokens."""
+        request = build_template_request(messages, options)
+        return read_prompt(await self._call(self._stubs.tokenizer.ApplyChatTemplate, request, options))
+
+    async def get_tokenizer(self, **options: Unpack[ModelOptions]) -> dict[str, bytes]:
+        """The files of the tokenizer by name, checked against their digests."""
+        request = build_message(tokenizer_pb2.GetTokenizerRequest, {}, options)
+        assembler = FileAssembler()
+        async with self._stream(self._stubs.tokenizer.GetTokenizer, request, to_chunk, options) as chunks:
+            async for chunk in chunks:
+                assembler.add(chunk)
+        return assembler.files()
+
+    async def abort(self, request_id: str, **options: Unpack[CallOptions]) -> str:
+        """End a request; its stream ends with the reason `abort`.
+
+        Returns how far it was: queued, running, or finished, for which it was too late.
+        """
+        request = request_pb2.AbortRequest(request_id=request_id)
+        return read_state(await self._call(self._stubs.requests.Abort, request, options))
+
+    async def get_request(self, request_id: str, **options: Unpack[CallOptions]) -> RequestStatus:
+        """How far a request is."""
+        request = request_pb2.GetRequestRequest(request_id=request_id)
+        return to_request_status(await self._call(self._stubs.requests.GetRequest, request, options))
+
+    async def list_models(self, **options: Unpack[CallOptions]) -> list[model_pb2.Model]:
         """The models that are served."""
-        response: model_pb2.ListModelsResponse = await _call(
-            self._models.ListModels, model_pb2.ListModelsRequest(), timeout_s
-        )
+        response = await self._call(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), options)
         return list(response.models)
 
-    async def server_info(self, *, timeout_s: float | None = None) -> model_pb2.GetServerInfoResponse:
+    async def get_model(self, **options: Unpack[ModelOptions]) -> model_pb2.Model:
+        """One model."""
+        request = build_message(model_pb2.GetModelRequest, {}, options)
+        model: model_pb2.Model = (await self._call(self._stubs.models.GetModel, request, options)).model
+        return model
+
+    async def server_info(self, **options: Unpack[CallOptions]) -> model_pb2.GetServerInfoResponse:
         """The frontend's version, its limits, and the engines it knows."""
         request = model_pb2.GetServerInfoRequest()
-        response: model_pb2.GetServerInfoResponse = await _call(
-            self._models.GetServerInfo, request, timeout_s
+        response: model_pb2.GetServerInfoResponse = await self._call(
+            self._stubs.models.GetServerInfo, request, options
         )
         return response
 
@@ -137,7 +247,7 @@ class Client:
         """Whether the frontend takes requests now. False also where nobody answers."""
         request = health_pb2.HealthCheckRequest(service=PUBLIC_SERVICE)
         try:
-            response = await self._health.Check(request, timeout=timeout_s)
+            response = await self._stubs.health.Check(request, timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
@@ -159,18 +269,33 @@ class Client:
         """Close the channel."""
         await self.close()
 
+    async def _call(
+        self,
+        # What a stub's method takes and gives, the generated code does not type.
+        rpc: Callable[..., Any],
+        request: Message,
+        options: CallOptions,
+    ) -> Any:
+        attempts = Attempts(self._retry, options.get("timeout_s"))
+        while True:
+            try:
+                return await rpc(request, timeout=attempts.remaining_s(), metadata=metadata_pairs(options))
+            except grpc.RpcError as error:
+                delay_s = attempts.next_after_s(from_rpc_error(error))
+            await asyncio.sleep(delay_s)
 
-async def _call(
-    rpc: Callable[..., Awaitable[_Response]],
-    request: _Request,
-    timeout_s: float | None,
-    metadata: Mapping[str, str] | None = None,
-) -> _Response:
-    try:
-        return await rpc(request, timeout=timeout_s, metadata=_pairs(metadata))
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
+    def _stream(
+        self,
+        rpc: Callable[..., Any],
+        request: Message,
+        to_event: Callable[[Any], EventT | None],
+        options: CallOptions,
+        *,
+        grace_s: float = 0.0,
+    ) -> Stream[EventT]:
+        plan = StreamPlan(to_event, Attempts(self._retry, options.get("timeout_s")), grace_s=grace_s)
+        return Stream(self._stubs.starter(rpc, request, options), plan, self._abort_quietly)
 
-
-def _pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    return list((metadata or {}).items())
+    async def _abort_quietly(self, request_id: str) -> None:
+        with contextlib.suppress(TriptychError):
+            await self.abort(request_id, timeout_s=_ABORT_LIMIT_S)

@@ -3,79 +3,105 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self
 
 import grpc
+from google.protobuf.message import Message
 
-from triptych.api.v1 import generate_pb2
-from triptych_client.errors import from_rpc_error
-from triptych_client.events import Delta, Event, to_event
+from triptych_client.chat_events import ChatDelta
+from triptych_client.errors import TriptychError, from_rpc_error
+from triptych_client.events import Delta
+from triptych_client.stream_plan import EventT, NextCall, StreamPlan
 
 
 class StreamCall(Protocol):
     """What gRPC's awaited calls with many answers can do."""
 
-    async def read(self) -> generate_pb2.GenerateResponse | object:
+    async def read(self) -> Message | object:
         """Wait for the next answer; `grpc.aio.EOF` is the end."""
 
     def cancel(self) -> bool:
         """Tell the server to stop."""
 
 
-class GenerateStream:
-    """The events of one request: Started, Deltas, then one Finished for each output.
+class Stream(Generic[EventT]):
+    """The events of one call, over as many calls as its plan makes of it.
 
     Leaving the `async with` block early, or `aclose`, cancels the request at the server.
     """
 
-    def __init__(self, call: StreamCall) -> None:
-        """Read from `call`, which is this stream's own."""
-        self._call = call
-        self._is_closed = False
+    def __init__(
+        self,
+        start: Callable[[NextCall], StreamCall],
+        plan: StreamPlan[EventT],
+        abort: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Make the first call. `abort` ends a request that outlives its call, by its id."""
+        self._start = start
+        self._plan = plan
+        self._abort = abort
+        self._closing = asyncio.Event()
+        self._call = start(plan.first_call())
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> AsyncIterator[EventT]:
         """Iterate over the events that are left."""
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> EventT:
         """The next event. Raises TriptychError where the stream ends with a status other than OK."""
         while message := await self._read():
-            if event := to_event(message):
+            event = self._plan.take(message)
+            if event is not None:
                 return event
         raise StopAsyncIteration
 
     async def text_deltas(self, output_index: int = 0) -> AsyncIterator[str]:
-        """Only the new text of one output."""
+        """Only the new text of one output; of a conversation the content of its answer."""
         async for event in self:
-            if isinstance(event, Delta) and event.output_index == output_index and event.text:
+            if isinstance(event, Delta | ChatDelta) and event.output_index == output_index and event.text:
                 yield event.text
 
     async def aclose(self) -> None:
         """Cancel what is left of the request. Does nothing once the stream has ended."""
-        self._is_closed = True
+        self._closing.set()
         self._call.cancel()
+        if request_id := self._plan.take_abandoned():
+            await self._abort(request_id)
 
-    async def _read(self) -> generate_pb2.GenerateResponse | None:
-        if self._is_closed:
-            return None
-        try:
-            message = await self._call.read()
-        except grpc.RpcError as error:
-            self._is_closed = True
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            # gRPC raises the same for a closed call and for a cancelled task; only the second goes on.
-            task = asyncio.current_task()
-            if self._is_closed and not (task and task.cancelling()):
-                return None
-            self._is_closed = True
-            raise
-        if isinstance(message, generate_pb2.GenerateResponse):
-            return message
-        self._is_closed = True
+    async def _read(self) -> Message | None:
+        while not self._closing.is_set():
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                if not self._closing.is_set():
+                    await self._go_on(from_rpc_error(error))
+                continue
+            except asyncio.CancelledError:
+                # gRPC raises the same for a closed call and for a cancelled task; only the second goes on.
+                task = asyncio.current_task()
+                if self._closing.is_set() and not (task and task.cancelling()):
+                    return None
+                self._closing.set()
+                raise
+            if isinstance(message, Message):
+                return message
+            self._plan.end()
+            self._closing.set()
         return None
+
+    async def _go_on(self, error: TriptychError) -> None:
+        try:
+            next_call = self._plan.after_error(error)
+        except TriptychError:
+            self._closing.set()
+            raise
+        try:
+            async with asyncio.timeout(next_call.after_s):
+                await self._closing.wait()
+        except TimeoutError:
+            self._call = self._start(next_call)
 
     async def __aenter__(self) -> Self:
         """Close the stream at the end of the block."""

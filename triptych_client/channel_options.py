@@ -1,14 +1,11 @@
-"""How a client's channel behaves: keepalive, message sizes, retries before the first answer. Knows no RPC."""
+"""How a client's channel behaves: keepalive, message sizes, reconnecting. Knows no RPC."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 # Ready in the health service means that generate requests are taken.
 PUBLIC_SERVICE = "triptych.api.v1.InferenceService"
-
-_RETRIED_SERVICES = ("InferenceService", "TokenizerService", "ModelService")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +13,13 @@ class ChannelOptions:
     """What may be set about a channel; the defaults fit a frontend's public listener.
 
     A ping goes out every `keepalive_s` while a call is open, and a connection whose answer takes longer
-    than `keepalive_timeout_s` is given up. `max_attempts` counts the first one; only UNAVAILABLE is tried
-    again, and only as long as nothing of the answer has arrived.
+    than `keepalive_timeout_s` is given up.
     """
 
     keepalive_s: float = 10.0
     keepalive_timeout_s: float = 5.0
     max_request_bytes: int = 16 * 1024 * 1024
     max_response_bytes: int = 64 * 1024 * 1024
-    max_attempts: int = 4
     max_reconnect_backoff_s: float = 1.0
 
     def as_grpc(self) -> list[tuple[str, int | str]]:
@@ -39,21 +34,10 @@ class ChannelOptions:
             ("grpc.max_receive_message_length", self.max_response_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_backoff_s * 1000)),
-            ("grpc.service_config", self._service_config()),
+            # gRPC's own policy gives up once the answer's headers are there, which the frontend sends at
+            # once, and knows no RetryInfo. Only attempts that reached no handler are left to it.
+            ("grpc.service_config_disable_resolution", 1),
         ]
-
-    def _service_config(self) -> str:
-        if self.max_attempts < 2:
-            return "{}"
-        policy = {
-            "maxAttempts": self.max_attempts,
-            "initialBackoff": "0.1s",
-            "maxBackoff": "1s",
-            "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE"],
-        }
-        names = [{"service": f"triptych.api.v1.{service}"} for service in _RETRIED_SERVICES]
-        return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
 
 
 def address_of(target: str) -> str:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from triptych.common.v1 import error_pb2
+
 _DETAILS_KEY = "grpc-status-details-bin"
+_REQUEST_ID_KEY = "x-request-id"
+_TRACE_ID_KEY = "x-trace-id"
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
+
+
+class _FailedCall(Protocol):
+    """What blocking and awaited calls know once they have failed."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def initial_metadata(self) -> Metadata: ...
+    def trailing_metadata(self) -> Metadata: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,12 @@ class FieldViolation:
 
 
 class TriptychError(Exception):
-    """A call ended with a status other than OK."""
+    """A call ended with a status other than OK.
+
+    `reason` is for programs and `facts` are what belongs to it; `retry_after_ms` is None where the server did
+    not say. `request_id` and `trace_id` name the call in the server's logs and traces; empty where the server
+    was not reached.
+    """
 
     def __init__(
         self,
@@ -32,41 +50,53 @@ class TriptychError(Exception):
         message: str,
         *,
         reason: str = "",
+        facts: Mapping[str, str] | None = None,
         field_violations: tuple[FieldViolation, ...] = (),
         retry_after_ms: int | None = None,
+        request_id: str = "",
+        trace_id: str = "",
     ) -> None:
-        """Keep what the server said: `reason` is for programs, `retry_after_ms` None if not given."""
+        """Keep what the server said."""
         super().__init__(f"{status.name}: {message}")
         self.status = status
         self.message = message
         self.reason = reason
+        self.facts = dict(facts or {})
         self.field_violations = field_violations
         self.retry_after_ms = retry_after_ms
+        self.request_id = request_id
+        self.trace_id = trace_id
 
 
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
-    """The error of ours that says what gRPC's `error` says, details included."""
-    reason, violations, retry_after_ms = "", [], None
-    # The stubs of grpc call them a class of their own; blocking and awaited calls both give pairs.
-    for detail in _details(cast(Metadata, error.trailing_metadata())):
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-            reason = info.reason
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad_request = error_details_pb2.BadRequest()
-            detail.Unpack(bad_request)
-            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
+    """The error of ours that says what gRPC's `error` says, details and ids included."""
+    # Every RpcError that a call raises is that call too, which its type does not say.
+    call = cast(_FailedCall, error)
+    trailing = dict(call.trailing_metadata() or ())
+    ids = {**dict(call.initial_metadata() or ()), **trailing}
+    details = _read_details(trailing.get(_DETAILS_KEY))
     return TriptychError(
-        error.code(),
-        error.details() or "",
-        reason=reason,
-        field_violations=tuple(violations),
-        retry_after_ms=retry_after_ms,
+        call.code(),
+        call.details() or "",
+        reason=details.reason,
+        facts=details.facts,
+        field_violations=tuple(details.field_violations),
+        retry_after_ms=details.retry_after_ms,
+        request_id=str(ids.get(_REQUEST_ID_KEY, "")),
+        trace_id=str(ids.get(_TRACE_ID_KEY, "")),
+    )
+
+
+def from_error_status(error: error_pb2.ErrorStatus) -> TriptychError:
+    """The error of ours for a status that travelled as data."""
+    details = _read_details(error.details)
+    return TriptychError(
+        _STATUS_OF.get(error.code, grpc.StatusCode.UNKNOWN),
+        error.message,
+        reason=details.reason,
+        facts=details.facts,
+        field_violations=tuple(details.field_violations),
+        retry_after_ms=details.retry_after_ms,
     )
 
 
@@ -75,8 +105,44 @@ def not_reached(address: str, timeout_s: float) -> TriptychError:
     return TriptychError(grpc.StatusCode.UNAVAILABLE, f"{address} was not reached within {timeout_s:g} s")
 
 
-def _details(metadata: Metadata) -> list[any_pb2.Any]:
-    for key, value in metadata or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            return list(status_pb2.Status.FromString(value).details)
-    return []
+# The value of a status is its number and its name in small letters.
+_STATUS_OF: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
+
+
+@dataclass(slots=True)
+class _Details:
+    """What google.rpc details say."""
+
+    reason: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    field_violations: list[FieldViolation] = field(default_factory=list)
+    retry_after_ms: int | None = None
+
+
+def _read_details(serialized: str | bytes | None) -> _Details:
+    found = _Details()
+    for detail in _status_of(serialized).details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            found.reason, found.facts = info.reason, dict(info.metadata)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad_request = error_details_pb2.BadRequest()
+            detail.Unpack(bad_request)
+            found.field_violations += [
+                FieldViolation(violation.field, violation.description)
+                for violation in bad_request.field_violations
+            ]
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            found.retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return found
+
+
+def _status_of(serialized: str | bytes | None) -> status_pb2.Status:
+    try:
+        return status_pb2.Status.FromString(serialized if isinstance(serialized, bytes) else b"")
+    except DecodeError:
+        # Another's proxy between may say anything; the plain status then counts.
+        return status_pb2.Status()

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import output_pb2
+from triptych_client.errors import TriptychError, from_error_status
+from triptych_client.logprobs import TokenLogprob, read_logprobs
+
+Logprobs = tuple[TokenLogprob, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt was computed. First event of every stream."""
+    """The prompt was computed. First event of every stream.
+
+    `prompt_token_ids` and `prompt_logprobs` are there where they were asked for, `resume_token` where the
+    request has an orphan grace.
+    """
 
     request_id: str
     model: str
     num_prompt_tokens: int
     num_cached_tokens: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: Logprobs = None
+    resume_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +45,46 @@ class Delta:
     output_index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: output_pb2.Logprobs | None
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """One output has ended. `reason` is stop, length, abort, error or repetition.
 
-    `stop_match` is the stop string, or the token id, that a `stop` stopped on.
+    `stop_match` is the stop string, or the token id, that a `stop` stopped on. `cumulative_logprob` is the
+    sum over its tokens, None where no log probabilities were asked for.
     """
 
     output_index: int
     reason: str
     stop_match: int | str | None
     usage: Usage
+    cumulative_logprob: float | None = None
 
 
 Event = Started | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
+class ItemEvent:
+    """What has come of one prompt of many; an error ends that prompt alone, and nothing of it follows."""
+
+    item_index: int
+    event: Event | TriptychError
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """One whole output."""
+    """One whole output. The fields are those of Delta and Finished."""
 
     output_index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: output_pb2.Logprobs | None
+    logprobs: Logprobs
     reason: str
     stop_match: int | str | None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +105,22 @@ def to_event(response: generate_pb2.GenerateResponse) -> Event | None:
     """The event in one message of a stream; None for one that this client is too old to know."""
     match response.WhichOneof("event"):
         case "started":
-            return _started(response.started)
+            return read_started(response.started)
         case "delta":
             delta = response.delta
-            logprobs = delta.logprobs if delta.HasField("logprobs") else None
-            return Delta(delta.output_index, delta.text, tuple(delta.token_ids), logprobs)
+            return Delta(delta.output_index, delta.text, tuple(delta.token_ids), logprobs_of(delta))
         case "finished":
-            end = response.finished
-            return Finished(
-                end.output_index, _reason(end.reason), _stop_match(end.stop_match), _usage(end.usage)
-            )
+            return read_finished(response.finished)
         case _:
             return None
+
+
+def to_item_event(response: inference_pb2.GenerateBatchResponse) -> ItemEvent | None:
+    """The event of one prompt of many; None for one that this client is too old to know."""
+    if response.HasField("error"):
+        return ItemEvent(response.item_index, from_error_status(response.error))
+    event = to_event(response.response)
+    return None if event is None else ItemEvent(response.item_index, event)
 
 
 def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
@@ -105,35 +130,58 @@ def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
             output.output_index,
             output.text,
             tuple(output.token_ids),
-            output.logprobs if output.HasField("logprobs") else None,
-            _reason(output.reason),
-            _stop_match(output.stop_match),
+            logprobs_of(output),
+            reason_of(output.reason),
+            stop_match_of(output.stop_match),
+            output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
         )
         for output in response.outputs
     )
-    return Completion(_started(response.started), outputs, _usage(response.usage))
+    return Completion(read_started(response.started), outputs, read_usage(response.usage))
 
 
-def _started(started: generate_pb2.Started) -> Started:
+def read_started(started: generate_pb2.Started) -> Started:
+    """The first event of a stream."""
     return Started(
         started.request_id,
         started.model,
         started.num_prompt_tokens,
         started.num_cached_tokens,
         tuple(started.prompt_token_ids),
+        read_logprobs(started.prompt_logprobs) if started.HasField("prompt_logprobs") else None,
+        started.resume_token,
     )
 
 
-def _usage(usage: output_pb2.Usage) -> Usage:
+def read_finished(finished: generate_pb2.Finished) -> Finished:
+    """The end of one output."""
+    return Finished(
+        finished.output_index,
+        reason_of(finished.reason),
+        stop_match_of(finished.stop_match),
+        read_usage(finished.usage),
+        finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
+    )
+
+
+def read_usage(usage: output_pb2.Usage) -> Usage:
+    """Token counts."""
     return Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
 
 
-def _reason(reason: output_pb2.FinishReason) -> str:
+def reason_of(reason: output_pb2.FinishReason) -> str:
+    """`stop` for FINISH_REASON_STOP, and so on."""
     return output_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
-def _stop_match(match: output_pb2.StopMatch) -> int | str | None:
+def stop_match_of(match: output_pb2.StopMatch) -> int | str | None:
+    """The stop string or the token id; None where there is none."""
     kind = match.WhichOneof("match")
     if kind is None:
         return None
     return match.string if kind == "string" else match.token_id if kind == "token_id" else match.eos
+
+
+def logprobs_of(message: generate_pb2.Delta | inference_pb2.Output) -> Logprobs:
+    """The log probabilities of a message, None where none were asked for."""
+    return read_logprobs(message.logprobs) if message.HasField("logprobs") else None

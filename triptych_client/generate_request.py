@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, TypedDict
 
-from triptych.api.v1 import generate_pb2
+from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
+from triptych_client.call_options import CALL_OPTION_NAMES, CallOptions
+
+Prompt: TypeAlias = str | Sequence[int] | generate_pb2.PromptEmbeds
+
+_OUTPUT_KINDS = {
+    "delta": sampling_pb2.OUTPUT_KIND_DELTA,
+    "cumulative": sampling_pb2.OUTPUT_KIND_CUMULATIVE,
+    "final_only": sampling_pb2.OUTPUT_KIND_FINAL_ONLY,
+}
 
 
-class GenerateOptions(TypedDict, total=False):
-    """What may be said about a request, under the names of the API's fields; what is left out is unset."""
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen and shown, under the names of SamplingParams; what is left out is unset.
 
-    model: str
-    request_id: str
-    priority: int
-    cache_salt: str
-    session_id: str
-    job_id: str
-    is_last_step: bool
-    adapter: str
-    truncate_prompt_tokens: int
-    add_special_tokens: bool
-    return_prompt_token_ids: bool
+    `stop` may be one string. `logit_bias` is by token id.
+    """
+
     temperature: float
     top_p: float
     top_k: int
@@ -34,39 +35,122 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int
     min_tokens: int
     n: int
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop_in_output: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     detokenize: bool
-    bad_words: Sequence[str]
+    logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     logprobs: int
     prompt_logprobs: int
-    stream_interval: int
-    repetition_detection: sampling_pb2.RepetitionDetection
+    logprob_token_ids: Sequence[int]
     structured_output: sampling_pb2.StructuredOutput
+    output_kind: Literal["delta", "cumulative", "final_only"]
+    stream_interval: int
+    thinking_token_budget: int
+    repetition_detection: sampling_pb2.RepetitionDetection
+    skip_reading_prefix_cache: bool
 
 
-def build_generate_request(
-    prompt: str | Sequence[int], options: GenerateOptions
-) -> generate_pb2.GenerateRequest:
-    """The request for a text or for token ids. A name that the API does not have is a TypeError."""
-    request_fields: dict[str, object] = {}
-    sampling_fields: dict[str, object] = {}
-    for name, value in options.items():
-        if name in generate_pb2.GenerateRequest.DESCRIPTOR.fields_by_name:
-            request_fields[name] = value
-        elif name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
-            sampling_fields[name] = [value] if name == "stop" and isinstance(value, str) else value
-        else:
-            raise TypeError(f"generate has no option {name!r}")
+class PlacementOptions(TypedDict, total=False):
+    """Which model answers, under which id, and where the request runs; what is left out is unset."""
+
+    model: str
+    request_id: str
+    priority: int
+    cache_salt: str
+    session_id: str
+    job_id: str
+    is_last_step: bool
+    adapter: str
+    data_parallel_rank: int
+    truncate_prompt_tokens: int
+    return_prompt_token_ids: bool
+
+
+class GenerateOptions(SamplingOptions, PlacementOptions, CallOptions, total=False):
+    """Everything that may be said about a prompt besides its tokens."""
+
+    media: Sequence[generate_pb2.Media]
+    add_special_tokens: bool
+
+
+class StreamOptions(GenerateOptions, total=False):
+    """The same for a stream, which may be resumed.
+
+    With `orphan_grace_ms` the request lives on so long when its connection breaks, and the stream goes on
+    over another connection by itself.
+    """
+
+    orphan_grace_ms: int
+
+
+def build_generate_request(prompt: Prompt, options: GenerateOptions) -> generate_pb2.GenerateRequest:
+    """The request for a text, for token ids or for embeddings.
+
+    A name that the API does not have is a TypeError.
+    """
+    fields, sampling = split_options(options, generate_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     if isinstance(prompt, str):
-        request_fields["prompt"] = prompt
+        fields["prompt"] = prompt
+    elif isinstance(prompt, generate_pb2.PromptEmbeds):
+        fields["embeds"] = prompt
     else:
-        request_fields["token_ids"] = generate_pb2.TokenIds(ids=prompt)
-    if sampling_fields:
-        # mypy sees one type for all of the unpacked values; protobuf checks each as it is set.
-        request_fields["sampling"] = sampling_pb2.SamplingParams(**sampling_fields)  # type: ignore[arg-type]
-    return generate_pb2.GenerateRequest(**request_fields)  # type: ignore[arg-type]
+        fields["token_ids"] = generate_pb2.TokenIds(ids=prompt)
+    # mypy sees one type for all of the unpacked values; protobuf checks each as it is set.
+    return generate_pb2.GenerateRequest(sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def build_batch_request(
+    prompts: Sequence[Prompt], each: Sequence[GenerateOptions], options: GenerateOptions
+) -> inference_pb2.GenerateBatchRequest:
+    """The request for many prompts: `options` for all, and before them those of `each`, one for a prompt.
+
+    Raises ValueError where `each` is not as long as `prompts`.
+    """
+    if each and len(each) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and options for {len(each)}")
+    given = each or [GenerateOptions()] * len(prompts)
+    requests = [
+        build_generate_request(prompt, {**options, **own}) for prompt, own in zip(prompts, given, strict=True)
+    ]
+    return inference_pb2.GenerateBatchRequest(requests=requests)
+
+
+def split_options(
+    options: Mapping[str, object], fields: Mapping[str, object]
+) -> tuple[dict[str, object], sampling_pb2.SamplingParams | None]:
+    """Options that are `fields` of a request, and its sampling parameters; None where there are none.
+
+    Raises TypeError for a name that is neither, and ValueError for an output kind that there is not.
+    """
+    of_request: dict[str, object] = {}
+    of_sampling: dict[str, object] = {}
+    for name, value in options.items():
+        if name in CALL_OPTION_NAMES:
+            continue
+        if name in fields:
+            of_request[name] = value
+        elif name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+            of_sampling[name] = _sampling_value(name, value)
+        else:
+            raise TypeError(f"there is no option {name!r}")
+    if not of_sampling:
+        return of_request, None
+    return of_request, sampling_pb2.SamplingParams(**of_sampling)  # type: ignore[arg-type]
+
+
+def _sampling_value(name: str, value: object) -> object:
+    if name == "stop" and isinstance(value, str):
+        return [value]
+    if name == "logit_bias" and isinstance(value, Mapping):
+        return [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.items()]
+    if name == "output_kind":
+        if value not in _OUTPUT_KINDS:
+            raise ValueError(f"output_kind is {value!r}, must be one of {', '.join(_OUTPUT_KINDS)}")
+        return _OUTPUT_KINDS[str(value)]
+    return value

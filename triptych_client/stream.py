@@ -2,66 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self
 
 import grpc
+from google.protobuf.message import Message
 
-from triptych.api.v1 import generate_pb2
-from triptych_client.errors import from_rpc_error
-from triptych_client.events import Delta, Event, to_event
+from triptych_client.chat_events import ChatDelta
+from triptych_client.errors import TriptychError, from_rpc_error
+from triptych_client.events import Delta
+from triptych_client.stream_plan import EventT, NextCall, StreamPlan
 
 
 class StreamCall(Protocol):
     """What gRPC's blocking calls with many answers can do."""
 
-    def __next__(self) -> generate_pb2.GenerateResponse:
+    def __next__(self) -> Message:
         """Wait for the next answer."""
 
     def cancel(self) -> bool:
         """Tell the server to stop."""
 
 
-class GenerateStream:
-    """The events of one request: Started, Deltas, then one Finished for each output.
+class Stream(Generic[EventT]):
+    """The events of one call, over as many calls as its plan makes of it.
 
     Leaving the `with` block early, or `close`, cancels the request at the server.
     """
 
-    def __init__(self, call: StreamCall) -> None:
-        """Read from `call`, which is this stream's own."""
-        self._call = call
-        self._is_closed = False
+    def __init__(
+        self,
+        start: Callable[[NextCall], StreamCall],
+        plan: StreamPlan[EventT],
+        abort: Callable[[str], None],
+    ) -> None:
+        """Make the first call. `abort` ends a request that outlives its call, by its id."""
+        self._start = start
+        self._plan = plan
+        self._abort = abort
+        self._closing = threading.Event()
+        self._call = start(plan.first_call())
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[EventT]:
         """Iterate over the events that are left."""
         return self
 
-    def __next__(self) -> Event:
+    def __next__(self) -> EventT:
         """The next event. Raises TriptychError where the stream ends with a status other than OK."""
-        while not self._is_closed:
+        while not self._closing.is_set():
             try:
-                event = to_event(next(self._call))
+                message = next(self._call)
+            except StopIteration:
+                self._plan.end()
+                raise
             except grpc.RpcError as error:
-                if self._is_closed:
-                    break
-                self._is_closed = True
-                raise from_rpc_error(error) from error
+                if not self._closing.is_set():
+                    self._go_on(from_rpc_error(error))
+                continue
+            event = self._plan.take(message)
             if event is not None:
                 return event
         raise StopIteration
 
     def text_deltas(self, output_index: int = 0) -> Iterator[str]:
-        """Only the new text of one output."""
+        """Only the new text of one output; of a conversation the content of its answer."""
         for event in self:
-            if isinstance(event, Delta) and event.output_index == output_index and event.text:
+            if isinstance(event, Delta | ChatDelta) and event.output_index == output_index and event.text:
                 yield event.text
 
     def close(self) -> None:
         """Cancel what is left of the request. Does nothing once the stream has ended."""
-        self._is_closed = True
+        self._closing.set()
         self._call.cancel()
+        if request_id := self._plan.take_abandoned():
+            self._abort(request_id)
+
+    def _go_on(self, error: TriptychError) -> None:
+        try:
+            next_call = self._plan.after_error(error)
+        except TriptychError:
+            self._closing.set()
+            raise
+        if self._closing.wait(next_call.after_s):
+            return
+        self._call = self._start(next_call)
+        # Closed by another thread meanwhile, which then has cancelled the call before.
+        if self._closing.is_set():
+            self._call.cancel()
 
     def __enter__(self) -> Self:
         """Close the stream at the end of the block."""

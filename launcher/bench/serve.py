@@ -146,8 +146,8 @@ def _sampling(config: BenchServeConfig) -> sampling_pb2.SamplingParams:
 @contextlib.asynccontextmanager
 async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
     """Channels that are connected, each over a connection of its own."""
-    # A failed request is a figure here, so none is tried again; channels alike would share a connection.
-    options = [*ChannelOptions(max_attempts=1).as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
+    # A failed request is a figure here, and nothing tries it again; channels alike would share a connection.
+    options = [*ChannelOptions().as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))

@@ -27,6 +27,7 @@ from triptych.common.v1 import output_pb2
 
 STREAM_FOREVER = "forever"
 REFUSED = "refused"
+ENDS_BADLY = "ends badly"
 
 
 @dataclass
@@ -40,6 +41,7 @@ class FakeFrontend(
     requests: list[generate_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     num_failures_left: int = 0
+    retry_after_ms: int | None = None  # what a failure asks for; it is then RESOURCE_EXHAUSTED
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(
@@ -47,12 +49,21 @@ class FakeFrontend(
     ) -> Iterator[generate_pb2.GenerateResponse]:
         """Started, one delta a word, finished; without an end for STREAM_FOREVER, a status for REFUSED."""
         self._record(request, context)
+        for position, response in enumerate(self._responses(request, context), start=1):
+            response.position = position
+            yield response
+
+    def _responses(
+        self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generate_pb2.GenerateResponse]:
         yield generate_pb2.GenerateResponse(started=_started(request))
         if request.prompt == STREAM_FOREVER:
             context.add_callback(self.cancelled.set)
             yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(text="a", token_ids=[1]))
             self.cancelled.wait()
             return
+        if request.prompt == ENDS_BADLY:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is gone")
         yield generate_pb2.GenerateResponse()
         for index, word in enumerate(request.prompt.split()):
             yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(text=word, token_ids=[index]))
@@ -76,7 +87,9 @@ class FakeFrontend(
         self, request: tokenize_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenize_pb2.TokenizeResponse:
         """One id a character, after a 0 that stands for the special tokens."""
-        special = [0] if request.add_special_tokens else []
+        self._fail_if_due(context)
+        is_bare = request.HasField("add_special_tokens") and not request.add_special_tokens
+        special = [] if is_bare else [0]
         return tokenize_pb2.TokenizeResponse(token_ids=special + [ord(letter) for letter in request.text])
 
     def Detokenize(
@@ -100,11 +113,24 @@ class FakeFrontend(
     def _record(self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
-        if self.num_failures_left:
-            self.num_failures_left -= 1
-            context.abort(grpc.StatusCode.UNAVAILABLE, "no engine yet")
+        # As a frontend does, before it knows whether it takes the request.
+        context.send_initial_metadata((("x-request-id", "the-call"), ("x-trace-id", "the-trace")))
+        self._fail_if_due(context)
         if request.prompt == REFUSED:
             context.abort_with_status(rpc_status.to_status(_refusal()))
+
+    def _fail_if_due(self, context: grpc.ServicerContext) -> None:
+        if not self.num_failures_left:
+            return
+        self.num_failures_left -= 1
+        if self.retry_after_ms is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "no engine yet")
+        detail = any_pb2.Any()
+        detail.Pack(
+            error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=self.retry_after_ms * 10**6))
+        )
+        full = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full", details=[detail])
+        context.abort_with_status(rpc_status.to_status(full))
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.triptych_client.fakes import REFUSED, STREAM_FOREVER, FakeFrontend, serve
-from triptych_client.channel_options import ChannelOptions
+from tests.triptych_client.fakes import ENDS_BADLY, REFUSED, STREAM_FOREVER, FakeFrontend, serve
 from triptych_client.client import Client
 from triptych_client.errors import FieldViolation, TriptychError
 from triptych_client.events import Delta, Finished, Started, Usage
+from triptych_client.retry import RetryPolicy
 
 
 @pytest.fixture
@@ -96,6 +96,7 @@ def test_a_refusal_keeps_its_details(client: Client) -> None:
     assert caught.value.retry_after_ms == 250
     violation = FieldViolation("sampling.temperature", "temperature is nan, the limit is 0 to 2")
     assert caught.value.field_violations == (violation,)
+    assert (caught.value.request_id, caught.value.trace_id) == ("the-call", "the-trace")
     assert str(caught.value) == "INVALID_ARGUMENT: one field is wrong"
 
 
@@ -124,11 +125,57 @@ def test_unavailable_is_tried_again_before_the_first_answer(client: Client, fron
     assert len(frontend.requests) == 2
 
 
+def test_a_full_frontend_that_says_when_is_asked_again(client: Client, frontend: FakeFrontend) -> None:
+    frontend.num_failures_left, frontend.retry_after_ms = 2, 20
+    assert list(client.generate("word").text_deltas()) == ["word"]
+    assert len(frontend.requests) == 3
+
+
+def test_nothing_is_tried_again_past_the_deadline(client: Client, frontend: FakeFrontend) -> None:
+    frontend.num_failures_left, frontend.retry_after_ms = 1, 900
+    with pytest.raises(TriptychError, match="RESOURCE_EXHAUSTED: full") as caught:
+        client.generate_unary("word", timeout_s=0.5)
+    assert caught.value.retry_after_ms == 900
+    assert len(frontend.requests) == 1
+
+
+def test_nothing_is_tried_again_after_the_first_message(client: Client, frontend: FakeFrontend) -> None:
+    with pytest.raises(TriptychError, match="the engine is gone"):
+        list(client.generate(ENDS_BADLY))
+    assert len(frontend.requests) == 1
+
+
+def test_attempts_are_bounded(client: Client, frontend: FakeFrontend) -> None:
+    frontend.num_failures_left = 9
+    with pytest.raises(TriptychError, match="no engine yet"):
+        client.generate_unary("word")
+    assert len(frontend.requests) == 3
+
+
+def test_closing_ends_the_wait_for_the_next_attempt(frontend: FakeFrontend) -> None:
+    frontend.num_failures_left = 9
+    policy = RetryPolicy(first_backoff_s=600, max_backoff_s=600)
+    with serve(frontend) as address, Client(address, retry=policy) as client:
+        stream = client.generate("word")
+        reader = threading.Thread(target=lambda: list(stream))
+        reader.start()
+        stream.close()
+        reader.join(timeout=10)
+        assert not reader.is_alive()
+    assert len(frontend.requests) <= 1
+
+
+def test_other_calls_are_tried_again(client: Client, frontend: FakeFrontend) -> None:
+    frontend.num_failures_left = 2
+    assert client.tokenize("ab") == [0, 97, 98]
+    assert frontend.num_failures_left == 0
+
+
 def test_one_attempt_means_no_retry() -> None:
     frontend = FakeFrontend(num_failures_left=1)
     with (
         serve(frontend) as address,
-        Client(address, options=ChannelOptions(max_attempts=1)) as client,
+        Client(address, retry=RetryPolicy(max_attempts=1)) as client,
         pytest.raises(TriptychError, match="no engine yet"),
     ):
         client.generate_unary("word")

@@ -1,0 +1,66 @@
+"""An assistant's message put together from its pieces, and what of them is shown. Knows no server."""
+
+from __future__ import annotations
+
+from triptych.api.v1 import chat_message_pb2
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
+
+
+class ChatAnswer:
+    """One answer as it grows.
+
+    Reasoning is shown dimmed on a terminal, and left out elsewhere: what is piped on is the answer alone.
+    """
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+        self._is_dim = False
+        self._content = ""
+        self._reasoning = ""
+        self._calls: dict[int, chat_message_pb2.ToolCall] = {}
+
+    def take(self, delta: chat_message_pb2.ChatDelta) -> str:
+        """Add what is new; returns what of it is to be printed."""
+        self._content += delta.content
+        self._reasoning += delta.reasoning
+        for piece in delta.tool_calls:
+            call = self._calls.setdefault(piece.index, chat_message_pb2.ToolCall(index=piece.index))
+            call.id, call.name = call.id + piece.id, call.name + piece.name
+            call.arguments_json += piece.arguments_json
+        return self._shown_reasoning(delta.reasoning) + self._shown_content(delta.content)
+
+    def end(self) -> str:
+        """What is printed last: the end of the line, then the calls the model made, one a line."""
+        calls = [f"{call.name}({call.arguments_json})" for _, call in sorted(self._calls.items())]
+        is_empty = bool(calls) and not self._content
+        return self.brighten() + ("" if is_empty else "\n") + "".join(f"{call}\n" for call in calls)
+
+    def brighten(self) -> str:
+        """What ends the dimming, if there is any, wherever the answer stopped."""
+        if not self._is_dim:
+            return ""
+        self._is_dim = False
+        return _PLAIN + "\n"
+
+    def message(self) -> chat_message_pb2.ChatMessage:
+        """The message with which the conversation goes on."""
+        message = chat_message_pb2.ChatMessage(
+            role=chat_message_pb2.CHAT_ROLE_ASSISTANT,
+            reasoning=self._reasoning,
+            tool_calls=[call for _, call in sorted(self._calls.items())],
+        )
+        if self._content or not self._calls:
+            message.parts.add(text=self._content)
+        return message
+
+    def _shown_reasoning(self, text: str) -> str:
+        if not text or not self._is_terminal:
+            return ""
+        if self._is_dim:
+            return text
+        self._is_dim = True
+        return _DIM + text
+
+    def _shown_content(self, text: str) -> str:
+        return self.brighten() + text if text else ""

@@ -1,0 +1,138 @@
+"""What follows when a stream fails: another attempt, a Resume, or its error."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from service_kit.clock import FakeClock
+from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych_client.errors import TriptychError
+from triptych_client.events import Delta, Event, Started, to_event
+from triptych_client.retry import Attempts, RetryPolicy
+from triptych_client.stream_plan import NextCall, StreamPlan
+
+BREAK = TriptychError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+GONE = TriptychError(grpc.StatusCode.NOT_FOUND, "no such stream", reason="NOT_FOUND")
+POLICY = RetryPolicy(max_attempts=2, first_backoff_s=0.1)
+
+
+def plan(
+    *, grace_s: float = 1.0, timeout_s: float | None = None, clock: FakeClock | None = None
+) -> StreamPlan[Event]:
+    attempts = Attempts(POLICY, timeout_s, now=(clock or FakeClock()).now, draw=lambda: 1.0)
+    return StreamPlan(to_event, attempts, grace_s=grace_s)
+
+
+def started(token: str = "t") -> generate_pb2.GenerateResponse:
+    return generate_pb2.GenerateResponse(
+        position=1, started=generate_pb2.Started(request_id="r", resume_token=token)
+    )
+
+
+def delta(position: int) -> generate_pb2.GenerateResponse:
+    return generate_pb2.GenerateResponse(position=position, delta=generate_pb2.Delta(text=str(position)))
+
+
+def resume_after(position: int) -> inference_pb2.ResumeRequest:
+    return inference_pb2.ResumeRequest(resume_token="t", last_position=position)
+
+
+def test_before_the_first_message_the_call_is_made_again() -> None:
+    stream = plan()
+    assert stream.after_error(BREAK) == NextCall(0.1, None, None)
+    with pytest.raises(TriptychError) as caught:
+        stream.after_error(BREAK)
+    assert caught.value is BREAK
+
+
+def test_a_stream_that_broke_is_resumed_after_its_last_message_at_once() -> None:
+    stream = plan(timeout_s=9.0)
+    assert isinstance(stream.take(started()), Started)
+    stream.take(delta(2))
+    assert stream.after_error(BREAK) == NextCall(0.0, 9.0, resume_after(2))
+
+
+def test_what_was_there_before_is_not_given_twice() -> None:
+    stream = plan()
+    stream.take(started())
+    stream.take(delta(2))
+    stream.after_error(BREAK)
+    assert stream.take(inference_pb2.ResumeResponse(response=delta(2))) is None
+    assert stream.take(inference_pb2.ResumeResponse(response=delta(3))) == Delta(0, "3", (), None)
+
+
+def test_resuming_goes_on_until_the_grace_is_over() -> None:
+    clock = FakeClock()
+    stream = plan(clock=clock)
+    stream.take(started())
+    for wait_s in (0.0, 0.1, 0.2, 0.4):
+        assert stream.after_error(BREAK).after_s == wait_s
+        clock.advance(wait_s)
+    with pytest.raises(TriptychError) as caught:
+        stream.after_error(BREAK)
+    assert caught.value is BREAK
+
+
+def test_a_message_begins_a_new_grace() -> None:
+    clock = FakeClock()
+    stream = plan(clock=clock)
+    stream.take(started())
+    for position in range(2, 6):
+        assert stream.after_error(BREAK).after_s == 0.0
+        clock.advance(0.9)
+        stream.take(delta(position))
+
+
+def test_the_deadline_ends_the_grace() -> None:
+    clock = FakeClock()
+    stream = plan(clock=clock, timeout_s=0.5)
+    stream.take(started())
+    clock.advance(0.5)
+    with pytest.raises(TriptychError) as caught:
+        stream.after_error(BREAK)
+    assert caught.value is BREAK
+
+
+def test_a_stream_that_is_not_kept_ends_with_what_broke_it() -> None:
+    stream = plan()
+    stream.take(started())
+    stream.after_error(BREAK)
+    with pytest.raises(TriptychError) as caught:
+        stream.after_error(GONE)
+    assert (caught.value, caught.value.__cause__) == (BREAK, GONE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TriptychError(grpc.StatusCode.UNAVAILABLE, "no engine", reason="NO_ENGINE"),
+        TriptychError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"),
+    ],
+)
+def test_an_end_that_the_frontend_told_is_no_break(error: TriptychError) -> None:
+    for is_resumed in (False, True):
+        stream = plan()
+        stream.take(started())
+        if is_resumed:
+            stream.after_error(BREAK)
+        with pytest.raises(TriptychError) as caught:
+            stream.after_error(error)
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(("grace_s", "token"), [(0.0, "t"), (1.0, "")])
+def test_without_a_grace_or_a_token_a_break_is_the_end(grace_s: float, token: str) -> None:
+    stream = plan(grace_s=grace_s)
+    stream.take(started(token))
+    with pytest.raises(TriptychError, match="Socket closed"):
+        stream.after_error(BREAK)
+
+
+def test_only_a_request_that_lives_on_is_abandoned_and_once() -> None:
+    kept, ended, unkept = plan(), plan(), plan()
+    for stream, token in ((kept, "t"), (ended, "t"), (unkept, "")):
+        stream.take(started(token))
+    ended.end()
+    assert [kept.take_abandoned(), ended.take_abandoned(), unkept.take_abandoned()] == ["r", "", ""]
+    assert kept.take_abandoned() == ""

@@ -1,0 +1,86 @@
+"""From keyword arguments to the requests of pooling models. Checks names, not values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from triptych.api.v1 import embedding_pb2, generate_pb2
+from triptych.common.v1 import sampling_pb2
+from triptych_client.call_options import ModelOptions, build_message
+
+PoolingInput: TypeAlias = str | Sequence[int]
+
+
+class PoolingOptions(ModelOptions, total=False):
+    """What may be said about every request of a pooling model."""
+
+    request_id: str
+
+
+class EmbedOptions(PoolingOptions, total=False):
+    """What vectors are made; what is left out is unset.
+
+    `dimensions` keeps the leading ones, `normalize` scales to length 1, `per_token` makes a vector of each
+    token.
+    """
+
+    dimensions: int
+    normalize: bool
+    per_token: bool
+
+
+class RerankOptions(PoolingOptions, total=False):
+    """How many of the best documents are returned; left out: all."""
+
+    top_n: int
+
+
+class ClassifyOptions(PoolingOptions, total=False):
+    """Whether each token is classified; left out: the prompt as a whole."""
+
+    per_token: bool
+
+
+def build_embed_request(inputs: Sequence[PoolingInput], options: EmbedOptions) -> embedding_pb2.EmbedRequest:
+    """The request for vectors."""
+    rest = dict(options)
+    task = sampling_pb2.POOLING_TASK_TOKEN_EMBED if rest.pop("per_token", False) else None
+    pooling = {name: rest.pop(name) for name in ("dimensions", "normalize") if name in rest}
+    params = sampling_pb2.PoolingParams(task=task, **pooling)  # type: ignore[arg-type]
+    return build_message(embedding_pb2.EmbedRequest, {"inputs": _inputs(inputs), "pooling": params}, rest)
+
+
+def build_score_request(
+    queries: Sequence[PoolingInput], documents: Sequence[PoolingInput], options: PoolingOptions
+) -> embedding_pb2.ScoreRequest:
+    """The request for the scores of pairs."""
+    fields = {"queries": _inputs(queries), "documents": _inputs(documents)}
+    return build_message(embedding_pb2.ScoreRequest, fields, options)
+
+
+def build_rerank_request(
+    query: PoolingInput, documents: Sequence[PoolingInput], options: RerankOptions
+) -> embedding_pb2.RerankRequest:
+    """The request for an order of documents."""
+    fields = {"query": _input(query), "documents": _inputs(documents)}
+    return build_message(embedding_pb2.RerankRequest, fields, options)
+
+
+def build_classify_request(
+    inputs: Sequence[PoolingInput], options: ClassifyOptions
+) -> embedding_pb2.ClassifyRequest:
+    """The request for classes."""
+    return build_message(embedding_pb2.ClassifyRequest, {"inputs": _inputs(inputs)}, options)
+
+
+def _inputs(inputs: Sequence[PoolingInput]) -> list[embedding_pb2.PoolingInput]:
+    if isinstance(inputs, str):
+        raise TypeError("one text was given where a list of texts is taken")
+    return [_input(entry) for entry in inputs]
+
+
+def _input(entry: PoolingInput) -> embedding_pb2.PoolingInput:
+    if isinstance(entry, str):
+        return embedding_pb2.PoolingInput(prompt=entry)
+    return embedding_pb2.PoolingInput(token_ids=generate_pb2.TokenIds(ids=entry))

@@ -1,0 +1,121 @@
+"""What a client does next with a stream: the next event, or the next call when one failed.
+
+Before the first message a call that failed is made again; after it, a stream that broke is resumed where the
+request has an orphan grace. Makes no call and waits for nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych_client.errors import TriptychError
+from triptych_client.retry import Attempts
+
+EventT = TypeVar("EventT")
+
+# What a frontend says that cannot go on with the stream; the stream then ended with what broke it.
+_NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
+
+
+@dataclass(frozen=True, slots=True)
+class NextCall:
+    """A call to make: a Resume, or what the stream began with."""
+
+    after_s: float
+    timeout_s: float | None
+    resume: inference_pb2.ResumeRequest | None
+
+
+class StreamPlan(Generic[EventT]):
+    """The course of one stream. `grace_s` above 0 is its orphan grace."""
+
+    def __init__(
+        self,
+        # Which kind of message a call streams is the stub's to say; grpc's types do not carry it.
+        to_event: Callable[[Any], EventT | None],
+        attempts: Attempts,
+        *,
+        grace_s: float = 0.0,
+    ) -> None:
+        self._to_event = to_event
+        self._attempts = attempts
+        self._grace_s = grace_s
+        self._has_message = False
+        self._is_over = False
+        self._request_id = ""
+        self._token = ""
+        self._position = 0
+        self._broken: TriptychError | None = None
+        self._broken_at = 0.0
+        self._num_resumes = 0
+
+    def first_call(self) -> NextCall:
+        """The call that the stream begins with."""
+        return self._next_call(0.0)
+
+    def take(self, message: Message) -> EventT | None:
+        """The event in a message; None for one that was there before, or that this client does not know."""
+        self._has_message = True
+        self._broken, self._num_resumes = None, 0
+        if isinstance(message, inference_pb2.ResumeResponse):
+            message = message.response
+        if isinstance(message, generate_pb2.GenerateResponse):
+            if message.position <= self._position:
+                return None
+            self._position = message.position
+            if message.HasField("started"):
+                self._request_id, self._token = message.started.request_id, message.started.resume_token
+        return self._to_event(message)
+
+    def after_error(self, error: TriptychError) -> NextCall:
+        """The call to make now that one failed. Raises what the stream ended with where there is none."""
+        try:
+            if self._broken is None and not self._has_message:
+                return self._next_call(self._attempts.next_after_s(error))
+            return self._next_call(
+                self._resume_after_s(error),
+                inference_pb2.ResumeRequest(resume_token=self._token, last_position=self._position),
+            )
+        except TriptychError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Note that the server has nothing left to send."""
+        self._is_over = True
+
+    def take_abandoned(self) -> str:
+        """The id of the request that lives on though nobody wants it any more; empty where there is none."""
+        request_id = self._request_id if self._token and not self._is_over else ""
+        self._is_over = True
+        return request_id
+
+    def _resume_after_s(self, error: TriptychError) -> float:
+        if self._broken is None:
+            if not (self._token and self._grace_s and _is_break(error)):
+                raise error
+            self._broken, self._broken_at = error, self._attempts.now()
+        elif error.status in _NOT_KEPT:
+            raise self._broken from error
+        elif not _is_break(error):
+            raise error
+        delay_s = self._attempts.backoff_s(self._num_resumes) if self._num_resumes else 0.0
+        is_in_grace = self._attempts.now() + delay_s < self._broken_at + self._grace_s
+        if not (is_in_grace and self._attempts.has_time_for(delay_s)):
+            raise self._broken
+        self._num_resumes += 1
+        return delay_s
+
+    def _next_call(self, after_s: float, resume: inference_pb2.ResumeRequest | None = None) -> NextCall:
+        return NextCall(after_s, self._attempts.remaining_s(after_s), resume)
+
+
+def _is_break(error: TriptychError) -> bool:
+    # A frontend gives every status of its own a reason; one without is gRPC's word about the connection.
+    return error.status is grpc.StatusCode.UNAVAILABLE and not error.reason
