@@ -15,9 +15,17 @@ from triptych_kernels.attention_batch import AttentionBatch
 class Linear(Protocol):
     """A projection whose weight is laid out for the device it runs on."""
 
-    in_features: int
-    out_features: int
-    num_bytes: int  # of what it keeps, weight and bias
+    @property
+    def in_features(self) -> int:
+        """How wide a row is that it takes."""
+
+    @property
+    def out_features(self) -> int:
+        """How wide a row is that it gives."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it keeps, weight and bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T + b. x: [T, in_features], rows contiguous. Returns [T, out_features]."""
