@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from service_kit.errors import InvalidArgument
 from triptych.common.v1 import sampling_pb2
+
+_FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_WITH_TRUTH_VALUES = frozenset({"structured_output"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,7 @@ def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
 
 
 def _on_the_wire(name: str, value: Any) -> Any:
+    _refuse_truth_values(name, value)
     if name == "logit_bias":
         return [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.items()]
     if name == "structured_output":
@@ -103,3 +109,13 @@ def _on_the_wire(name: str, value: Any) -> Any:
     if name == "repetition_detection":
         return sampling_pb2.RepetitionDetection(**value)
     return value
+
+
+def _refuse_truth_values(name: str, value: Any) -> None:
+    # To Python, and so to protobuf, True is the number 1; to who writes it it is a mistake.
+    if name in _WITH_TRUTH_VALUES or _FIELDS[name].type == FieldDescriptor.TYPE_BOOL:
+        return
+    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    for part in parts if isinstance(parts, list | tuple) else (parts,):
+        if isinstance(part, bool):
+            raise TypeError("a truth value is no number")

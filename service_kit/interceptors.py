@@ -15,13 +15,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
 
 from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
+from service_kit.field_count import has_more_fields
 from service_kit.logs import bind_log_fields
 from service_kit.telemetry import join_trace
 
@@ -33,6 +36,9 @@ TRACE_ID_KEY = "x-trace-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # How long a client may take to end what it streams before it is told that nobody reads it.
 _UNSERVED_GRACE_S = 0.2
+# The largest batch has some 40,000. Smaller messages cannot have so many that it matters.
+_MAX_FIELDS = 131_072
+_UNCOUNTED_BYTES = 256 * 1024
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
 Handler = Callable[[Any, Any], Any]
@@ -173,9 +179,17 @@ def _log_access(call: _Call) -> None:
 
 
 def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    descriptor = _descriptor_of(deserialize)
+
     def decode(data: bytes) -> Any:
         if deserialize is None:
             return data
+        is_large = len(data) > _UNCOUNTED_BYTES
+        if is_large and descriptor is not None and has_more_fields(data, descriptor, _MAX_FIELDS):
+            raise InvalidArgument(
+                f"the request has more than {_MAX_FIELDS} fields, those of its parts included",
+                reason="TOO_MANY_FIELDS",
+            )
         try:
             return deserialize(data)
         except DecodeError as error:
@@ -184,6 +198,15 @@ def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
             ) from error
 
     return decode
+
+
+def _descriptor_of(deserialize: Callable[[bytes], Any] | None) -> Descriptor | None:
+    # What generated code registers is `FromString` of a message's class.
+    owner = deserialize.__self__ if isinstance(deserialize, BuiltinFunctionType) else None
+    if not isinstance(owner, type) or not issubclass(owner, Message):
+        return None
+    descriptor = owner.DESCRIPTOR
+    return descriptor if isinstance(descriptor, Descriptor) else None
 
 
 def _request_id(metadata: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MIB = 1024 * 1024
+_UNCOMPRESSED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class LimitProfile:
             ("grpc.so_reuseport", int(self.shares_port)),
             ("grpc.max_receive_message_length", self.max_receive_bytes),
             ("grpc.max_send_message_length", self.max_send_bytes),
+            # A limit on a message is none where it is unpacked first: 1 MB of gzip is 1 GB of text.
+            ("grpc.compression_enabled_algorithms_bitset", _UNCOMPRESSED),
+            ("grpc.per_message_decompression", 0),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),

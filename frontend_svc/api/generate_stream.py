@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from frontend_svc.api.messages import finished_message, logprobs_message, started_message
+from frontend_svc.api.messages import fill_logprobs, finished_message, started_message
 from frontend_svc.generation import Caller, Generation
-from frontend_svc.output.collector import OutputKind
+from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
 from triptych.api.v1 import generate_pb2
@@ -38,13 +38,7 @@ async def stream_generate(
             for piece in output.pieces:
                 if piece.token_ids or piece.text:
                     position += 1
-                    delta = generate_pb2.Delta(
-                        output_index=piece.index,
-                        text=piece.text,
-                        token_ids=piece.token_ids,
-                        logprobs=logprobs_message(piece.logprobs),
-                    )
-                    yield generate_pb2.GenerateResponse(position=position, delta=delta)
+                    yield _delta_response(position, piece)
                 if piece.ending is not None:
                     position += 1
                     finished = finished_message(opened, output, piece, piece.ending)
@@ -52,3 +46,16 @@ async def stream_generate(
             if output.is_last:
                 return
             output = await opened.next()
+
+
+def _delta_response(position: int, piece: OutputPiece) -> generate_pb2.GenerateResponse:
+    response = generate_pb2.GenerateResponse(position=position)
+    # Filled in place: a message given to the constructor of another is copied.
+    delta = response.delta
+    delta.SetInParent()
+    delta.output_index = piece.index
+    delta.text = piece.text
+    delta.token_ids.extend(piece.token_ids)
+    if piece.logprobs is not None:
+        fill_logprobs(delta.logprobs, piece.logprobs)
+    return response

@@ -49,14 +49,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._resumable = resumable
         self._stream_of = functools.partial(stream_generate, generation)
 
-    async def Generate(
+    def Generate(
         self, request: generate_pb2.GenerateRequest, context: StreamContext
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Stream the outputs of one prompt: started, deltas, finished."""
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
-        async with contextlib.aclosing(start(request, caller_of(context))) as responses:
-            async for response in responses:
-                yield response
+        return start(request, caller_of(context))
 
     async def GenerateBatch(
         self, request: inference_pb2.GenerateBatchRequest, context: BatchContext

@@ -73,13 +73,18 @@ def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:
     """Log probabilities as columns, if they were asked for."""
     if logprobs is None:
         return None
-    message = output_pb2.Logprobs(
-        token_ids=logprobs.token_ids,
-        logprobs=logprobs.logprobs,
-        ranks=logprobs.ranks,
-        texts=logprobs.texts,
-    )
+    message = output_pb2.Logprobs()
+    fill_logprobs(message, logprobs)
+    return message
+
+
+def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:
+    """Write log probabilities into an empty message, which is there then whether or not there are any."""
+    message.SetInParent()
+    message.token_ids.extend(logprobs.token_ids)
+    message.logprobs.extend(logprobs.logprobs)
+    message.ranks.extend(logprobs.ranks)
+    message.texts.extend(logprobs.texts)
     for place, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
         texts = logprobs.top_texts[place] if logprobs.top_texts else ()
         message.top.add(token_ids=ids, logprobs=values, texts=texts)
-    return message

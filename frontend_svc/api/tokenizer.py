@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncGenerator
 from typing import TypeAlias
 
@@ -68,8 +67,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The text of tokens, at most as many as the model takes."""
         model = self._directory.model(request.model)
         violations = Violations()
-        violations.need_count("token_ids", len(request.token_ids), "ids", 0, model.max_model_len)
-        check_token_ids("token_ids", list(request.token_ids), model.vocab_size, violations)
+        num_ids = len(request.token_ids)
+        if violations.need_count("token_ids", num_ids, "ids", 0, model.max_model_len):
+            check_token_ids("token_ids", request.token_ids, model.vocab_size, violations)
         violations.raise_if_any()
         text = await model.tokenizer.decode(
             request.token_ids, skip_special_tokens=request.skip_special_tokens
@@ -97,7 +97,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The tokenizer's files, in chunks."""
         files = self._directory.model(request.model).tokenizer.files
         for file_name, content in files.by_name():
-            digest = hashlib.sha256(content).hexdigest()
+            digest = files.digests[file_name]
             for offset in range(0, len(content), _CHUNK_BYTES):
                 yield tokenizer_pb2.GetTokenizerResponse(
                     file_name=file_name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -50,8 +50,12 @@ class EngineStream:
             self._call.cancel()
             raise StreamLost(str(error) or f"no hello_ack within {_HANDSHAKE_S:g} s") from error
 
-    async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], None]) -> None:
-        """Hand each message to `on_message` until the stream is lost, then raise StreamLost."""
+    async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
+        """Hand each message to `on_message` until the stream is lost, then raise StreamLost.
+
+        The next message is read when `on_message` is done with one. It is cancelled when the stream is lost
+        meanwhile, and never runs once this has ended.
+        """
         self._heard_at = self._clock.now()
         tasks = [
             asyncio.ensure_future(self._read(on_message)),
@@ -80,7 +84,7 @@ class EngineStream:
         self._is_closing = True
         self.send(engine_pb2.ConnectRequest(goodbye=goodbye))
 
-    async def _read(self, on_message: Callable[[engine_pb2.ConnectResponse], None]) -> None:
+    async def _read(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
         while True:
             message = await self._call.read()
             if message is EOF:
@@ -94,7 +98,7 @@ class EngineStream:
                 and self._last_seq - self._acked_seq >= self._ack_interval_messages
             ):
                 self._ack()
-            on_message(message)
+            await on_message(message)
 
     async def _write(self) -> None:
         while True:

@@ -50,7 +50,8 @@ class Ending:
         return self.stop_token_id is not None or self.eos_token_id is not None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like `Output`: one is made for each token, which takes a frozen one four times as long.
+@dataclass(slots=True)
 class OutputPiece:
     """What is new of one output, or all of it. `num_output_tokens` counts from its start."""
 
@@ -63,7 +64,7 @@ class OutputPiece:
     ending: Ending | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
     """What a reader takes at once: pieces in order of their outputs. After the last nothing comes."""
 
@@ -131,8 +132,9 @@ class Collector:
     """
 
     __slots__ = (
-        "_awaits_prompt", "_error", "_interval", "_kind", "_limit", "_num_bytes", "_num_cached", "_num_open",
-        "_num_unread", "_on_slow", "_prompt_logprobs", "_slots", "_timer", "_wake",
+        "_awaits_prompt", "_error", "_interval", "_is_ready", "_kind", "_limit", "_max_bytes", "_max_tokens",
+        "_num_bytes", "_num_cached", "_num_open", "_num_unread", "_on_slow", "_prompt_logprobs", "_reader",
+        "_slots", "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +150,8 @@ class Collector:
         self._kind = kind
         self._interval = stream_interval
         self._limit = limit
+        self._max_tokens = n * limit.max_tokens
+        self._max_bytes = n * limit.max_bytes
         self._on_slow = on_slow
         self._awaits_prompt = awaits_prompt
         self._slots = [_Slot() for _ in range(n)]
@@ -158,7 +162,8 @@ class Collector:
         self._prompt_logprobs: Logprobs | None = None
         self._error: ServiceError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._wake = asyncio.Event()
+        self._is_ready = False
+        self._reader: asyncio.Future[None] | None = None
 
     def put(
         self,
@@ -175,10 +180,11 @@ class Collector:
         if text:
             slot.text.append(text)
             self._num_bytes += len(text) if text.isascii() else len(text.encode())
+        num_tokens = len(token_ids)
         slot.token_ids += token_ids
-        slot.num_output += len(token_ids)
-        slot.num_unread += len(token_ids)
-        self._num_unread += len(token_ids)
+        slot.num_output += num_tokens
+        slot.num_unread += num_tokens
+        self._num_unread += num_tokens
         if logprobs is not None:
             self._add_logprobs(slot, logprobs, cumulative_logprob)
         if ending is not None:
@@ -188,7 +194,8 @@ class Collector:
             return
         slot.is_due = True
         self._wake_if_due()
-        if self._kind is OutputKind.DELTA and self._is_over_limit(1):
+        is_over = self._num_unread > self._max_tokens or self._num_bytes > self._max_bytes
+        if is_over and self._kind is OutputKind.DELTA:
             self._give_grace()
 
     @property
@@ -217,20 +224,22 @@ class Collector:
         if self._error is None:
             self._error = error
             self.close()
-            self._wake.set()
+            self._wake()
 
     async def get(self) -> Output:
         """What was produced since the last call; waits for it. Raises what `fail` was given."""
-        await self._wake.wait()
-        self._wake.clear()
+        if not self._is_ready:
+            await self._wait()
         if self._error is not None:
-            # Stays set: a reader that asks again after the end is answered the same.
-            self._wake.set()
+            # It stays ready: a reader that asks again after the end is answered the same.
             raise self._error
+        self._is_ready = False
         keeps = self._kind is OutputKind.CUMULATIVE
-        due = [(index, slot) for index, slot in enumerate(self._slots) if slot.is_due]
-        self._num_unread -= sum(slot.num_unread for _, slot in due)
-        pieces = [slot.take(index, keeps=keeps) for index, slot in due]
+        pieces = []
+        for index, slot in enumerate(self._slots):
+            if slot.is_due:
+                self._num_unread -= slot.num_unread
+                pieces.append(slot.take(index, keeps=keeps))
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._num_bytes = 0
         self._stop_timer()
@@ -259,21 +268,34 @@ class Collector:
             return
         if self._awaits_prompt and not (self._slots[0].num_output or self._slots[0].ending):
             return
-        self._wake.set()
+        self._wake()
 
-    def _is_over_limit(self, times: int) -> bool:
-        most, limit = times * len(self._slots), self._limit
-        return self._num_unread > most * limit.max_tokens or self._num_bytes > most * limit.max_bytes
+    def _wake(self) -> None:
+        self._is_ready = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _wait(self) -> None:
+        # A future of one's own costs a third of an asyncio.Event, and there is one reader.
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _is_over_all_limits(self) -> bool:
+        most = _MAX_LIMITS
+        return self._num_unread > most * self._max_tokens or self._num_bytes > most * self._max_bytes
 
     def _give_grace(self) -> None:
-        if self._is_over_limit(_MAX_LIMITS):
+        if self._is_over_all_limits():
             self._end_slow_reader()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
 
     def _end_slow_reader(self) -> None:
         limit = self._limit
-        is_late = not self._is_over_limit(_MAX_LIMITS)
+        is_late = not self._is_over_all_limits()
         times, grace = ("", f" for {limit.grace_s:g} s") if is_late else (f"{_MAX_LIMITS} times ", "")
         self.fail(
             ResourceExhausted(

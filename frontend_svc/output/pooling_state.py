@@ -25,7 +25,7 @@ class PoolingState:
     __slots__ = ("_num_cached", "_result", "_tensor")
 
     # It yields no tokens, so it neither begins nor counts among prompts that do.
-    has_begun = False
+    has_begun = wants_logprobs = False
     num_prompt_tokens = 0
 
     def __init__(self) -> None:

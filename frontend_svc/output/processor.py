@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
 from service_kit.errors import ServiceError
 from triptych.common.v1 import tensor_pb2
 
+_Value = TypeVar("_Value")
+
 
 class Receiver(Protocol):
     """One request in flight, as steps see it."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether it takes what a step tells of its tokens."""
+        ...
 
     @property
     def has_begun(self) -> bool:
@@ -66,6 +73,28 @@ class StepColumns:
     pooled: Mapping[int, tensor_pb2.Tensor] = field(default_factory=dict)
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
+    def slices(self, max_rows: int) -> Iterator[StepColumns]:
+        """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself."""
+        if len(self.handles) <= max_rows:
+            yield self
+            return
+        end = 0
+        for first in range(0, len(self.handles), max_rows):
+            counts = self.num_tokens[first : first + max_rows]
+            start, end = end, end + sum(counts)
+            rows = range(first, first + len(counts))
+            yield StepColumns(
+                self.handles[first : rows.stop],
+                counts,
+                self.token_ids[start:end],
+                _of_rows(self.endings, rows),
+                _of_rows(self.cached, rows),
+                None if self.logprobs is None else self.logprobs.part(start, end),
+                _of_rows(self.prompts, rows),
+                _of_rows(self.pooled, rows),
+                _of_rows(self.parts, rows),
+            )
+
 
 @dataclass(slots=True)
 class TokenCounts:
@@ -115,7 +144,7 @@ class OutputProcessor:
                 self.counts.num_prompt_tokens += state.num_prompt_tokens
             self.counts.num_output_tokens += count
             engine_ending = endings.get(row)
-            columns = None if logprobs is None else logprobs.part(start, end)
+            columns = logprobs.part(start, end) if logprobs is not None and state.wants_logprobs else None
             if not count and engine_ending is None:
                 continue
             if row in step.parts:
@@ -201,3 +230,8 @@ def _advance_by_parts(
         if ending is not None:
             return ending
     return None
+
+
+def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
+    """What is there of `rows`, by the place of a row among them."""
+    return {place: by_row[row] for place, row in enumerate(rows) if row in by_row} if by_row else by_row

@@ -54,6 +54,11 @@ class RequestState:
         self.last_output_at_ns = 0
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether it takes what a step tells of its tokens."""
+        return self._logprobs is not None
+
+    @property
     def has_begun(self) -> bool:
         """True once there was output."""
         return self._num_output > 0
@@ -113,16 +118,16 @@ class RequestState:
         shown_ids = token_ids
         if ending is not None and ending.is_by_token and not self._include_stop:
             shown_ids = token_ids[:-1]
-        if self._stops is None:
-            text = "".join([detokenizer.feed(token_id) for token_id in shown_ids])
-            return (text + detokenizer.flush() if ending is not None else text), None
-        pieces = [detokenizer.feed(token_id) for token_id in shown_ids]
+        pieces = list(map(detokenizer.feed, shown_ids))
         if ending is not None:
             pieces.append(detokenizer.flush())
+        text = "".join(pieces)
+        if self._stops is None:
+            return text, None
         # The first `min_tokens` tokens cannot complete a stop string; text flushed at the end can.
-        num_exempt = max(0, self._min_tokens - self._num_output)
-        num_scanned_chars = sum(len(piece) for piece in pieces[num_exempt:])
-        text, stop = self._stops.push("".join(pieces), num_scanned_chars)
+        num_exempt = self._min_tokens - self._num_output
+        num_scanned_chars = sum(map(len, pieces[num_exempt:])) if num_exempt > 0 else len(text)
+        text, stop = self._stops.push(text, num_scanned_chars)
         if ending is not None and stop is None:
             text += self._stops.flush()
         return text, stop

@@ -16,6 +16,12 @@ ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.A
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_PARTS = 16_384
+MAX_CALLS = 16_384
+MAX_CHARS = 4 * 1024 * 1024
+# JSON is read on the event loop, where a character of it may take 25 ns, that of tools and options twice.
+MAX_JSON_CHARS = 512 * 1024
+MAX_CALL_CHARS = 1024 * 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLES = {
     chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
@@ -33,7 +39,8 @@ def check_conversation(
 
     `takes_templates`: whether a client may bring a template of its own.
     """
-    violations.need_count("messages", len(request.messages), "messages", 1, MAX_MESSAGES)
+    if not _has_sizes(request, violations):
+        return
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message, violations)
     _check_tools(request.tools, violations)
@@ -70,6 +77,32 @@ def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[
     return conversation
 
 
+def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
+    """Note what there is too much of; returns whether all else can be looked at."""
+    messages, tools, options = request.messages, request.tools, request.template_options
+    has_counts = violations.need_count("messages", len(messages), "messages", 1, MAX_MESSAGES)
+    if not violations.need_count("tools", len(tools), "tools", 0, MAX_TOOLS) or not has_counts:
+        return False
+    num_parts = sum(len(message.parts) for message in messages)
+    num_calls = sum(len(message.tool_calls) for message in messages)
+    has_parts = violations.need_count("messages", num_parts, "parts", 0, MAX_PARTS)
+    if not violations.need_count("messages", num_calls, "tool calls", 0, MAX_CALLS) or not has_parts:
+        return False
+    num_json = sum(len(call.arguments_json) for message in messages for call in message.tool_calls)
+    num_chars = sum(len(part.text) for message in messages for part in message.parts)
+    num_chars += num_json + sum(len(message.reasoning) for message in messages)
+    num_schema = sum(len(tool.parameters_json_schema) for tool in tools)
+    sizes = [
+        violations.need_count("messages", num_chars, "characters", 0, MAX_CHARS),
+        violations.need_count("messages", num_json, "characters of JSON", 0, MAX_CALL_CHARS),
+        violations.need_count("tools", num_schema, "characters of JSON", 0, MAX_JSON_CHARS),
+        violations.need_count(
+            "template_options.arguments_json", len(options.arguments_json), "characters", 0, MAX_JSON_CHARS
+        ),
+    ]
+    return all(sizes)
+
+
 def _check_message(place: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
     if message.role not in _ROLES:
         violations.add(f"{place}.role", message.role, "must be one of the roles of ChatRole")
@@ -97,7 +130,6 @@ def _check_message(place: str, message: chat_message_pb2.ChatMessage, violations
 
 
 def _check_tools(tools: Sequence[chat_message_pb2.Tool], violations: Violations) -> None:
-    violations.need_count("tools", len(tools), "tools", 0, MAX_TOOLS)
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         is_named = _TOOL_NAME.fullmatch(tool.name) is not None

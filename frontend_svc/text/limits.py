@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from service_kit.errors import InvalidArgument
 
 _MAX_SHOWN_CHARS = 60
+# More than a status carries. A request of nothing but breaches has millions.
+_MAX_FOUND = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,31 @@ class RequestLimits:
 
 
 class Violations:
-    """Breaches of limits in one request, told together so that a client need not find them one by one."""
+    """Breaches of limits in one request, told together so that a client need not find them one by one.
+
+    The first 64 are kept.
+    """
 
     def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
 
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
-        self._found.append((field, f"{_place(field, index)} is {_shown(value)}, {rule}"))
+        if len(self._found) < _MAX_FOUND:
+            self._found.append((field, f"{_place(field, index)} is {_shown(value)}, {rule}"))
 
     def need_count(
         self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
-    ) -> None:
-        """Note a breach unless `field`, or its entry at `index`, has `least` to `most` of `unit`."""
-        if not least <= num <= most:
+    ) -> bool:
+        """Note a breach unless `field`, or its entry at `index`, has `least` to `most` of `unit`.
+
+        Returns whether it has: entries of which there are too many need not be looked at.
+        """
+        is_fine = least <= num <= most
+        if not is_fine and len(self._found) < _MAX_FOUND:
             limit = f"at most {most}" if least == 0 else f"{least}..{most}"
             self._found.append((field, f"{_place(field, index)} has {num} {unit}, must have {limit}"))
+        return is_fine
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note a breach unless `is_fine`."""

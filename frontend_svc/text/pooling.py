@@ -101,8 +101,8 @@ def check_inputs(
             violations.need_count(f"{place}.prompt", len(entry.prompt), "characters", 1, model.max_text_chars)
         else:
             ids = entry.token_ids.ids
-            violations.need_count(f"{place}.token_ids", len(ids), "ids", 1, model.max_model_len)
-            check_token_ids(f"{place}.token_ids", ids, model.vocab_size, violations)
+            if violations.need_count(f"{place}.token_ids", len(ids), "ids", 1, model.max_model_len):
+                check_token_ids(f"{place}.token_ids", ids, model.vocab_size, violations)
 
 
 async def tokenize_inputs(

@@ -62,7 +62,8 @@ class RequestPrompt:
         elif self._kind == "token_ids":
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
-            check_token_ids("token_ids", list(ids), model.vocab_size, violations)
+            if violations.need_count("token_ids", len(ids), "ids", 0, model.max_text_chars):
+                check_token_ids("token_ids", ids, model.vocab_size, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The ids. Raises Unimplemented for embeddings and media, InvalidArgument for too long a text."""

@@ -40,8 +40,8 @@ def check_sampling(
         ("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size),
         ("sampling.logprob_token_ids", sampling.logprob_token_ids, limits.max_logprob_token_ids),
     ):
-        violations.need_count(field, len(ids), "ids", 0, most)
-        check_token_ids(field, ids, vocab_size, violations)
+        if violations.need_count(field, len(ids), "ids", 0, most):
+            check_token_ids(field, ids, vocab_size, violations)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, violations: Violations) -> None:
@@ -288,8 +288,9 @@ def _check_bias(
     sampling: sampling_pb2.SamplingParams, vocab_size: int, limits: RequestLimits, violations: Violations
 ) -> None:
     field, most, bound = "sampling.logit_bias", limits.max_logit_bias, limits.max_abs_logit_bias
-    violations.need_count(field, len(sampling.logit_bias), "entries", 0, most)
-    for index, entry in enumerate(sampling.logit_bias[:most]):
+    if not violations.need_count(field, len(sampling.logit_bias), "entries", 0, most):
+        return
+    for index, entry in enumerate(sampling.logit_bias):
         is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= bound
         violations.need(is_fine, field, _plain(entry.bias), f"must be in -{bound:g}..{bound:g}", index=index)
     check_token_ids(field, [entry.token_id for entry in sampling.logit_bias], vocab_size, violations)

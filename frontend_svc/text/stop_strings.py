@@ -40,39 +40,36 @@ class StopBuffer:
     of a stop string. With it nothing is held back, but as many characters are remembered.
     """
 
-    __slots__ = ("_include", "_lookback", "_num_released", "_stops", "_text")
+    __slots__ = ("_include", "_last_characters", "_lookback", "_stops", "_tail")
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
         self._include = include
         self._lookback = max(len(stop) for stop in stops) - 1
-        self._text = ""
-        self._num_released = 0
+        self._last_characters = frozenset(stop[-1] for stop in stops)
+        self._tail = ""
 
     def push(self, text: str, num_scanned_chars: int) -> tuple[str, str | None]:
         """Add `text`, of whose end `num_scanned_chars` may complete a stop string.
 
         Returns the text to show now, and the stop string that ended it. Nothing may be pushed after one.
         """
-        self._text += text
-        hit = find_stop(self._text, num_scanned_chars, self._stops, include=self._include)
-        if hit is not None:
-            shown = self._text[self._num_released : hit.num_kept_chars]
-            self._text, self._num_released = "", 0
-            return shown, hit.stop
-        num_certain = len(self._text) if self._include else len(self._text) - self._lookback
-        shown = self._text[self._num_released : max(self._num_released, num_certain)]
-        self._num_released += len(shown)
-        self._forget()
-        return shown, None
+        whole = self._tail + text
+        # Most text has no character that a stop string ends with, so that none can have completed.
+        if not self._last_characters.isdisjoint(text):
+            hit = find_stop(whole, num_scanned_chars, self._stops, include=self._include)
+            if hit is not None:
+                shown = whole[len(self._tail) if self._include else 0 : hit.num_kept_chars]
+                self._tail = ""
+                return shown, hit.stop
+        num_certain = len(whole) - self._lookback
+        if num_certain <= 0:
+            self._tail = whole
+            return text if self._include else "", None
+        self._tail = whole[num_certain:]
+        return text if self._include else whole[:num_certain], None
 
     def flush(self) -> str:
         """What was held back, once it is known that no more text comes."""
-        shown = self._text[self._num_released :]
-        self._text, self._num_released = "", 0
-        return shown
-
-    def _forget(self) -> None:
-        num_forgotten = min(self._num_released, max(0, len(self._text) - self._lookback))
-        self._text = self._text[num_forgotten:]
-        self._num_released -= num_forgotten
+        held, self._tail = "" if self._include else self._tail, ""
+        return held

@@ -44,6 +44,11 @@ class TextFiles:
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         return [(name, content) for name, content in zip(names, self.parts, strict=True) if content]
 
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file by its name. Made once: a tokenizer has tens of MB."""
+        return {name: hashlib.sha256(content).hexdigest() for name, content in self.by_name()}
+
     def __repr__(self) -> str:
         sizes = ", ".join(str(len(content)) for content in self.parts)
         return f"TextFiles({self.key[:_MAX_SHOWN_DIGITS]}, {sizes} bytes)"

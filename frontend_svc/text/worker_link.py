@@ -6,11 +6,14 @@ Knows frames; not what they ask for, and nothing of queues.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 from frontend_svc.text.worker_frames import Frame, FrameError, FrameReader, pack_head
@@ -23,6 +26,13 @@ WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "frontend_svc.tex
 # What is handed to the event loop's own buffer at once: the rest waits until that has been read.
 _CHUNK_BYTES = 64 * 1024
 _INPUT_FD = 0
+# Places in /proc/PID/stat, counted behind the name of the program.
+_USER_TIME, _SYSTEM_TIME = 11, 12
+# Streams of tokens that are already promised come before prompts that are new.
+_NICENESS = 5
+# Who is not root may change the priority of one session every 100 ms, whoever else has changed another.
+_NEXT_TRY_S = 0.15
+_MAX_TRIES = 100
 
 
 class WorkerLink(asyncio.SubprocessProtocol):
@@ -61,6 +71,15 @@ class WorkerLink(asyncio.SubprocessProtocol):
         """The id of the process, 0 before it is started."""
         return self._process.get_pid() if self._process is not None else 0
 
+    def cpu_s(self) -> float:
+        """Seconds of a core that the process has used; infinite where the system does not tell."""
+        try:
+            with open(f"/proc/{self.process_id}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return math.inf
+        return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
+
     def send(self, header: Mapping[str, object], parts: Sequence[bytes]) -> None:
         """Write a frame whose body is `parts`, as fast as the worker reads it. Raises FrameError."""
         head = pack_head(header, sum(len(part) for part in parts))
@@ -85,6 +104,10 @@ class WorkerLink(asyncio.SubprocessProtocol):
         # The transports of other event loops are no subclasses, though they do the same.
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._input = cast("asyncio.WriteTransport", self._process.get_pipe_transport(_INPUT_FD))
+        # Set from here and at once: starting Python and reading a tokenizer take longer than most work.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.process_id, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        self._lower_session(_MAX_TRIES)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Called by the event loop: the process has written."""
@@ -120,6 +143,18 @@ class WorkerLink(asyncio.SubprocessProtocol):
         """Called by the event loop: its buffer has room."""
         self._is_paused = False
         self._pump()
+
+    def _lower_session(self, num_tries: int) -> None:
+        # Linux may share its cores between sessions first, and a worker has one of its own: there its own
+        # priority says nothing against others.
+        try:
+            Path(f"/proc/{self.process_id}/autogroup").write_text(str(_NICENESS))
+        except BlockingIOError:
+            if num_tries > 1 and not self._has_ended:
+                asyncio.get_running_loop().call_later(_NEXT_TRY_S, self._lower_session, num_tries - 1)
+        except OSError:
+            # It has ended, or this system has no such thing.
+            return
 
     def _pump(self) -> None:
         while self._unsent and not self._is_paused and self._input is not None:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from frontend_svc.text.chat_template import ChatTemplate
 
 _READ_BYTES = 1024 * 1024
-# Streams of tokens that are already promised come before prompts that are new.
-_NICENESS = 5
 # The frontend kills first; this ends a worker whose frontend is gone.
 _ALARM_MARGIN_S = 1.0
 _RENDER_BYTES = 256 * 1024 * 1024
@@ -188,7 +186,6 @@ def main() -> int:
     """Serve the frontend that started this process, until it closes the pipe. Returns the exit code."""
     # Ctrl-C reaches the whole group; the frontend decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICENESS)
     output_fd = os.dup(1)
     # What a library prints must not come between two frames.
     os.dup2(2, 1)

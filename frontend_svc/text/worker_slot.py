@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 # A large vocabulary takes a second or two to parse, on a busy machine several times that.
 _READ_LIMIT_S = 60.0
+# A worker that got less of a core than this share was kept from its work, by streams that come before it.
+_FAIR_SHARE = 0.25
+_MAX_LIMITS = 4
 _MAX_MODELS = 64
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -51,6 +54,7 @@ _TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 class WorkerSlot:
     """Runs one piece of work at a time in a process that it starts, kills at a time limit, and replaces.
 
+    The limit is for work: who was given less than a quarter of a core has it again, up to four times in all.
     `on_free` is called when it could take work; `on_lost` with a piece whose worker died without an answer.
     A replacement comes at once after a time limit, and ever later, up to 5 s, as processes die by themselves.
     """
@@ -76,6 +80,8 @@ class WorkerSlot:
         self._loaded: dict[str, None] = {}
         self._unreadable: set[str] = set()
         self._limit: asyncio.TimerHandle | None = None
+        self._num_limits = 0
+        self._cpu_before_s = 0.0
         self._restart: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
         self._num_failures = 0
@@ -200,7 +206,8 @@ class WorkerSlot:
     ) -> None:
         assert self._link is not None
         self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
-        self._link.send({**header, "key": files.key, "limit_s": limit_s}, parts)
+        self._num_limits, self._cpu_before_s = 1, self._link.cpu_s()
+        self._link.send({**header, "key": files.key, "limit_s": _MAX_LIMITS * limit_s}, parts)
 
     def _answered(self, link: WorkerLink, frame: Frame) -> None:
         if link is not self._link:
@@ -238,6 +245,10 @@ class WorkerSlot:
     def _expire(self, limit_s: float) -> None:
         link, work = self._link, self._work
         assert link is not None
+        if self._num_limits < _MAX_LIMITS and link.cpu_s() - self._cpu_before_s < _FAIR_SHARE * limit_s:
+            self._num_limits += 1
+            self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
+            return
         logger.warning(
             "text worker killed at its time limit",
             extra={"process_id": link.process_id, "limit_s": limit_s, "state": self._state.value},

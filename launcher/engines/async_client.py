@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc.aio
 
@@ -110,7 +110,7 @@ class AsyncEngineClient:
         except (StreamLost, MalformedStep) as error:
             self._die(f"{link.address}: {error}")
 
-    def _take(self, link: _EngineLink, message: engine_pb2.ConnectResponse) -> None:
+    async def _take(self, link: _EngineLink, message: engine_pb2.ConnectResponse) -> None:
         match message.WhichOneof("message"):
             case "ready":
                 link.is_ready = True
@@ -176,7 +176,7 @@ class _EngineLink:
         self._clock = clock
         self._stream: EngineStream | None = None
 
-    async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], None]) -> None:
+    async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
         """Hand over every message of one session; ends with StreamLost."""
         async with self._connect(self.address) as channel:
             stream = EngineStream(engine_pb2_grpc.EngineCoreServiceStub(channel), self._clock)

@@ -32,6 +32,7 @@ class FakeRequest:
         self.entry = entry
         self.handle: int = entry.handle
         self.abort_reason: int | None = None
+        self.num_aborts = 0
 
     @property
     def prompt(self) -> list[int]:
@@ -222,6 +223,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             for request in self.requests:
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason
+                    request.num_aborts += list(message.abort.handles).count(request.handle)
             self.num_acks += message.HasField("ack")
             if message.HasField("goodbye"):
                 self.goodbyes.append(message.goodbye.reason)

@@ -19,6 +19,7 @@ from tests.frontend_svc.fakes import (
     read_all,
     serving,
 )
+from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2
 
 NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
 BAD_INPUT = {
@@ -110,3 +111,16 @@ async def test_what_the_engines_sampler_serves_goes_to_the_engine():
     sampling = request.entry.sampling
     assert (sampling.min_p, sampling.presence_penalty) == (0.5, -1.0)
     assert list(sampling.allowed_token_ids) == [4, 5]
+
+
+async def test_a_request_of_very_many_parts_is_refused_before_it_is_read():
+    # Two bytes each on the wire, some 200 and a microsecond each once they are read.
+    batch = inference_pb2.GenerateBatchRequest(requests=[generate_pb2.GenerateRequest()] * 140_000)
+    message = chat_message_pb2.ChatMessage(parts=[chat_message_pb2.ChatPart()] * 140_000)
+    chat = chat_message_pb2.ChatRequest(messages=[message])
+    async with serving(FakeEngine(answer("a"))) as (client, _):
+        for call in (client.inference.GenerateBatch(batch), client.chat.Chat(chat)):
+            with pytest.raises(grpc.aio.AioRpcError, match="more than 131072 fields") as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await read_all(client.generate("a"))

@@ -281,6 +281,14 @@ async def test_a_message_above_the_limit_is_refused_and_below_it_served() -> Non
     assert str(16 * MIB) in (caught.value.details() or "")
 
 
+async def test_what_comes_compressed_is_refused_and_not_unpacked() -> None:
+    async with serving([FakeService().register()], PUBLIC) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError, match="gzip") as caught:
+            await call_unary(channel, bytes(MIB), compression=grpc.Compression.Gzip)
+        assert await call_unary(channel, b"still here") == b"still here"
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_metadata_above_the_limit_is_refused() -> None:
     async with serving([FakeService().register()], PUBLIC) as (_, channel):
         await call_unary(channel, metadata=(("x-large", "x" * 6000),))

@@ -26,6 +26,13 @@ MIN_MARGIN = 1e-4
 EMBEDDING = re.compile("embed|wte|wpe|lm_head")
 EMBEDDING_GAIN = 4.0
 LINEAR_GAIN = 12.0
+OPENING, CLOSING = "<think>", "</think>"
+THINKING_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"
+    "{# </think> #}"
+)
 
 
 def make_checkpoint(architecture: str, folder: Path) -> Path:
@@ -53,14 +60,25 @@ def make_slow_llama(folder: Path) -> Path:
     return _write(LlamaForCausalLM(config).eval(), folder)
 
 
-def _write(model: PreTrainedModel, folder: Path) -> Path:
+def make_thinking_llama(folder: Path) -> Path:
+    """Write the Llama of `make_checkpoint` with markers of reasoning among its special tokens.
+
+    Its chat template opens the reasoning where `enable_thinking` is on, and shows tools by their names.
+    """
+    torch.manual_seed(20)
+    _write(_new_model("llama"), folder, special=(OPENING, CLOSING))
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return folder
+
+
+def _write(model: PreTrainedModel, folder: Path, *, special: tuple[str, ...] = ()) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(EMBEDDING_GAIN if EMBEDDING.search(name) else LINEAR_GAIN)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder, safe_serialization=True)
-    _make_tokenizer().save(str(folder / "tokenizer.json"))
+    _make_tokenizer(special).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -84,13 +102,13 @@ def _new_model(architecture: str) -> PreTrainedModel:
     raise ValueError(f"unknown architecture {architecture!r}")
 
 
-def _make_tokenizer() -> Tokenizer:
+def _make_tokenizer(special: tuple[str, ...]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<end>"],
+        special_tokens=["<end>", *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.checkpoints import ARCHITECTURES, make_checkpoint, make_slow_llama
+from tests.system.checkpoints import (
+    ARCHITECTURES,
+    make_checkpoint,
+    make_slow_llama,
+    make_thinking_llama,
+)
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +33,9 @@ def llama(checkpoints: dict[str, Path]) -> str:
 def slow_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a Llama with slow steps."""
     return str(make_slow_llama(tmp_path_factory.mktemp("slow-llama")))
+
+
+@pytest.fixture(scope="session")
+def thinking_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a Llama that has tokens to open and to end reasoning, and a chat template."""
+    return str(make_thinking_llama(tmp_path_factory.mktemp("thinking-llama")))

@@ -58,6 +58,21 @@ async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
         assert (await read_all(client.generate()))[1] == "again"
 
 
+async def test_steps_of_many_rows_reach_every_request_in_order():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        calls = [asyncio.ensure_future(read_all(client.generate([5], detokenize=False))) for _ in range(80)]
+        requests = await engine.wait_for_requests(len(calls))
+        engine.step({request: [row] for row, request in enumerate(requests)}, step_number=1)
+        engine.step({request: [row + 1] for row, request in enumerate(requests)}, step_number=2)
+        ends = dict.fromkeys(requests, AT_LENGTH)
+        engine.step(
+            {request: [row + 2] for row, request in enumerate(requests)}, finished=ends, step_number=3
+        )
+        told = [ids for _, _, ids, _ in await asyncio.gather(*calls)]
+    assert sorted(told) == [[row, row + 1, row + 2] for row in range(len(calls))]
+
+
 async def test_a_gap_in_the_sequence_ends_the_stream():
     engine = FakeEngine()
     async with serving(engine) as (client, _):

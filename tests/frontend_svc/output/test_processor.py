@@ -228,3 +228,36 @@ async def test_the_end_of_merged_steps_belongs_to_the_last_of_them():
     assert fixture.processor.process(columns) == []
     (piece,) = (await state.collector.get()).pieces
     assert (piece.text, piece.token_ids, piece.ending) == ("ab", [A, B], LENGTH)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 7])
+async def test_a_step_in_slices_yields_what_it_yields_whole(max_rows):
+    told = []
+    for is_sliced in (False, True):
+        fixture = Fixture()
+        states = [fixture.add(handle, "b", prompt=[A, C]) for handle in range(5)]
+        whole = StepColumns(
+            array("I", [4, 3, 9, 2, 1, 0]),
+            bytes([1, 2, 1, 0, 3, 0]),
+            [A, A, B, C, A, A, C],
+            {0: LENGTH, 5: LENGTH},
+            {3: 16, 4: 8},
+            LogprobColumns(
+                floats(-1, -2, -3, -4, -5, -6, -7), ints(*range(1, 8)), 1, ints(*range(7)), floats(*range(7))
+            ),
+            {3: [(0, LogprobColumns(floats(-1, -2), ints(1, 2)))]},
+            parts={4: [1, 2]},
+        )
+        slices = list(whole.slices(max_rows)) if is_sliced else [whole]
+        assert all(len(one.handles) <= max_rows for one in slices) or not is_sliced
+        aborted = [handle for one in slices for handle in fixture.processor.process(one)]
+        fixture.processor.process(step({handle: [C] for handle in range(5)}))
+        outputs = [await state.collector.get() for state in states]
+        told.append((aborted, fixture.ended, fixture.processor.counts, outputs))
+    assert told[0] == told[1]
+    assert told[0][0] == [3]
+
+
+def test_a_step_of_few_rows_is_one_slice():
+    whole = step({1: [A], 2: [B]})
+    assert list(whole.slices(2)) == [whole]

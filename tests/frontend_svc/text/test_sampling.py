@@ -134,6 +134,22 @@ OUT_OF_RANGE: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "entries", "told"),
+    [
+        ("stop_token_ids", [600] * 5000, "has 5000 ids, must have at most 4096"),
+        ("allowed_token_ids", [600] * 5000, "has 5000 ids, must have at most 600"),
+        ("logit_bias", [{"token_id": 600, "bias": math.nan}] * 301, "has 301 entries, must have at most 300"),
+    ],
+)
+def test_of_too_many_entries_none_is_looked_at(name, entries, told):
+    violations = Violations()
+    check_sampling(params(**{name: entries}), vocab_size=VOCAB_SIZE, limits=LIMITS, violations=violations)
+    with pytest.raises(InvalidArgument) as caught:
+        violations.raise_if_any()
+    assert caught.value.violations == [(f"sampling.{name}", f"sampling.{name} {told}")]
+
+
 @pytest.mark.parametrize(("fields", "name", "words"), OUT_OF_RANGE, ids=lambda value: str(value)[:40])
 def test_a_breach_is_told_by_field_value_and_limit(fields, name, words):
     found = breaches(**fields)

@@ -40,6 +40,27 @@ def ended_by(record: step_pb2.StepFinished, token_ids: Sequence[int]) -> Script:
     return script
 
 
+@pytest.mark.parametrize(
+    ("stop", "include", "end"),
+    [
+        ("gani", False, " at the or"),
+        ("gani", True, " at the organi"),
+        # Of several tokens, from the middle of the first to the middle of the last.
+        ("udent at the org", False, "I'm a st"),
+        ("udent at the org", True, "I'm a student at the org"),
+    ],
+)
+async def test_81_a_stop_string_ends_the_text_within_a_token(stop, include, end):
+    async with serving(FakeEngine(answer(TEXT))) as (client, _):
+        call = client.generate("My name", stop=[stop], include_stop_in_output=include)
+        _, text, ids, finished = await read_all(call)
+    assert TEXT.startswith(text) and text.endswith(end)
+    assert finished.reason == output_pb2.FINISH_REASON_STOP
+    assert finished.stop_match == output_pb2.StopMatch(string=stop)
+    # The token that completes it is there whole.
+    assert TOKENIZER.decode(ids).endswith(" organization")
+
+
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, " is L"), (5, " is Lee, and I'm a stud")])
 async def test_82_the_first_min_tokens_cannot_complete_a_stop_string(min_tokens, text):
     async with serving(FakeEngine(answer(TEXT))) as (client, _):
@@ -119,10 +140,16 @@ async def test_84_a_stop_string_sends_one_abort_and_nothing_follows():
     engine = FakeEngine(script)
     async with serving(engine) as (client, _):
         _, text, ids, finished = await read_all(client.generate("My name", stop=["Lee"]))
-        await engine.wait(lambda: engine.requests[0].abort_reason is not None)
+        # What the engine sends behind it, the end included, is for nobody, and asks for nothing.
+        first = engine.requests[0]
+        await engine.wait(lambda: first.abort_reason is not None)
+        engine.step({first: IDS}, finished={first: AT_LENGTH})
+        await read_all(client.generate("My name", max_tokens=1, stop=["Lee"]))
+        await engine.wait(lambda: engine.requests[1].abort_reason is not None)
     assert (text, finished.stop_match.string) == (" is ", "Lee")
     assert ids == IDS[:2]
-    assert engine.requests[0].abort_reason == engine_pb2.ABORT_REASON_STOP_STRING
+    assert [request.abort_reason for request in engine.requests] == [engine_pb2.ABORT_REASON_STOP_STRING] * 2
+    assert [request.num_aborts for request in engine.requests] == [1, 1]
 
 
 @pytest.mark.parametrize(("asked", "effective"), [(1, 5), (10, 10)])

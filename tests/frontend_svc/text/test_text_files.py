@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from frontend_svc.text.text_files import TextFiles
 
 
@@ -14,3 +16,11 @@ def test_the_key_is_of_all_files_and_of_their_borders():
     ]
     assert len({files.key for files in given}) == len(given)
     assert TextFiles(b"ab", b"c").key == given[0].key
+
+
+def test_each_file_has_its_own_digest_by_its_name():
+    files = TextFiles(b"a", chat_template=b"b")
+    assert files.digests == {
+        "tokenizer.json": hashlib.sha256(b"a").hexdigest(),
+        "chat_template.jinja": hashlib.sha256(b"b").hexdigest(),
+    }

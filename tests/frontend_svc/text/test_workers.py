@@ -323,3 +323,33 @@ def ended(pidfd: int) -> bool:
     has_ended = bool(poll.poll(WAIT_S * 1000))
     os.close(pidfd)
     return has_ended
+
+
+async def test_a_worker_comes_after_streams_also_where_sessions_share_the_cores(make_workers):
+    workers = make_workers(1)
+    await encode(workers, "ok", files(tokenizer=slow_tokenizer()))
+    (process_id,) = workers.process_ids
+    assert os.getpriority(os.PRIO_PROCESS, process_id) == os.getpriority(os.PRIO_PROCESS, 0) + 5
+    session = Path(f"/proc/{process_id}/autogroup")
+    async with asyncio.timeout(WAIT_S):
+        # Where there are such groups they may not be changed at once, and nothing tells when they were.
+        while session.exists() and session.read_text().split()[-1] != "5":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_worker_that_is_given_no_core_has_its_time_again_but_not_for_ever(make_workers):
+    workers, limit_s = make_workers(1, time_limit_s=0.3), 0.3
+    slow = files(tokenizer=slow_tokenizer())
+    assert await encode(workers, "ok", slow) == [1]
+    (process_id,) = workers.process_ids
+    os.kill(process_id, signal.SIGSTOP)
+    waiting = asyncio.create_task(encode(workers, "ok", slow))
+    await asyncio.wait({waiting}, timeout=1.5 * limit_s)
+    os.kill(process_id, signal.SIGCONT)
+    assert await waiting == [1]
+    assert workers.process_ids == [process_id]
+    os.kill(process_id, signal.SIGSTOP)
+    error = await refusal(workers, "ok", slow)
+    assert (type(error), error.reason) == (InvalidArgument, "TEXT_TIME_LIMIT")
+    assert await encode(workers, "ok", slow) == [1]
+    assert process_id not in workers.process_ids

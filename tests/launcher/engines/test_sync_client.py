@@ -57,7 +57,10 @@ async def test_an_aborted_request_ends() -> None:
     async with serving(rig):
         client = await asyncio.to_thread(SyncEngineClient, [rig.address])
         handle = await asyncio.to_thread(client.add, make_entry(1, max_tokens=50))
+        await asyncio.to_thread(rig.executor.wait_for_launches, 1)
         await asyncio.to_thread(client.abort, [handle], CLIENT)
+        # The loop waits for a result and reads nothing, so what comes into its inbox is the abort.
+        await asyncio.to_thread(rig.engine.inbox.wait, 10.0)
         rig.executor.gate.set()
         gathered = await asyncio.to_thread(_gather, client, {handle: 1})
         await asyncio.to_thread(client.close)
