@@ -34,13 +34,11 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
         self._generation = generation
         self._takes_templates = takes_templates
 
-    async def Chat(
+    def Chat(
         self, request: chat_message_pb2.ChatRequest, context: ChatContext
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
         """Stream the next message: started, deltas, finished."""
-        async with contextlib.aclosing(self._stream(request, caller_of(context))) as responses:
-            async for response in responses:
-                yield response
+        return self._stream(request, caller_of(context))
 
     async def ChatUnary(
         self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
