@@ -140,12 +140,12 @@ def _result(
     )
 
 
-def _index_of(output: inference_pb2.Output | chat_pb2.ChatOutput) -> int:
+def _index_of(output: generate_pb2.Output | chat_message_pb2.ChatOutput) -> int:
     return output.output_index
 
 
 def _completion(
-    output: inference_pb2.Output | chat_pb2.ChatOutput,
+    output: generate_pb2.Output | chat_message_pb2.ChatOutput,
     text: str,
     *,
     reasoning: str = "",

@@ -126,7 +126,7 @@ def to_chat_completion(response: chat_pb2.ChatUnaryResponse) -> ChatCompletion:
     )
 
 
-def _output(output: chat_pb2.ChatOutput) -> ChatOutput:
+def _output(output: chat_message_pb2.ChatOutput) -> ChatOutput:
     return ChatOutput(
         output.output_index,
         "".join(part.text for part in output.message.parts),

@@ -182,6 +182,6 @@ def stop_match_of(match: output_pb2.StopMatch) -> int | str | None:
     return match.string if kind == "string" else match.token_id if kind == "token_id" else match.eos
 
 
-def logprobs_of(message: generate_pb2.Delta | inference_pb2.Output) -> Logprobs:
+def logprobs_of(message: generate_pb2.Delta | generate_pb2.Output) -> Logprobs:
     """The log probabilities of a message, None where none were asked for."""
     return read_logprobs(message.logprobs) if message.HasField("logprobs") else None

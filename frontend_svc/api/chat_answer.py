@@ -8,7 +8,7 @@ from frontend_svc.api.messages import logprobs_message, reason_value, stop_match
 from frontend_svc.output.collector import OutputPiece
 from frontend_svc.parsers.message import MessageParser
 from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece
-from triptych.api.v1 import chat_message_pb2, chat_pb2
+from triptych.api.v1 import chat_message_pb2
 from triptych.common.v1 import output_pb2
 
 
@@ -43,7 +43,7 @@ class ChatAnswer:
         return shown
 
 
-def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_pb2.ChatOutput:
+def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.ChatOutput:
     """An output that came all at once as a message."""
     assert piece.ending is not None, "a final output has ended"
     delta = chat_message_pb2.ChatDelta()
@@ -53,7 +53,7 @@ def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_pb2.ChatOutp
     )
     if delta.content:
         message.parts.add(text=delta.content)
-    return chat_pb2.ChatOutput(
+    return chat_message_pb2.ChatOutput(
         output_index=piece.index,
         message=message,
         token_ids=piece.token_ids,

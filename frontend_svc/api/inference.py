@@ -95,9 +95,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
 
 
-def _whole(piece: OutputPiece) -> inference_pb2.Output:
+def _whole(piece: OutputPiece) -> generate_pb2.Output:
     assert piece.ending is not None, "a final output has ended"
-    return inference_pb2.Output(
+    return generate_pb2.Output(
         output_index=piece.index,
         text=piece.text,
         token_ids=piece.token_ids,

@@ -15,6 +15,7 @@ from service_kit.errors import InvalidArgument, ResourceExhausted
 from service_kit.server import PUBLIC, Registration, Server
 from tests.system.stack import Stack, address_of
 from triptych.api.v1 import (
+    chat_message_pb2,
     chat_pb2,
     chat_pb2_grpc,
     embedding_pb2,
@@ -83,7 +84,7 @@ class FakeFrontend(
         started = generate_pb2.Started(
             request_id=request.request_id, num_prompt_tokens=len(ids), prompt_token_ids=ids
         )
-        output = inference_pb2.Output(
+        output = generate_pb2.Output(
             token_ids=ids[::-1], text="".join(map(str, ids[::-1])), reason=output_pb2.FINISH_REASON_LENGTH
         )
         usage = output_pb2.Usage(num_prompt_tokens=len(ids), num_completion_tokens=len(ids))
@@ -98,7 +99,9 @@ class FakeFrontend(
             reasoning="because",
             tool_calls=[{"id": "1", "name": "look", "arguments_json": "{}"}],
         )
-        output = chat_pb2.ChatOutput(message=answer, token_ids=[1], reason=output_pb2.FINISH_REASON_STOP)
+        output = chat_message_pb2.ChatOutput(
+            message=answer, token_ids=[1], reason=output_pb2.FINISH_REASON_STOP
+        )
         return chat_pb2.ChatUnaryResponse(
             started=generate_pb2.Started(request_id=request.request.request_id), outputs=[output]
         )

@@ -14,7 +14,7 @@ from typing import Any
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from service_kit.server import PUBLIC, Registration, Server
 from tests.launcher.fakes import Outcome, triptych
-from triptych.api.v1 import inference_pb2, inference_pb2_grpc
+from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 
 WAIT_S = 60.0
 
@@ -55,7 +55,7 @@ class EchoFrontend(inference_pb2_grpc.InferenceServiceServicer):
         self.num_answered += 1
         if self.num_answered >= self.first_waits_for:
             self.enough.set()
-        return inference_pb2.GenerateUnaryResponse(outputs=[inference_pb2.Output(text=prompt)])
+        return inference_pb2.GenerateUnaryResponse(outputs=[generate_pb2.Output(text=prompt)])
 
     async def _wait(self, prompt: str) -> None:
         if prompt == "bad":

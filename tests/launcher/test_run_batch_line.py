@@ -78,7 +78,7 @@ def test_a_wrong_line_keeps_its_id() -> None:
 
 def test_the_result_of_an_answer_has_every_field_under_its_name() -> None:
     answer = inference_pb2.GenerateUnaryResponse(
-        outputs=[inference_pb2.Output(text="x", token_ids=[4], reason=output_pb2.FINISH_REASON_STOP)]
+        outputs=[generate_pb2.Output(text="x", token_ids=[4], reason=output_pb2.FINISH_REASON_STOP)]
     )
     record = answer_record(line_of(custom_id="a", call="generate", body={}), answer)
     assert (record["custom_id"], record["line"], record["error"]) == ("a", 3, None)

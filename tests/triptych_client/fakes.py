@@ -76,7 +76,7 @@ class FakeFrontend(
         """The whole prompt as the text of one output."""
         self._record(request.request, context)
         end = _finished(request.request)
-        output = inference_pb2.Output(
+        output = generate_pb2.Output(
             text=request.request.prompt, token_ids=[0, 1], reason=end.reason, stop_match=end.stop_match
         )
         return inference_pb2.GenerateUnaryResponse(

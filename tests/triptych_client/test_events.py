@@ -21,5 +21,5 @@ def test_an_end_says_its_reason_in_a_word(reason: str) -> None:
     event = to_event(generate_pb2.GenerateResponse(finished=generate_pb2.Finished(reason=value)))
     assert isinstance(event, Finished)
     assert (event.reason, event.stop_match) == (reason, None)
-    answer = inference_pb2.GenerateUnaryResponse(outputs=[inference_pb2.Output(reason=value)])
+    answer = inference_pb2.GenerateUnaryResponse(outputs=[generate_pb2.Output(reason=value)])
     assert to_completion(answer).outputs[0].reason == reason

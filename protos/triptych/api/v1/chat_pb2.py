@@ -27,7 +27,7 @@ from triptych.api.v1 import generate_pb2 as triptych_dot_api_dot_v1_dot_generate
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/api/v1/chat.proto\x12\x0ftriptych.api.v1\x1a\"triptych/api/v1/chat_message.proto\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\"A\n\x10\x43hatUnaryRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.triptych.api.v1.ChatRequest\"\x96\x01\n\x11\x43hatUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12,\n\x07outputs\x18\x02 \x03(\x0b\x32\x1b.triptych.api.v1.ChatOutput\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\"\xb1\x02\n\nChatOutput\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12-\n\x07message\x18\x02 \x01(\x0b\x32\x1c.triptych.api.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x30\n\x06reason\x18\x05 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x06 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob2\xa8\x01\n\x0b\x43hatService\x12\x45\n\x04\x43hat\x12\x1c.triptych.api.v1.ChatRequest\x1a\x1d.triptych.api.v1.ChatResponse0\x01\x12R\n\tChatUnary\x12!.triptych.api.v1.ChatUnaryRequest\x1a\".triptych.api.v1.ChatUnaryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/api/v1/chat.proto\x12\x0ftriptych.api.v1\x1a\"triptych/api/v1/chat_message.proto\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\"A\n\x10\x43hatUnaryRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.triptych.api.v1.ChatRequest\"\x96\x01\n\x11\x43hatUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12,\n\x07outputs\x18\x02 \x03(\x0b\x32\x1b.triptych.api.v1.ChatOutput\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage2\xa8\x01\n\x0b\x43hatService\x12\x45\n\x04\x43hat\x12\x1c.triptych.api.v1.ChatRequest\x1a\x1d.triptych.api.v1.ChatResponse0\x01\x12R\n\tChatUnary\x12!.triptych.api.v1.ChatUnaryRequest\x1a\".triptych.api.v1.ChatUnaryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATUNARYREQUEST']._serialized_end=213
   _globals['_CHATUNARYRESPONSE']._serialized_start=216
   _globals['_CHATUNARYRESPONSE']._serialized_end=366
-  _globals['_CHATOUTPUT']._serialized_start=369
-  _globals['_CHATOUTPUT']._serialized_end=674
-  _globals['_CHATSERVICE']._serialized_start=677
-  _globals['_CHATSERVICE']._serialized_end=845
+  _globals['_CHATSERVICE']._serialized_start=369
+  _globals['_CHATSERVICE']._serialized_end=537
 # @@protoc_insertion_point(module_scope)

@@ -21,24 +21,6 @@ class ChatUnaryResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     started: _generate_pb2.Started
-    outputs: _containers.RepeatedCompositeFieldContainer[ChatOutput]
+    outputs: _containers.RepeatedCompositeFieldContainer[_chat_message_pb2.ChatOutput]
     usage: _output_pb2.Usage
-    def __init__(self, started: _Optional[_Union[_generate_pb2.Started, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[ChatOutput, _Mapping]]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ...) -> None: ...
-
-class ChatOutput(_message.Message):
-    __slots__ = ("output_index", "message", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob")
-    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
-    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    output_index: int
-    message: _chat_message_pb2.ChatMessage
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _output_pb2.Logprobs
-    reason: _output_pb2.FinishReason
-    stop_match: _output_pb2.StopMatch
-    cumulative_logprob: float
-    def __init__(self, output_index: _Optional[int] = ..., message: _Optional[_Union[_chat_message_pb2.ChatMessage, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
+    def __init__(self, started: _Optional[_Union[_generate_pb2.Started, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_chat_message_pb2.ChatOutput, _Mapping]]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ...) -> None: ...
