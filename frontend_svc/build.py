@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import logging
@@ -22,6 +21,7 @@ from frontend_svc.api.request import RequestServicer
 from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.config import FrontendConfig
+from frontend_svc.drain import Drain
 from frontend_svc.engines.artifacts import ArtifactStore
 from frontend_svc.engines.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
@@ -97,9 +97,12 @@ class Frontend:
         self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
         reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
         self.requests = OpenRequests(clock)
-        self.generation = Generation(self.directory, self.admission, limits, reader_limit, self.requests)
+        self.draining = Drain()
+        self.generation = Generation(
+            self.directory, self.admission, limits, reader_limit, self.requests, self.draining
+        )
         self.resumable = ResumableStreams(functools.partial(stream_generate, self.generation), reader_limit)
-        self.pooling = Pooling(self.directory, self.admission, self.requests)
+        self.pooling = Pooling(self.directory, self.admission, self.requests, self.draining)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
             registrations=self._public_services(limits, clock),
@@ -122,7 +125,7 @@ class Frontend:
                 self.identity,
                 endpoint=lambda: self.address,
                 on_engines=functools.partial(self.directory.tell, "coordinator"),
-                num_in_flight=lambda: self.generation.num_open + self.pooling.num_open,
+                num_in_flight=lambda: self.draining.num_open,
             )
 
     def connect(self, address: str) -> None:
@@ -135,7 +138,7 @@ class Frontend:
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the open ones."""
-        await asyncio.gather(self.generation.drain(), self.pooling.drain())
+        await self.draining.run()
 
     async def close(self) -> None:
         """End every stream of ours."""
@@ -150,8 +153,8 @@ class Frontend:
         """Facts and gauges for an operator."""
         clients, lag = self.directory.clients(), self.loop_lag.summary()
         values: dict[str, str | int | float] = {
-            "state": "draining" if self.generation.is_draining else "serving",
-            "num_open_requests": self.generation.num_open + self.pooling.num_open,
+            "state": "draining" if self.draining.has_begun else "serving",
+            "num_open_requests": self.draining.num_open,
             "num_queued_requests": self.admission.num_queued,
             "num_resumable_streams": len(self.resumable),
             "num_engines": len(clients),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
-from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
+from frontend_svc.drain import Drain
+from frontend_svc.engines.client import ENGINE_LOST, EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
@@ -176,35 +176,18 @@ class Generation:
         limits: RequestLimits,
         reader_limit: ReaderLimit,
         requests: OpenRequests,
+        drain: Drain,
     ) -> None:
         self._directory = directory
         self._admission = admission
         self._requests = requests
         self._limits = limits
         self._reader_limit = reader_limit
-        self._num_open = 0
-        self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have arrived and not ended."""
-        return self._num_open
-
-    @property
-    def is_draining(self) -> bool:
-        """True once new requests are refused."""
-        return self._is_draining
+        self._drain = drain
 
     def model(self, name: str) -> ServedModel:
         """The model served as `name`; see `Directory.model`."""
         return self._directory.model(name)
-
-    async def drain(self) -> None:
-        """Refuse new requests from here on; returns when the open ones have ended."""
-        self._is_draining = True
-        await self._idle.wait()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -212,7 +195,7 @@ class Generation:
     ) -> AsyncGenerator[OpenRequest, None]:
         """Check `request`, send it, and keep it alive inside of the block."""
         with (
-            self._counted(),
+            self._drain.counted(),
             trace,
             self._admission.claim(request.request_id),
             self._requests.track(request.request_id, caller.request_id) as tracked,
@@ -290,21 +273,6 @@ class Generation:
                 entry.remaining_ms = math.ceil(remaining_s * 1000)
         handles += client.add(prepared.entries, states)
         return Attempt(client, handles, states)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._is_draining:
-            raise Unavailable(
-                "this frontend is shutting down", reason="DRAINING", retry_after_ms=RETRY_AFTER_MS
-            )
-        self._num_open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
 
 
 def _abort_reason(caller: Caller) -> engine_pb2.AbortReason:

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
-from frontend_svc.engines.client import ENGINE_LOST, RETRY_AFTER_MS, EngineClient
+from frontend_svc.drain import Drain
+from frontend_svc.engines.client import ENGINE_LOST, EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.generation import Caller
 from frontend_svc.open_requests import OpenRequests, RequestPhase
@@ -104,35 +105,24 @@ class PoolingProgress:
 class Pooling:
     """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
 
-    def __init__(self, directory: Directory, admission: Admission, requests: OpenRequests) -> None:
+    def __init__(
+        self, directory: Directory, admission: Admission, requests: OpenRequests, drain: Drain
+    ) -> None:
         self._directory = directory
         self._admission = admission
         self._requests = requests
-        self._num_open = 0
-        self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have arrived and not ended."""
-        return self._num_open
+        self._drain = drain
 
     def model(self, name: str) -> ServedModel:
         """The model served as `name`; see `Directory.model`."""
         return self._directory.model(name)
-
-    async def drain(self) -> None:
-        """Refuse new requests from here on; returns when the open ones have ended."""
-        self._is_draining = True
-        await self._idle.wait()
 
     async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
         """All results of `work`. Raises the first error of any prompt; the others are aborted then."""
         request_id = work.request_id or caller.request_id
         trace = RequestTrace(request_id, caller.traceparent, caller.tracestate)
         with (
-            self._counted(),
+            self._drain.counted(),
             trace,
             self._admission.claim(work.request_id),
             self._requests.track(work.request_id, caller.request_id) as tracked,
@@ -186,21 +176,6 @@ class Pooling:
             entry.attempt = 1
             other = self._directory.pick(model, None, avoided=client)
             return await _send(other, entry, caller, progress)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._is_draining:
-            raise Unavailable(
-                "this frontend is shutting down", reason="DRAINING", retry_after_ms=RETRY_AFTER_MS
-            )
-        self._num_open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
 
 
 async def _send(

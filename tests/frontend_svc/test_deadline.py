@@ -29,7 +29,7 @@ async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place
         with pytest.raises(DeadlineExceeded):
             await anext(stream_generate(frontend.generation, make_request(request_id="x"), caller))
         assert not engine.requests
-        assert (frontend.admission.num_queued, frontend.generation.num_open) == (0, 0)
+        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
         assert (await read_all(client.generate(request_id="x")))[1] == "y"
 
 
@@ -41,7 +41,7 @@ async def test_a_deadline_in_the_queue_gives_the_place_back():
         await ends_late(call)
         await engine.wait(lambda: request.abort_reason is not None)
         assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
-        assert (frontend.admission.num_queued, frontend.generation.num_open) == (0, 0)
+        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
         engine.script = answer("y")
         assert (await read_all(client.generate()))[1] == "y"
 

@@ -153,7 +153,7 @@ async def test_cancel_before_the_first_token_aborts():
         (request,) = await engine.wait_for_requests(1)
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert frontend.generation.num_open == 0
+        assert frontend.draining.num_open == 0
         # What the engine had sent before it knew is dropped.
         engine.step({request: [5]}, finished={request: AT_LENGTH})
         other = client.generate()

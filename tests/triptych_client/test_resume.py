@@ -80,7 +80,7 @@ async def test_what_was_sampled_while_the_line_was_cut_is_there_afterwards() -> 
         engine.step({request: IDS[-1:]}, finished={request: AT_LENGTH})
         async with asyncio.timeout(WAIT_S):
             # The frontend has no event for it, either: the request has ended and its log is kept.
-            while frontend.generation.num_open:  # noqa: ASYNC110
+            while frontend.draining.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         await asyncio.to_thread(proxy.heal)
         events += await reader
@@ -165,7 +165,7 @@ async def test_a_resumable_stream_that_is_left_is_aborted_and_not_kept(close: bo
             if close:
                 await stream.aclose()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert frontend.generation.num_open == 0
+        assert frontend.draining.num_open == 0
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
 
 

@@ -127,7 +127,7 @@ async def test_cancel_aborts_every_item():
         await call.read()
         call.cancel()
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
-        assert frontend.generation.num_open == 0
+        assert frontend.draining.num_open == 0
 
 
 async def test_an_id_given_twice_and_a_grace_that_cannot_be_are_refused_by_item():

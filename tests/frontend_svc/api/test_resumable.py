@@ -103,7 +103,7 @@ async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
         token = (await call.read()).started.resume_token
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert (len(frontend.resumable), frontend.generation.num_open) == (0, 0)
+        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
         error = await refusal(resume(client, token, 1))
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
     assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -121,7 +121,7 @@ async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_o
         call.cancel()
         unread.cancel()
         await engine.wait(lambda: None not in (request.abort_reason, other.abort_reason))
-        assert (len(frontend.resumable), frontend.generation.num_open) == (0, 0)
+        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
 
 
 async def test_a_second_reader_takes_over_and_the_first_is_told():

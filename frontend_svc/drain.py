@@ -1,0 +1,52 @@
+"""Which requests a frontend still has to finish before it may stop. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from service_kit.errors import Unavailable
+
+_RETRY_AFTER_MS = 1000
+
+
+class Drain:
+    """Counts the requests that are open, and refuses new ones once it has begun."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._has_begun = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have arrived and not ended."""
+        return self._num_open
+
+    @property
+    def has_begun(self) -> bool:
+        """True once new requests are refused."""
+        return self._has_begun
+
+    async def run(self) -> None:
+        """Refuse new requests from here on; returns when the open ones have ended."""
+        self._has_begun = True
+        await self._idle.wait()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a request as open inside of the block. Raises Unavailable when no more are taken."""
+        if self._has_begun:
+            raise Unavailable(
+                "this frontend is shutting down", reason="DRAINING", retry_after_ms=_RETRY_AFTER_MS
+            )
+        self._num_open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._idle.set()
