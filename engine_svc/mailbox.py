@@ -108,7 +108,8 @@ class Outbox:
                 return
             must_wake = self._unread.is_empty
             self._unread.add(output)
-            self._has_overflowed = self._unread.size_bytes > self._max_bytes
+            # One step alone is taken whatever its size: nobody can have read it faster.
+            self._has_overflowed = not must_wake and self._unread.size_bytes > self._max_bytes
             if must_wake or self._has_overflowed:
                 self._wake()
 

@@ -12,6 +12,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WIRE_TYPE_BITS = 3
 _WIRE_TYPE_MASK = 7
 _MAX_DEPTH = 100
+# Of a number with 64 bits, seven a byte.
+_MAX_SHIFT = 63
 
 
 def has_more_fields(data: bytes, descriptor: Descriptor, limit: int) -> bool:
@@ -60,7 +62,7 @@ def _message_fields(descriptor: Descriptor) -> dict[int, Descriptor]:
 
 
 def _read_varint(data: memoryview, place: int) -> tuple[int, int]:
-    """The number at `place` and the place behind it. Raises IndexError where the data ends before it does."""
+    """The number at `place` and the place behind it. Raises IndexError where none ends in time."""
     value = shift = 0
     while True:
         byte = data[place]
@@ -69,3 +71,5 @@ def _read_varint(data: memoryview, place: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, place
         shift += 7
+        if shift > _MAX_SHIFT:
+            raise IndexError("a number of more than 64 bits")

@@ -36,17 +36,21 @@ TRACE_ID_KEY = "x-trace-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # How long a client may take to end what it streams before it is told that nobody reads it.
 _UNSERVED_GRACE_S = 0.2
-# The largest batch has some 40,000. Smaller messages cannot have so many that it matters.
-_MAX_FIELDS = 131_072
+# Smaller messages cannot have so many fields that it matters.
 _UNCOUNTED_BYTES = 256 * 1024
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
 Handler = Callable[[Any, Any], Any]
 
 
-def server_interceptors(service: str) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
-    """The interceptors every server of ours has. `service` names it in the log lines of its calls."""
-    return [_CallInterceptor(service)]
+def server_interceptors(
+    service: str, *, max_fields: int | None = None
+) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
+    """The interceptors every server of ours has.
+
+    `service` names it in the log lines of its calls. Large requests of more than `max_fields` are refused.
+    """
+    return [_CallInterceptor(service, max_fields)]
 
 
 @dataclass(slots=True)
@@ -63,8 +67,9 @@ class _Call:
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Puts `_guarded` around the handler of every method."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, max_fields: int | None) -> None:
         self._service = service
+        self._max_fields = max_fields
 
     async def intercept_service(
         self,
@@ -76,10 +81,10 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler is None:
             # Streams both ways: on the wire that fits the calls of every other kind of method.
             handler = grpc.stream_stream_rpc_method_handler(_unserved)
-        return _guarded_handler(handler, self._service, handler_call_details)
+        return _guarded_handler(handler, self._service, handler_call_details, self._max_fields)
 
 
-def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
+def _guarded_handler(handler: Any, service: str, details: Any, max_fields: int | None) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
 
@@ -87,7 +92,7 @@ def _guarded_handler(handler: Any, service: str, details: Any) -> Any:
         return _Call(service, method, _request_id(metadata), time.monotonic())
 
     # A unary request is parsed inside of the guard: grpc itself would answer UNKNOWN in the parser's words.
-    decode = _decoder(handler.request_deserializer)
+    decode = _decoder(handler.request_deserializer, max_fields)
     if handler.request_streaming:
         inner: Handler = handler.stream_stream if handler.response_streaming else handler.stream_unary
     else:
@@ -178,18 +183,15 @@ def _log_access(call: _Call) -> None:
     logger.log(level, "call", extra={"method": call.method, "code": call.code, "duration_ms": duration_ms})
 
 
-def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    descriptor = _descriptor_of(deserialize)
+def _decoder(deserialize: Callable[[bytes], Any] | None, max_fields: int | None) -> Callable[[bytes], Any]:
+    descriptor = None if max_fields is None else _descriptor_of(deserialize)
 
     def decode(data: bytes) -> Any:
         if deserialize is None:
             return data
         is_large = len(data) > _UNCOUNTED_BYTES
-        if is_large and descriptor is not None and has_more_fields(data, descriptor, _MAX_FIELDS):
-            raise InvalidArgument(
-                f"the request has more than {_MAX_FIELDS} fields, those of its parts included",
-                reason="TOO_MANY_FIELDS",
-            )
+        if max_fields is not None and is_large and descriptor is not None:
+            _check_fields(data, descriptor, max_fields)
         try:
             return deserialize(data)
         except DecodeError as error:
@@ -198,6 +200,14 @@ def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
             ) from error
 
     return decode
+
+
+def _check_fields(data: bytes, descriptor: Descriptor, max_fields: int) -> None:
+    if has_more_fields(data, descriptor, max_fields):
+        raise InvalidArgument(
+            f"the request has more than {max_fields} fields, those of its parts included",
+            reason="TOO_MANY_FIELDS",
+        )
 
 
 def _descriptor_of(deserialize: Callable[[bytes], Any] | None) -> Descriptor | None:

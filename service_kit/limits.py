@@ -18,6 +18,7 @@ class LimitProfile:
     keepalive_time_ms: int
     keepalive_timeout_ms: int
     min_ping_interval_ms: int
+    max_fields: int | None = None  # of a request, those of its parts included; None: no limit
     shares_port: bool = False
     max_connection_age_ms: int = 0  # 0: connections live for ever
     max_connection_age_grace_ms: int = 0  # what runs on a connection that is too old gets so long to end
@@ -62,6 +63,8 @@ PUBLIC = LimitProfile(
     keepalive_time_ms=10_000,
     keepalive_timeout_ms=5000,
     min_ping_interval_ms=5000,
+    # A field of two bytes becomes an object of 200. Between services there is no such limit: they are ours.
+    max_fields=131_072,
 )
 INTERNAL = LimitProfile(
     max_receive_bytes=64 * _MIB,

@@ -126,7 +126,8 @@ class Server:
         # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
-            interceptors=server_interceptors(self._service), options=self._profile.options()
+            interceptors=server_interceptors(self._service, max_fields=self._profile.max_fields),
+            options=self._profile.options(),
         )
         for registration in self._registrations:
             registration.add(server)

@@ -39,6 +39,7 @@ class EngineStream:
         self._acked_seq = 0
         self._ack_interval_messages = 0
         self._heard_at = 0.0
+        self._is_handling = False
 
     async def open(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
         """Say hello and wait for the answer, without limit until a connection is there."""
@@ -98,7 +99,11 @@ class EngineStream:
                 and self._last_seq - self._acked_seq >= self._ack_interval_messages
             ):
                 self._ack()
+            self._is_handling = True
             await on_message(message)
+            self._is_handling = False
+            # Nothing was read meanwhile, so nothing can be said of the peer's silence.
+            self._heard_at = self._clock.now()
 
     async def _write(self) -> None:
         while True:
@@ -120,7 +125,7 @@ class EngineStream:
             if now - slept_from > 2 * self._heartbeat_s:
                 # We were not running ourselves; what came meanwhile is still to be read.
                 self._heard_at = now
-            if now - self._heard_at > limit_s:
+            if not self._is_handling and now - self._heard_at > limit_s:
                 raise StreamLost(f"no heartbeat for {now - self._heard_at:.1f} s")
             if self._ack_interval_messages and self._acked_seq < self._last_seq:
                 self._ack()

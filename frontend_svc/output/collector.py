@@ -175,6 +175,8 @@ class Collector:
         cumulative_logprob: float | None = None,
     ) -> None:
         """Add newly produced output of one output, and with the last of it how it ended."""
+        if self._error is not None:
+            return
         slot = self._slots[index]
         is_first = slot.num_output == 0
         if text:
@@ -193,10 +195,11 @@ class Collector:
         elif slot.num_unread < self._interval and not is_first:
             return
         slot.is_due = True
+        was_ready = self._is_ready
         self._wake_if_due()
         is_over = self._num_unread > self._max_tokens or self._num_bytes > self._max_bytes
         if is_over and self._kind is OutputKind.DELTA:
-            self._give_grace()
+            self._give_grace(was_ready=was_ready)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -287,8 +290,9 @@ class Collector:
         most = _MAX_LIMITS
         return self._num_unread > most * self._max_tokens or self._num_bytes > most * self._max_bytes
 
-    def _give_grace(self) -> None:
-        if self._is_over_all_limits():
+    def _give_grace(self, *, was_ready: bool) -> None:
+        # However much comes at once: only who had something to read before has left it unread.
+        if was_ready and self._is_over_all_limits():
             self._end_slow_reader()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)

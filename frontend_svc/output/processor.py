@@ -148,23 +148,21 @@ class OutputProcessor:
             if not count and engine_ending is None:
                 continue
             if row in step.parts:
-                ending = _advance_by_parts(
-                    state, token_ids[start:end], step.parts[row], engine_ending, columns
+                ending = self._advance_by_parts(
+                    handle, state, token_ids[start:end], step.parts[row], engine_ending, columns
                 )
             else:
                 ending = state.advance(token_ids[start:end], engine_ending, columns)
-            if ending is None:
-                continue
-            self._remove(handle)
-            if engine_ending is None:
+            # A reader that is too slow has its request aborted, and so forgotten, from within.
+            if ending is not None and self.forget(handle) and engine_ending is None:
                 to_abort.append(handle)
         return to_abort
 
     def forget(self, handle: int) -> bool:
         """Drop a request without telling its reader; returns whether it was in flight."""
-        if handle not in self._states:
+        if self._states.pop(handle, None) is None:
             return False
-        self._remove(handle)
+        self._on_end(handle)
         return True
 
     def end(self, handle: int, ending: Ending) -> bool:
@@ -173,7 +171,7 @@ class OutputProcessor:
         if state is None:
             return False
         state.advance([], ending)
-        self._remove(handle)
+        self.forget(handle)
         return True
 
     def fail(self, handle: int, error: ServiceError) -> bool:
@@ -182,7 +180,7 @@ class OutputProcessor:
         if state is None:
             return False
         state.fail(error)
-        self._remove(handle)
+        self.forget(handle)
         return True
 
     def fail_all(self, error: ServiceError) -> int:
@@ -207,29 +205,26 @@ class OutputProcessor:
             if state is not None:
                 state.tell_pooled(tensor)
 
-    def _remove(self, handle: int) -> None:
-        del self._states[handle]
-        self._on_end(handle)
-
-
-def _advance_by_parts(
-    state: Receiver,
-    token_ids: list[int],
-    counts: Sequence[int],
-    engine_ending: Ending | None,
-    columns: LogprobColumns | None,
-) -> Ending | None:
-    """Take each step's tokens by themselves: what a stop string leaves must not depend on merging."""
-    end = 0
-    for index, count in enumerate(counts):
-        start, end = end, end + count
-        part = None if columns is None else columns.part(start, end)
-        ending = state.advance(
-            token_ids[start:end], engine_ending if index == len(counts) - 1 else None, part
-        )
-        if ending is not None:
-            return ending
-    return None
+    def _advance_by_parts(
+        self,
+        handle: int,
+        state: Receiver,
+        token_ids: list[int],
+        counts: Sequence[int],
+        engine_ending: Ending | None,
+        columns: LogprobColumns | None,
+    ) -> Ending | None:
+        """Take each step's tokens by themselves: what a stop string leaves must not depend on merging."""
+        end = 0
+        for index, count in enumerate(counts):
+            start, end = end, end + count
+            part = None if columns is None else columns.part(start, end)
+            ending = state.advance(
+                token_ids[start:end], engine_ending if index == len(counts) - 1 else None, part
+            )
+            if ending is not None or handle not in self._states:
+                return ending
+        return None
 
 
 def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:

@@ -87,6 +87,8 @@ class InProcessClient:
             step = self._outbox.take()
             if step is not None:
                 return self._output(step)
+            if self._outbox.has_overflowed:
+                raise ResourceExhausted("outputs were lost: more was left unread than the outbox takes")
             if not self._in_flight:
                 return CoreOutput(no_rows())
             if not has_stepped:

@@ -115,6 +115,16 @@ def test_an_outbox_nobody_reads_overflows_at_its_size_and_says_so():
     assert len(outbox.take().token_ids) <= 100
 
 
+def test_one_step_is_taken_however_large_it_is():
+    outbox = Outbox(max_bytes=10, wake=lambda: None)
+    outbox.publish(make_step(1, {1: [1] * 100}))
+    assert not outbox.has_overflowed
+    assert rows_of(outbox.take()) == {1: [1] * 100}
+    outbox.publish(make_step(2, {1: [2] * 100}))
+    outbox.publish(make_step(3, {1: [3]}))
+    assert outbox.has_overflowed
+
+
 def test_a_closed_outbox_keeps_nothing_and_wakes_nobody():
     wakes = []
     outbox = Outbox(max_bytes=1000, wake=lambda: wakes.append(1))

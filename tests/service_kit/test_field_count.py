@@ -64,3 +64,9 @@ def test_bytes_that_are_no_message_are_for_the_parser():
 
 def _varint(number: int) -> list[int]:
     return [number] if number < 0x80 else [number & 0x7F | 0x80, *_varint(number >> 7)]
+
+
+def test_a_number_that_does_not_end_is_not_read_to_the_end_of_the_data():
+    endless = b"\xff" * 3_000_000
+    assert not has_more_fields(endless, Folder.DESCRIPTOR, 10)
+    assert not has_more_fields(b"\x0a" + endless, Folder.DESCRIPTOR, 10)

@@ -239,8 +239,18 @@ async def test_four_times_the_limit_ends_a_reader_at_once():
     assert not slow.is_set()
     slot.put(0, "x", [1], None)
     assert slow.is_set()
+    slot.put(0, "x", [1], STOP)
     with pytest.raises(ResourceExhausted, match="4 times 2 tokens"):
         await slot.get()
+
+
+async def test_what_comes_at_once_was_left_unread_by_nobody():
+    slot = collector(interval=50, limit=ReaderLimit(max_tokens=2, grace_s=60.0))
+    slot.put(0, "x", [1], None)
+    await slot.get()
+    for _ in range(50):
+        slot.put(0, "x", [1], None)
+    assert len((await piece_of(slot)).token_ids) == 50
 
 
 async def test_what_is_told_beside_tokens_counts_against_the_limit():

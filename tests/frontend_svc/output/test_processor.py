@@ -13,7 +13,7 @@ from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import Unavailable
+from service_kit.errors import ResourceExhausted, Unavailable
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, id_of
 
 TOKENIZER = byte_level_tokenizer()
@@ -261,3 +261,22 @@ async def test_a_step_in_slices_yields_what_it_yields_whole(max_rows):
 def test_a_step_of_few_rows_is_one_slice():
     whole = step({1: [A], 2: [B]})
     assert list(whole.slices(2)) == [whole]
+
+
+@pytest.mark.parametrize("parts", [{}, {0: [10, 1, 1]}], ids=["one step", "merged"])
+async def test_a_reader_that_is_ended_by_its_last_tokens_ends_once(parts):
+    ended: list[int] = []
+    processor = OutputProcessor(on_end=ended.append)
+    collector = Collector(
+        OutputKind.DELTA,
+        stream_interval=1,
+        limit=ReaderLimit(max_tokens=2),
+        on_slow=lambda: processor.forget(7),
+    )
+    processor.register(7, RequestState(collector, None, None, include_stop=False, min_tokens=0))
+    assert processor.process(step({7: [A]})) == []
+    ids = [A] * 12
+    assert processor.process(StepColumns([7], [12], ids, {0: LENGTH}, {}, parts=parts)) == []
+    assert (len(processor), ended) == (0, [7])
+    with pytest.raises(ResourceExhausted):
+        await collector.get()
