@@ -63,14 +63,21 @@ def _penalise_kernel(
         tl.store(counts + token, 0, mask=place < length)
 
 
-def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
+def penalise(
+    logits: Tensor,
+    token_ids: Tensor,
+    penalised: Penalised,
+    lengths: Tensor,
+    *,
+    max_counts: int = _MAX_COUNTS,
+) -> None:
     """Change, in place, the logits of tokens that rows have seen; all others stay as they are.
 
     The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
     0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
     and presence once if it stands there at all.
     logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the vocabulary.
-    lengths: [P] int64.
+    lengths: [P] int64.  max_counts: counts that are kept at once, but those of one row at least.
     """
     num_rows, vocab_size = lengths.shape[0], logits.shape[1]
     if logits.stride(1) != 1 or token_ids.stride(1) != 1:
@@ -79,7 +86,7 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
         )
     if num_rows == 0:
         return
-    at_once = min(num_rows, max(1, _MAX_COUNTS // vocab_size))
+    at_once = min(num_rows, max(1, max_counts // vocab_size))
     counts = torch.zeros(at_once, vocab_size, dtype=torch.int32, device=logits.device)
     for first in range(0, num_rows, at_once):
         _penalise_kernel[(min(at_once, num_rows - first),)](
