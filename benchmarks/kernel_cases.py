@@ -63,6 +63,7 @@ class CaseMaker:
         shape = self._shape
         for num_rows in shape.num_rows:
             yield from self._linears(num_rows)
+            yield self._gated_linear(num_rows)
             yield self._experts(num_rows)
             yield from self._elementwise(num_rows)
             yield self._decode(num_rows)
@@ -70,6 +71,7 @@ class CaseMaker:
             yield from self._sampling(num_rows)
             yield from self._lora(num_rows)
         yield from self._linears(shape.prompt)
+        yield self._gated_linear(shape.prompt)
         yield self._experts(shape.prompt)
         yield from self._elementwise(shape.prompt)
         yield self._prefill(shape.prompt)
@@ -98,6 +100,23 @@ class CaseMaker:
                     num_bytes=x.nbytes + weight_bytes + num_rows * num_outputs * x.itemsize,
                     num_operations=2 * num_rows * weight.numel(),
                 )
+
+    def _gated_linear(self, num_rows: int) -> KernelCase:
+        hidden, features = self._shape.hidden_size, self._shape.intermediate_size
+        x, weight = self._noise(num_rows, hidden), self._noise(2 * features, hidden)
+
+        def by_torch() -> Tensor:
+            gate, up = F.linear(x, weight).chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return KernelCase(
+            op="pack_gated_linear",
+            shape=f"{num_rows} x {hidden} -> {features}",
+            make=lambda ops: _bound(ops.pack_gated_linear(weight), x),
+            torch_call=by_torch,
+            num_bytes=x.nbytes + weight.nbytes + num_rows * features * x.itemsize,
+            num_operations=2 * num_rows * weight.numel(),
+        )
 
     def _experts(self, num_rows: int) -> KernelCase:
         shape = self._shape
