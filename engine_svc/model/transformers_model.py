@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.prepacked import prepack_projections
+from engine_svc.model.prepacked_calls import prepack_calls
+from engine_svc.model.prepacked_experts import prepack_experts
 from triptych_kernels import Ops
 
 # By these one knows embeddings of positions whose caller takes positions from the length of a cache.
@@ -97,6 +99,8 @@ class TransformersModel:
     def pack_projections(self, token_ids: Tensor) -> None:
         """Lay the module's weights out for its device; token_ids are a sample that it computes for that."""
         prepack_projections(self.module, self._ops, lambda: self.logits_alone(token_ids))
+        prepack_experts(self.module, self._ops)
+        prepack_calls(self.module, self._ops, lambda: self.logits_alone(token_ids))
 
     def logits_alone(self, token_ids: Tensor) -> Tensor:
         """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""

@@ -63,8 +63,8 @@ def _warm_up(model: TransformersModel) -> tuple[KVShape, ...]:
         raise UnsupportedModel(f"{model.name} does not say how long its sequences may be")
     length = _sample_length(shapes, limit)
     samples = [_sample(model, config, length), _sample(model, config, length // 2 + 1)]
-    model.pack_projections(samples[0])
     expected = [model.logits_alone(sample) for sample in samples]
+    model.pack_projections(samples[0])
     model.take_over_attention()
     model.use_windows([shape.window for shape in shapes])
     model.use_last_position(limit - 1)

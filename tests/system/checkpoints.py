@@ -12,8 +12,12 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,6 +26,7 @@ from transformers import (
 VOCAB_SIZE = 512
 MAX_POSITIONS = 512
 ARCHITECTURES = ("llama", "qwen2", "gpt2")
+_MIXTURES = {"mixtral": (MixtralForCausalLM, MixtralConfig), "gpt_oss": (GptOssForCausalLM, GptOssConfig)}
 MIN_MARGIN = 1e-4
 EMBEDDING = re.compile("embed|wte|wpe|lm_head")
 EMBEDDING_GAIN = 4.0
@@ -96,6 +101,11 @@ def _new_model(architecture: str) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **block, **shared)).eval()
     if architecture == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **block, **shared)).eval()
+    if architecture in _MIXTURES:
+        model_class, config_class = _MIXTURES[architecture]
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+        layers = {"layer_types": ["full_attention"] * 3}
+        return model_class(config_class(**experts, **layers, **block, **shared)).eval()
     if architecture == "gpt2":
         config = GPT2Config(n_positions=MAX_POSITIONS, n_embd=64, n_layer=3, n_head=4, **shared)
         return GPT2LMHeadModel(config).eval()

@@ -19,7 +19,10 @@ from tests.system.core_driver import CoreDriver, load
 
 NUM_TOKENS = 24
 PROMPT_LENGTH = 300
-ROADS = [("llama", "native"), ("qwen2", "native"), ("llama", "transformers"), ("gpt2", "transformers")]
+ROADS = [
+    *((architecture, "native") for architecture in ("llama", "qwen2", "mixtral")),
+    *((architecture, "transformers") for architecture in ("llama", "gpt2", "mixtral", "gpt_oss")),
+]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
