@@ -1,6 +1,7 @@
 """What the frontend costs: CPU a token, messages a second, how late its event loop runs under load.
 
-The frontend is the real process. Its engine is synthetic, its clients are processes of their own.
+The frontend is the real process, its clients are processes of their own. Its engine is synthetic, so that it
+leaves the cores to others; in the part `lag_real` it is a real one with a checkpoint.
 
     python -m benchmarks.frontend --parts output cpu lag --json benchmarks/results/frontend.json
 
@@ -15,13 +16,25 @@ import asyncio
 import contextlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.frontend_output import measure_output
-from benchmarks.frontend_processes import Clients, Served, clients, frontend, synthetic_engine
+from benchmarks.frontend_processes import (
+    Clients,
+    Served,
+    clients,
+    frontend,
+    real_engine,
+    synthetic_engine,
+)
 from benchmarks.report import Report, Row, current_commit, print_table
 from service_kit.loop_lag import WINDOW_S
 
@@ -35,7 +48,19 @@ _CONNECTIONS = 8
 _SETTLE_S = 3.0
 _BEGIN_LIMIT_S = 30.0
 _PROMPT_LIMIT_S = 30.0
-_PARTS = ("output", "cpu", "lag_alone", "lag", "rate")
+_PARTS = ("output", "cpu", "lag_alone", "lag", "lag_real", "rate")
+# A step of 256 rows takes it about 50 ms on one core.
+_SHAPE = CheckpointShape(
+    hidden_size=384,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=1,
+    intermediate_size=1_152,
+    vocabulary_size=16_384,
+    max_position_embeddings=4_096,
+)
+_REAL_TOKENS = 3_000
+_REAL_PROMPT_TOKENS = 64
 # More than a frontend delivers on a core, and not so much more that its readers are ended as too slow.
 _AHEAD_TOKENS_PER_S = 130.0
 _WORKER_COUNTS = (1, 2)
@@ -63,6 +88,7 @@ GOALS = (
     Goal("output", "processing_us_per_token", 3.0),
     Goal("cpu", "frontend_us_per_token", 60.0),
     Goal("lag", "loop_lag_p99_ms", 20.0),
+    Goal("lag_real", "loop_lag_p99_ms", 20.0),
 )
 
 
@@ -79,7 +105,7 @@ class Sample:
 
 async def measure_cpu(seconds: float) -> list[Row]:
     """CPU of the frontend for a delivered token, at a steady rate."""
-    async with _streaming(TOKENS_PER_S) as (served, processes):
+    async with _streaming(synthetic_engine(TOKENS_PER_S)) as (served, processes):
         before, after = await _window(served, processes, seconds)
     num_tokens = after.num_tokens - before.num_tokens
     return [
@@ -98,11 +124,28 @@ async def measure_cpu(seconds: float) -> list[Row]:
 
 async def measure_lag(part: str, num_prompts: int) -> list[Row]:
     """How late the loop runs with chats and logprobs among the streams, and long prompts beside them."""
-    async with _streaming(TOKENS_PER_S, num_chats=NUM_CHATS) as (served, processes):
+    async with _streaming(synthetic_engine(TOKENS_PER_S), num_chats=NUM_CHATS) as (served, processes):
         return [{"part": part, **await _lag_row(served, processes, num_prompts)}]
 
 
-async def _lag_row(served: Served, processes: Sequence[Clients], num_prompts: int) -> Row:
+async def measure_real_lag() -> list[Row]:
+    """The same over a real engine, which is as fast as it is: the rate is printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder), _SHAPE, dtype=torch.bfloat16, seed=0)
+        flags = ("--max-num-seqs=320", "--max-model-len=4096")
+        async with _streaming(
+            real_engine(Path(folder), *flags), num_chats=NUM_CHATS, tokens=_REAL_TOKENS
+        ) as (
+            served,
+            processes,
+        ):
+            row = await _lag_row(served, processes, NUM_PROMPTS, num_kept=_REAL_PROMPT_TOKENS)
+            return [{"part": "lag_real", **row}]
+
+
+async def _lag_row(
+    served: Served, processes: Sequence[Clients], num_prompts: int, *, num_kept: int = 0
+) -> Row:
     times: list[float] = []
     async with contextlib.AsyncExitStack() as stack:
         before = await _sample(served, processes)
@@ -112,6 +155,7 @@ async def _lag_row(served: Served, processes: Sequence[Clients], num_prompts: in
                     served.announcement.address,
                     prompts=num_prompts,
                     prompt_chars=PROMPT_CHARS,
+                    prompt_kept=num_kept,
                     prompt_seconds=WINDOW_S - 2,
                 )
             )
@@ -140,7 +184,7 @@ async def measure_rate(seconds: float) -> list[Row]:
     rows: list[Row] = []
     for num_workers in _WORKER_COUNTS:
         flags = (f"--workers={num_workers}",) if num_workers > 1 else ()
-        async with _streaming(_AHEAD_TOKENS_PER_S, flags=flags) as (served, processes):
+        async with _streaming(synthetic_engine(_AHEAD_TOKENS_PER_S), flags=flags) as (served, processes):
             before, after = await _window(served, processes, seconds)
         rows.append(
             {
@@ -158,10 +202,16 @@ async def measure_rate(seconds: float) -> list[Row]:
 
 
 @contextlib.asynccontextmanager
-async def _streaming(rate: float, *, num_chats: int = 0, flags: tuple[str, ...] = ()):
-    """Engine, frontend and clients, once every stream has begun."""
+async def _streaming(
+    engine_process: AbstractAsyncContextManager[str],
+    *,
+    num_chats: int = 0,
+    flags: tuple[str, ...] = (),
+    tokens: int = 500_000,
+):
+    """Engine, frontend and clients, once every stream has begun; a stream is of so many tokens."""
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(synthetic_engine(rate))
+        engine = await stack.enter_async_context(engine_process)
         served = await stack.enter_async_context(
             frontend(engine, "--max-queued-prompt-tokens=100000000", *flags)
         )
@@ -171,6 +221,7 @@ async def _streaming(rate: float, *, num_chats: int = 0, flags: tuple[str, ...] 
                     served.announcement.address,
                     streams=NUM_STREAMS // _NUM_CLIENTS,
                     chats=num_chats // _NUM_CLIENTS,
+                    tokens=tokens,
                     connections=_CONNECTIONS,
                     seed=seed,
                 )
@@ -234,6 +285,8 @@ def main() -> int:
                 found = asyncio.run(measure_cpu(arguments.seconds))
             case "lag":
                 found = asyncio.run(measure_lag(part, NUM_PROMPTS))
+            case "lag_real":
+                found = asyncio.run(measure_real_lag())
             case "lag_alone":
                 found = asyncio.run(measure_lag(part, 0))
             case _:

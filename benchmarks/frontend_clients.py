@@ -34,8 +34,6 @@ from triptych.common.v1 import sampling_pb2  # noqa: E402
 
 _PROMPT_TOKENS = 32
 _CHAT_LOGPROBS = 5
-# More than a measurement takes, less than the synthetic engine's model holds.
-_ENDLESS = 500_000
 _WORDS = ("the", "river", "stone", "bridge", "walks", "quietly", "over", "seven", "old", "mountains", "again")
 
 
@@ -75,13 +73,15 @@ async def _send_prompts(channel: grpc.aio.Channel, arguments: argparse.Namespace
         for index, prompt in enumerate(prompts):
             due_at = began_at + index * arguments.prompt_seconds / len(prompts)
             await asyncio.sleep(max(0.0, due_at - time.monotonic()))
-            tasks.create_task(_send_prompt(stub, prompt, counters))
+            tasks.create_task(_send_prompt(stub, prompt, arguments.prompt_kept, counters))
 
 
 async def _send_prompt(
-    stub: inference_pb2_grpc.InferenceServiceStub, prompt: str, counters: Counters
+    stub: inference_pb2_grpc.InferenceServiceStub, prompt: str, num_kept: int, counters: Counters
 ) -> None:
     request = generate_pb2.GenerateRequest(prompt=prompt, sampling=sampling_pb2.SamplingParams(max_tokens=1))
+    if num_kept:
+        request.truncate_prompt_tokens = num_kept
     sent_at = time.monotonic()
     try:
         async for _ in stub.Generate(request):
@@ -104,7 +104,7 @@ def _streams(
     calls = []
     for index in range(arguments.streams):
         channel = channels[index % len(channels)]
-        sampling = sampling_pb2.SamplingParams(max_tokens=_ENDLESS, ignore_eos=True)
+        sampling = sampling_pb2.SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
         if index < arguments.chats:
             sampling.logprobs = _CHAT_LOGPROBS
             text = _long_text(rng, 400)
@@ -149,9 +149,11 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--streams", type=int, default=0)
     parser.add_argument("--chats", type=int, default=0, help="of the streams, with template and logprobs")
+    parser.add_argument("--tokens", type=int, default=500_000, help="more than a measurement takes")
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--prompt-chars", type=int, default=100_000)
+    parser.add_argument("--prompt-kept", type=int, default=0, help="tokens that are kept of a prompt; 0: all")
     parser.add_argument("--prompt-seconds", type=float, default=0.0, help="to spread the prompts over")
     parser.add_argument("--seed", type=int, default=0)
     uvloop.run(_run(parser.parse_args()))

@@ -73,6 +73,19 @@ async def synthetic_engine(rate: float) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
+async def real_engine(model: Path, *flags: str) -> AsyncIterator[str]:
+    """A real engine of a checkpoint; its address."""
+    plan = ProcessPlan("engine", 0, (sys.executable, "-m", "launcher.cli", "engine"))
+    arguments = (str(model), "--port=0", "--log-level=error", *flags)
+    child, pipe_fd = await spawn(plan, arguments, dict(os.environ), quiet=False)
+    try:
+        announcement = await asyncio.wait_for(child.announced(pipe_fd), _START_LIMIT_S)
+        yield announcement.address
+    finally:
+        await child.stop(0.5)
+
+
+@contextlib.asynccontextmanager
 async def frontend(engine: str, *flags: str) -> AsyncIterator[Served]:
     """A real frontend of that engine, once it is ready."""
     plan = ProcessPlan("frontend", 0, (sys.executable, "-m", "launcher.cli", "frontend"))

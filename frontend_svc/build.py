@@ -97,7 +97,8 @@ class Frontend:
         self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
         reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
         self.requests = OpenRequests(clock)
-        self.draining = Drain()
+        # Sampled while there is something to do alone: a timer of 10 ms would be most of an idle process.
+        self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.generation = Generation(
             self.directory, self.admission, limits, reader_limit, self.requests, self.draining
         )
@@ -131,7 +132,6 @@ class Frontend:
     def connect(self, address: str) -> None:
         """Begin to reach engines and coordinator; `address` is where this frontend listens."""
         self.address = address
-        self.loop_lag.start()
         self.directory.tell("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()

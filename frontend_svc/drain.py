@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from service_kit.errors import Unavailable
 
@@ -12,9 +12,16 @@ _RETRY_AFTER_MS = 1000
 
 
 class Drain:
-    """Counts the requests that are open, and refuses new ones once it has begun."""
+    """Counts the requests that are open, and refuses new ones once it has begun.
 
-    def __init__(self) -> None:
+    `on_busy` is called when the first is open, `on_idle` when the last has ended.
+    """
+
+    def __init__(
+        self, *, on_busy: Callable[[], None] = lambda: None, on_idle: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_busy = on_busy
+        self._on_idle = on_idle
         self._num_open = 0
         self._has_begun = False
         self._idle = asyncio.Event()
@@ -43,10 +50,13 @@ class Drain:
                 "this frontend is shutting down", reason="DRAINING", retry_after_ms=_RETRY_AFTER_MS
             )
         self._num_open += 1
-        self._idle.clear()
+        if self._num_open == 1:
+            self._idle.clear()
+            self._on_busy()
         try:
             yield
         finally:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+                self._on_idle()
