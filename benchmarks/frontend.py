@@ -52,7 +52,7 @@ _PARTS = ("output", "cpu", "lag_alone", "lag", "lag_real", "rate")
 # A step of 256 rows takes it about 50 ms on one core.
 _SHAPE = CheckpointShape(
     hidden_size=384,
-    num_layers=12,
+    num_layers=11,
     num_heads=12,
     num_kv_heads=1,
     intermediate_size=1_152,
