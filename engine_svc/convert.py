@@ -17,7 +17,7 @@ from engine_svc.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedB
 from engine_svc.request import FinishReason, Request
 from engine_svc.step_output import FinishedRow, StepOutput
 from engine_svc.wire_checks import check, refuse_unserved, to_token_ids
-from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_status
+from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
@@ -151,12 +151,8 @@ def to_kv_snapshot(
 
 def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
-    status = to_status(error)
-    message = error_pb2.ErrorStatus(code=error.code.value[0], message=status.details)
-    for _, value in status.trailing_metadata or ():
-        if isinstance(value, bytes):
-            message.details = value
-    return message
+    code, message, details = to_parts(error)
+    return error_pb2.ErrorStatus(code=code, message=message, details=details)
 
 
 def _last_tokens(output: StepOutput) -> Iterator[tuple[int, int]]:

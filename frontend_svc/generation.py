@@ -19,6 +19,7 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
 from frontend_svc.text.prompt import Prompt
+from frontend_svc.text.sampling import stream_interval
 from frontend_svc.tracing import RequestTrace
 from service_kit.errors import DeadlineExceeded, ServiceError, Unavailable
 from triptych.engine.v1 import add_pb2, engine_pb2
@@ -43,6 +44,19 @@ class Caller:
         """True when the caller's deadline has passed, or passes before an answer could be with it."""
         remaining_s = self.remaining_s()
         return remaining_s is not None and remaining_s < _LATE_S + _ROUNDED_SHARE * (self.patience_s or 0.0)
+
+    def remaining_ms(self) -> int | None:
+        """What an engine is told of the deadline, None of none. Raises DeadlineExceeded behind it."""
+        remaining_s = self.remaining_s()
+        if remaining_s is None or remaining_s >= _MAX_REMAINING_S:
+            return None
+        if remaining_s <= 0:
+            raise too_late()
+        return math.ceil(remaining_s * 1000)
+
+    def abort_reason(self) -> engine_pb2.AbortReason:
+        """Why what still runs for the caller is ended."""
+        return engine_pb2.ABORT_REASON_DEADLINE if self.is_late() else engine_pb2.ABORT_REASON_CLIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class OpenRequest:
             if piece.ending is not None:
                 self.finish_reason = piece.ending.reason.name.lower()
                 if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
-                    raise _too_late()
+                    raise too_late()
         return output
 
     @property
@@ -215,7 +229,7 @@ class Generation:
                 tracked.follow(opened)
                 yield opened
             finally:
-                reason = _abort_reason(caller)
+                reason = caller.abort_reason()
                 if reason == engine_pb2.ABORT_REASON_DEADLINE:
                     trace.abort_cause = "deadline"
                 opened.attempt.abort(reason)
@@ -242,9 +256,7 @@ class Generation:
         trace: RequestTrace,
         avoided: EngineClient | None,
     ) -> Attempt:
-        remaining_s = caller.remaining_s()
-        if remaining_s is not None and remaining_s <= 0:
-            raise _too_late()
+        remaining_ms = caller.remaining_ms()
         rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         client = self._directory.pick(model, rank, avoided=avoided, num_requests=len(prepared.entries))
         handles: list[int] = []
@@ -252,7 +264,7 @@ class Generation:
         collector = Collector(
             kind,
             len(prepared.entries),
-            stream_interval=max(self._limits.stream_interval, sampling.stream_interval),
+            stream_interval=stream_interval(sampling, self._limits),
             limit=self._reader_limit,
             on_slow=lambda: client.abort(handles, engine_pb2.ABORT_REASON_SLOW_CONSUMER),
             awaits_prompt=sampling.HasField("prompt_logprobs"),
@@ -269,15 +281,12 @@ class Generation:
         for entry in prepared.entries:
             entry.attempt = 0 if avoided is None else 1
             entry.trace_context.CopyFrom(trace_context)
-            if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
-                entry.remaining_ms = math.ceil(remaining_s * 1000)
+            if remaining_ms is not None:
+                entry.remaining_ms = remaining_ms
         handles += client.add(prepared.entries, states)
         return Attempt(client, handles, states)
 
 
-def _abort_reason(caller: Caller) -> engine_pb2.AbortReason:
-    return engine_pb2.ABORT_REASON_DEADLINE if caller.is_late() else engine_pb2.ABORT_REASON_CLIENT
-
-
-def _too_late() -> DeadlineExceeded:
+def too_late() -> DeadlineExceeded:
+    """The error of a caller whose deadline has passed."""
     return DeadlineExceeded("the deadline of the call has passed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +12,19 @@ from frontend_svc.admission import Admission, Ticket
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import ENGINE_LOST, EngineClient
 from frontend_svc.engines.directory import Directory
-from frontend_svc.generation import Caller
+from frontend_svc.generation import Caller, too_late
 from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.pooling_state import Pooled, PoolingState
+from frontend_svc.text.id_column import id_column
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.pooling import id_column, is_per_token
+from frontend_svc.text.pooling import is_per_token
 from frontend_svc.tracing import RequestTrace
-from service_kit.errors import Aborted, DeadlineExceeded, Unavailable
+from service_kit.errors import Aborted, Unavailable
 from triptych.common.v1 import sampling_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych.engine.v1 import add_pb2
 
 # Prompts of one request that are in engines at once: enough to fill a batch, few enough to leave room.
 _MAX_SENT = 32
-_MAX_REMAINING_S = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +181,9 @@ async def _send(
     client: EngineClient, entry: add_pb2.AddEntry, caller: Caller, progress: PoolingProgress
 ) -> Pooled:
     progress.check()
-    remaining_s = caller.remaining_s()
-    if remaining_s is not None and remaining_s <= 0:
-        raise _too_late()
-    if remaining_s is not None and remaining_s < _MAX_REMAINING_S:
-        entry.remaining_ms = math.ceil(remaining_s * 1000)
+    remaining_ms = caller.remaining_ms()
+    if remaining_ms is not None:
+        entry.remaining_ms = remaining_ms
     state = PoolingState()
     handles = client.add([entry], [state])
     try:
@@ -194,11 +191,10 @@ async def _send(
             return await state.result()
     except Aborted as error:
         if caller.is_late():
-            raise _too_late() from error
+            raise too_late() from error
         raise
     finally:
-        late = caller.is_late()
-        client.abort(handles, engine_pb2.ABORT_REASON_DEADLINE if late else engine_pb2.ABORT_REASON_CLIENT)
+        client.abort(handles, caller.abort_reason())
 
 
 def _entry(
@@ -214,7 +210,3 @@ def _entry(
     if is_per_token(work.params.task):
         entry.skip_reading_prefix_cache = True
     return entry
-
-
-def _too_late() -> DeadlineExceeded:
-    return DeadlineExceeded("the deadline of the call has passed")

@@ -189,6 +189,13 @@ _BY_NUMBER: dict[int, type[ServiceError]] = {
 }
 
 
+def to_parts(error: ServiceError) -> tuple[int, str, bytes]:
+    """Code, message and serialized google.rpc.Status of `error`, where it travels as data."""
+    status = to_status(error)
+    details = (value for _, value in status.trailing_metadata or () if isinstance(value, bytes))
+    return error.code.value[0], status.details, next(details, b"")
+
+
 def to_status(error: ServiceError) -> grpc.Status:
     """The status of `error` with its google.rpc details: ErrorInfo always, the others as they apply."""
     details: list[Any] = [

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from frontend_svc.generation import Caller
-from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_status
+from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_parts
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2
 
@@ -21,7 +21,6 @@ MAX_BATCH_ITEMS = 1024
 _MAX_RUNNING_ITEMS = 256
 # Messages between the items and the call. While it is full the items wait, and their outputs merge.
 _MAX_WAITING_MESSAGES = 256
-_DETAILS_KEY = "grpc-status-details-bin"
 
 
 async def stream_batch(
@@ -140,14 +139,8 @@ class _Batch:
 
 def error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """An error as data, its details a serialized google.rpc.Status."""
-    status = to_status(error)
-    metadata = dict(status.trailing_metadata or ())
-    details = metadata.get(_DETAILS_KEY, b"")
-    return error_pb2.ErrorStatus(
-        code=error.code.value[0],
-        message=status.details,
-        details=details if isinstance(details, bytes) else details.encode(),
-    )
+    code, message, details = to_parts(error)
+    return error_pb2.ErrorStatus(code=code, message=message, details=details)
 
 
 def _repeated_ids(requests: Sequence[generate_pb2.GenerateRequest]) -> Iterator[tuple[int, ServiceError]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 
 from frontend_svc.text.limits import RequestLimits, Violations
@@ -141,14 +139,6 @@ def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedMod
             "max_model_len": str(model.max_model_len),
         },
     )
-
-
-def id_column(token_ids: Sequence[int]) -> bytes:
-    """Ids as the engine's stream carries them: little-endian u32."""
-    column = array("I", token_ids)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
 
 
 def check_result(tensor: tensor_pb2.Tensor, num_dimensions: int) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
-from array import array
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.text.bad_words import bad_word_sequences
+from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, too_long
@@ -132,7 +131,7 @@ def _entry(
     sampling = request.sampling
     entry = add_pb2.AddEntry(
         external_request_id=request.request_id,
-        prompt_token_ids=_column(token_ids),
+        prompt_token_ids=id_column(token_ids),
         sampling=complete_sampling(
             sampling,
             model.defaults,
@@ -146,7 +145,7 @@ def _entry(
         session_id=request.session_id,
         job_id=request.job_id,
         is_last_step=request.is_last_step,
-        bad_words=[add_pb2.TokenSequence(token_ids=_column(ids)) for ids in bad_words],
+        bad_words=[add_pb2.TokenSequence(token_ids=id_column(ids)) for ids in bad_words],
     )
     if request.HasField("data_parallel_rank"):
         entry.data_parallel_rank = request.data_parallel_rank
@@ -202,10 +201,3 @@ def _check_placement(request: AnyRequest, limits: RequestLimits, violations: Vio
         violations.need(
             num_kept == -1 or num_kept >= 1, "truncate_prompt_tokens", num_kept, "must be -1 or at least 1"
         )
-
-
-def _column(token_ids: list[int]) -> bytes:
-    column = array("I", token_ids)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
