@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from engine_svc.mailbox import Abort, Add, Board, Fail, Figures, Inbox, Outbox, Stop
+from engine_svc.mailbox import Abort, Add, Board, Call, Fail, Figures, Inbox, Outbox, Stop
 from engine_svc.request import Request, RequestOutput
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
@@ -130,6 +130,17 @@ class Engine:
         self._num_generated_tokens = 0
         self._num_finished = 0
         self._is_stopping = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._idle_calls: deque[Callable[[], None]] = deque()
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call it once, as soon as no step is in flight and none can be planned. For the engine thread."""
+        self._idle_calls.append(call)
+
+    def settle(self) -> None:
+        """Wait for every step in flight, and publish what it yielded. For the engine thread."""
+        while self._in_flight:
+            self._finish_oldest()
 
     def run(self) -> None:
         """Serve the inbox until `Stop`. An error in a step is a bug: logged with its plans, and raised."""
@@ -150,8 +161,12 @@ class Engine:
         """
         self._read_inbox()
         self._expire_deadlines()
+        while self._calls:
+            self._calls.popleft()()
         if self._aborted:
             self._publish([])
+        while self._idle_calls and not self._has_work():
+            self._idle_calls.popleft()()
         return not self._is_stopping and self._has_work() and self.step()
 
     def close(self) -> None:
@@ -198,6 +213,9 @@ class Engine:
                     self._add(command)
                 case Abort(request_id, cause):
                     self._abort(request_id, cause)
+                case Call(work):
+                    # A step may be in flight here; between two turns of the loop is the place for it.
+                    self._calls.append(work)
                 case Stop():
                     self._is_stopping = True
                 case Fail(error):

@@ -47,7 +47,14 @@ class Fail:
     error: Exception
 
 
-Command = Add | Abort | Stop | Fail
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Do `work` in the engine thread, between two steps. It has to take its own errors."""
+
+    work: Callable[[], None]
+
+
+Command = Add | Abort | Stop | Fail | Call
 
 
 class Inbox:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
 from frontend_svc.drain import Drain
-from frontend_svc.engines.client import ENGINE_LOST, EngineClient
+from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.loss import ENGINE_LOST
 from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.group import make_states

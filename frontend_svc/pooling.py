@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
 from frontend_svc.drain import Drain
-from frontend_svc.engines.client import ENGINE_LOST, EngineClient
+from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.loss import ENGINE_LOST
 from frontend_svc.generation import Caller, too_late
 from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.pooling_state import Pooled, PoolingState

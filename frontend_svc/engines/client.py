@@ -15,6 +15,7 @@ import grpc.aio
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.engines.routing import EngineInfo
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamLost
 from frontend_svc.output.collector import Ending, EndReason
@@ -22,14 +23,12 @@ from frontend_svc.output.processor import OutputProcessor, Receiver, TokenCounts
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
-from service_kit.errors import InvalidTransition, Unavailable, from_status
+from service_kit.errors import InvalidTransition, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_REVISION = 1
-RETRY_AFTER_MS = 1000
-ENGINE_LOST = "ENGINE_LOST"
 _CLOSE_DEADLINE_S = 1.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
@@ -282,13 +281,7 @@ class EngineClient:
         self._num_waiting = self._num_running = 0
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
-        self._processor.fail_all(
-            Unavailable(
-                f"the engine at {self.address} was lost: {reason}",
-                reason=ENGINE_LOST,
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        )
+        self._processor.lose_all(Loss(self.address, LossKind.DEATH, reason))
 
     def _move_to(self, state: EngineState) -> None:
         if state not in _TRANSITIONS[self.state]:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from frontend_svc.engines.client import RETRY_AFTER_MS, EngineClient, EngineState
+from frontend_svc.engines.client import EngineClient, EngineState
+from frontend_svc.engines.loss import RETRY_AFTER_MS
 from frontend_svc.engines.routing import pick_engine
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import parse_target

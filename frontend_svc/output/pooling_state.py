@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from frontend_svc.engines.loss import Loss
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns
 from service_kit.errors import Aborted, Internal, ServiceError
@@ -61,6 +62,10 @@ class PoolingState:
         else:
             self._result.set_result(Pooled(self._tensor, self._num_cached))
         return ending
+
+    def lose(self, loss: Loss) -> None:
+        """End, as its engine is lost."""
+        self.fail(loss.error())
 
     def fail(self, error: ServiceError) -> None:
         """End with `error`."""

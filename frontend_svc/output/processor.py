@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from frontend_svc.engines.loss import Loss
 from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
 from service_kit.errors import ServiceError
@@ -52,6 +53,10 @@ class Receiver(Protocol):
 
     def fail(self, error: ServiceError) -> None:
         """End with `error`."""
+        ...
+
+    def lose(self, loss: Loss) -> None:
+        """No more comes from the engine that had it: go on elsewhere, or end with the loss's error."""
         ...
 
 
@@ -183,12 +188,15 @@ class OutputProcessor:
         self.forget(handle)
         return True
 
-    def fail_all(self, error: ServiceError) -> int:
-        """End every request with `error`; returns how many."""
+    def lose_all(self, loss: Loss) -> list[int]:
+        """Tell every request that its engine is lost, and forget it here; returns their handles."""
         handles = list(self._states)
         for handle in handles:
-            self.fail(handle, error)
-        return len(handles)
+            state = self._states[handle]
+            # Forgotten first: who hears of the loss may send the request on at once.
+            self.forget(handle)
+            state.lose(loss)
+        return handles
 
     def _tell_prompts(self, step: StepColumns) -> None:
         for row, num_cached in step.cached.items():

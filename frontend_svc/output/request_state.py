@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter_ns, time_ns
 
+from frontend_svc.engines.loss import Loss
 from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
@@ -102,6 +103,10 @@ class RequestState:
     def fail(self, error: ServiceError) -> None:
         """End with `error`, which the reader gets next."""
         self.collector.fail(error)
+
+    def lose(self, loss: Loss) -> None:
+        """End, as its engine is lost."""
+        self.fail(loss.error())
 
     def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Pass over a result of pooling: nobody asked for one."""

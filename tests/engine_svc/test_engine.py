@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.engine import Engine, NoLockstep
-from engine_svc.mailbox import Abort, Add, Board, Inbox, Outbox, Stop
+from engine_svc.mailbox import Abort, Add, Board, Call, Inbox, Outbox, Stop
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import PromptPlaces, StepPlan, TokenLogprobs
@@ -261,6 +261,38 @@ def test_two_steps_are_in_flight_where_the_depth_is_two():
     rig.frontend.read_until_ended(12)
     rig.stop()
     assert plans == [1, 2]
+
+
+def test_a_call_runs_between_steps_and_can_wait_for_those_in_flight():
+    rig = Rig(max_in_flight=2)
+    seen: list[tuple[str, int]] = []
+
+    def call() -> None:
+        rig.engine.settle()
+        seen.append((threading.current_thread().name, rig.board.read().num_generated_tokens))
+
+    rig.add(1, max_tokens=5)
+    rig.inbox.put(Call(call))
+    rig.start()
+    rig.frontend.read_until_ended(1)
+    rig.inbox.put(Call(call))
+    rig.stop()
+    assert [count for _, count in seen] == [0, 5]
+    assert {name for name, _ in seen} != {threading.current_thread().name}
+
+
+def test_an_idle_call_runs_once_when_the_last_request_has_ended():
+    rig = Rig()
+    calls: list[int] = []
+    rig.engine.when_idle(lambda: calls.append(rig.board.read().num_finished))
+    for handle in (1, 2, 3):
+        rig.add(handle, max_tokens=2 + handle)
+    rig.start()
+    rig.frontend.read_until_ended(3)
+    rig.add(4)
+    rig.frontend.read_until_ended(4)
+    rig.stop()
+    assert calls == [3]
 
 
 def test_an_error_in_a_step_ends_the_loop_and_lets_go_of_the_device():

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.output.processor import OutputProcessor, StepColumns
@@ -46,7 +47,7 @@ async def test_an_end_without_a_result_is_an_error(reason, error):
 
 async def test_a_lost_engine_ends_it():
     processor, state, ended = registered()
-    processor.fail_all(Unavailable("the engine was lost"))
+    processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
     with pytest.raises(Unavailable, match="was lost"):
         await state.result()
     assert ended == [7]

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader, Logprobs
 from frontend_svc.output.processor import OutputProcessor, StepColumns
@@ -101,10 +102,11 @@ def test_rows_of_unknown_handles_are_dropped():
     assert fixture.processor.process(step({3: [A]}, endings={0: LENGTH}, cached={0: 8})) == []
 
 
-async def test_fail_all_ends_every_request():
+async def test_a_lost_engine_ends_every_request():
     fixture = Fixture()
     states = [fixture.add(handle) for handle in range(3)]
-    assert fixture.processor.fail_all(Unavailable("engine lost")) == 3
+    loss = Loss("engine:1", LossKind.DEATH, "reset")
+    assert fixture.processor.lose_all(loss) == [0, 1, 2]
     for state in states:
         with pytest.raises(Unavailable):
             await state.collector.get()

@@ -29,23 +29,25 @@ ABORT_REASON_SLOW_CONSUMER: AbortReason
 ABORT_REASON_MIGRATED: AbortReason
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "add", "abort", "utility", "ack", "goodbye")
+    __slots__ = ("hello", "add", "abort", "utility", "ack", "goodbye", "adopt")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     UTILITY_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     hello: _session_pb2.Hello
     add: _add_pb2.Add
     abort: Abort
     utility: _utility_pb2.UtilityCall
     ack: Ack
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[_session_pb2.Hello, _Mapping]] = ..., add: _Optional[_Union[_add_pb2.Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., utility: _Optional[_Union[_utility_pb2.UtilityCall, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    adopt: Adopt
+    def __init__(self, hello: _Optional[_Union[_session_pb2.Hello, _Mapping]] = ..., add: _Optional[_Union[_add_pb2.Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., utility: _Optional[_Union[_utility_pb2.UtilityCall, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("seq", "hello_ack", "ready", "step", "add_rejected", "utility_result", "stats", "wave", "draining", "dead", "heartbeat", "already_finished")
+    __slots__ = ("seq", "hello_ack", "ready", "step", "add_rejected", "utility_result", "stats", "wave", "draining", "dead", "heartbeat", "already_finished", "adopted")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     HELLO_ACK_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,7 @@ class ConnectResponse(_message.Message):
     DEAD_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ALREADY_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     seq: int
     hello_ack: _session_pb2.HelloAck
     ready: _session_pb2.Ready
@@ -70,7 +73,8 @@ class ConnectResponse(_message.Message):
     dead: Dead
     heartbeat: _session_pb2.Heartbeat
     already_finished: AlreadyFinished
-    def __init__(self, seq: _Optional[int] = ..., hello_ack: _Optional[_Union[_session_pb2.HelloAck, _Mapping]] = ..., ready: _Optional[_Union[_session_pb2.Ready, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., add_rejected: _Optional[_Union[AddRejected, _Mapping]] = ..., utility_result: _Optional[_Union[_utility_pb2.UtilityResult, _Mapping]] = ..., stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., dead: _Optional[_Union[Dead, _Mapping]] = ..., heartbeat: _Optional[_Union[_session_pb2.Heartbeat, _Mapping]] = ..., already_finished: _Optional[_Union[AlreadyFinished, _Mapping]] = ...) -> None: ...
+    adopted: Adopted
+    def __init__(self, seq: _Optional[int] = ..., hello_ack: _Optional[_Union[_session_pb2.HelloAck, _Mapping]] = ..., ready: _Optional[_Union[_session_pb2.Ready, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., add_rejected: _Optional[_Union[AddRejected, _Mapping]] = ..., utility_result: _Optional[_Union[_utility_pb2.UtilityResult, _Mapping]] = ..., stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., dead: _Optional[_Union[Dead, _Mapping]] = ..., heartbeat: _Optional[_Union[_session_pb2.Heartbeat, _Mapping]] = ..., already_finished: _Optional[_Union[AlreadyFinished, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("handles", "attempts", "reason")
@@ -93,6 +97,32 @@ class Goodbye(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[AdoptEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[AdoptEntry, _Mapping]]] = ...) -> None: ...
+
+class AdoptEntry(_message.Message):
+    __slots__ = ("handle", "request_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    request_id: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Adopted(_message.Message):
+    __slots__ = ("handle", "attempt", "prompt_token_ids", "resume_state")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_STATE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    prompt_token_ids: bytes
+    resume_state: bytes
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resume_state: _Optional[bytes] = ...) -> None: ...
 
 class AddRejected(_message.Message):
     __slots__ = ("handle", "attempt", "status", "retry_after_ms")

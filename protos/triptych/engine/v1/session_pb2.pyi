@@ -79,7 +79,7 @@ class ResumePoint(_message.Message):
     def __init__(self, engine_epoch: _Optional[int] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision")
+    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class HelloAck(_message.Message):
     MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_INFLIGHT_ADDS_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
+    MIN_PEER_REVISION_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     dp_rank: int
@@ -108,7 +109,8 @@ class HelloAck(_message.Message):
     max_frame_bytes: int
     max_inflight_adds: int
     schema_revision: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
+    min_peer_revision: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "parallel_config_hash", "default_sampling")

@@ -1,0 +1,36 @@
+"""How an engine lost requests of ours, for those who send them on. Knows no stream and no request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from service_kit.errors import Unavailable
+
+ENGINE_LOST = "ENGINE_LOST"
+RETRY_AFTER_MS = 1000
+
+
+class LossKind(Enum):
+    """What is known of the engine that had the requests."""
+
+    DEATH = "death"  # its process is gone, or has said that it fails, or its loop hangs
+    SILENCE = "silence"  # nothing is heard of it: it may still run what it has
+    LEFT = "left"  # it ended on purpose: what it had is to go on elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One engine's stream is over, and what it had of this frontend's requests is not going on there."""
+
+    address: str
+    kind: LossKind
+    reason: str  # for people
+
+    def error(self) -> Unavailable:
+        """What the client of a request is told that cannot go on elsewhere."""
+        return Unavailable(
+            f"the engine at {self.address} was lost: {self.reason}",
+            reason=ENGINE_LOST,
+            retry_after_ms=RETRY_AFTER_MS,
+        )
