@@ -51,6 +51,7 @@ class StreamPlan(Generic[EventT]):
         self._request_id = ""
         self._token = ""
         self._position = 0
+        self._received: dict[int, inference_pb2.ReceivedOutput] = {}
         self._broken: TriptychError | None = None
         self._broken_at = 0.0
         self._num_resumes = 0
@@ -69,6 +70,7 @@ class StreamPlan(Generic[EventT]):
             if message.position <= self._position:
                 return None
             self._position = message.position
+            self._note_received(message)
             if message.HasField("started"):
                 self._request_id, self._token = message.started.request_id, message.started.resume_token
         return self._to_event(message)
@@ -80,7 +82,11 @@ class StreamPlan(Generic[EventT]):
                 return self._next_call(self._attempts.next_after_s(error))
             return self._next_call(
                 self._resume_after_s(error),
-                inference_pb2.ResumeRequest(resume_token=self._token, last_position=self._position),
+                inference_pb2.ResumeRequest(
+                    resume_token=self._token,
+                    last_position=self._position,
+                    received=self._received.values(),
+                ),
             )
         except TriptychError:
             self.end()
@@ -95,6 +101,17 @@ class StreamPlan(Generic[EventT]):
         request_id = self._request_id if self._token and not self._is_over else ""
         self._is_over = True
         return request_id
+
+    def _note_received(self, message: generate_pb2.GenerateResponse) -> None:
+        """Count what came of each output: another frontend cuts its messages elsewhere."""
+        if message.HasField("started"):
+            return
+        is_delta = message.HasField("delta")
+        index = message.delta.output_index if is_delta else message.finished.output_index
+        received = self._received.setdefault(index, inference_pb2.ReceivedOutput(output_index=index))
+        received.num_tokens += len(message.delta.token_ids)
+        received.num_characters += len(message.delta.text)
+        received.is_finished = not is_delta
 
     def _resume_after_s(self, error: TriptychError) -> float:
         if self._broken is None:

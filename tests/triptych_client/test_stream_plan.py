@@ -31,11 +31,16 @@ def started(token: str = "t") -> generate_pb2.GenerateResponse:
 
 
 def delta(position: int) -> generate_pb2.GenerateResponse:
-    return generate_pb2.GenerateResponse(position=position, delta=generate_pb2.Delta(text=str(position)))
+    """The message of a position from 2 on: two characters of text, one token."""
+    text = generate_pb2.Delta(text=f"é{position}", token_ids=[position])
+    return generate_pb2.GenerateResponse(position=position, delta=text)
 
 
 def resume_after(position: int) -> inference_pb2.ResumeRequest:
-    return inference_pb2.ResumeRequest(resume_token="t", last_position=position)
+    received = inference_pb2.ReceivedOutput(num_tokens=position - 1, num_characters=2 * (position - 1))
+    return inference_pb2.ResumeRequest(
+        resume_token="t", last_position=position, received=[received] if position > 1 else []
+    )
 
 
 def test_before_the_first_message_the_call_is_made_again() -> None:
@@ -59,7 +64,22 @@ def test_what_was_there_before_is_not_given_twice() -> None:
     stream.take(delta(2))
     stream.after_error(BREAK)
     assert stream.take(inference_pb2.ResumeResponse(response=delta(2))) is None
-    assert stream.take(inference_pb2.ResumeResponse(response=delta(3))) == Delta(0, "3", (), None)
+    assert stream.take(inference_pb2.ResumeResponse(response=delta(3))) == Delta(0, "é3", (3,), None)
+
+
+def test_another_frontend_is_told_what_there_is_of_each_output() -> None:
+    stream = plan()
+    stream.take(started())
+    for position in (2, 3):
+        stream.take(delta(position))
+    ended = generate_pb2.GenerateResponse(position=4, finished=generate_pb2.Finished(output_index=1))
+    stream.take(ended)
+    resume = stream.after_error(BREAK).resume
+    assert resume is not None
+    told = [
+        (one.output_index, one.num_tokens, one.num_characters, one.is_finished) for one in resume.received
+    ]
+    assert told == [(0, 2, 4, False), (1, 0, 0, True)]
 
 
 def test_resuming_goes_on_until_the_grace_is_over() -> None:

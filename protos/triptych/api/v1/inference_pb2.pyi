@@ -70,12 +70,26 @@ class GenerateSessionResponse(_message.Message):
     def __init__(self, response: _Optional[_Union[_generate_pb2.GenerateResponse, _Mapping]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("resume_token", "last_position")
+    __slots__ = ("resume_token", "last_position", "received")
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     resume_token: str
     last_position: int
-    def __init__(self, resume_token: _Optional[str] = ..., last_position: _Optional[int] = ...) -> None: ...
+    received: _containers.RepeatedCompositeFieldContainer[ReceivedOutput]
+    def __init__(self, resume_token: _Optional[str] = ..., last_position: _Optional[int] = ..., received: _Optional[_Iterable[_Union[ReceivedOutput, _Mapping]]] = ...) -> None: ...
+
+class ReceivedOutput(_message.Message):
+    __slots__ = ("output_index", "num_tokens", "num_characters", "is_finished")
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHARACTERS_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    output_index: int
+    num_tokens: int
+    num_characters: int
+    is_finished: bool
+    def __init__(self, output_index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_characters: _Optional[int] = ..., is_finished: _Optional[bool] = ...) -> None: ...
 
 class ResumeResponse(_message.Message):
     __slots__ = ("response",)
