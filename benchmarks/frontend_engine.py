@@ -168,6 +168,7 @@ class SyntheticEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             dp_size=1,
             state=session_pb2.ENGINE_STATE_READY,
             ack_interval_messages=64,
+            schema_revision=1,
         )
         yield engine_pb2.ConnectResponse(hello_ack=ack)
         try:

@@ -21,6 +21,9 @@ class CoordinatorConfig:
     log_format: Literal["text", "json"] = option("text", help="how log lines are written")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
     reflection: bool = option(True, help="serve gRPC reflection")
+    plugins: tuple[str, ...] = option(
+        ("all",), help="names of the installed plugins to load; all: every one, empty: none"
+    )
     drain_deadline_s: float = option(20.0, help="time for sessions to end after SIGTERM, in s")
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from coordinator_svc.topology import Topology
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
+from service_kit.process import end_at_once_on_signals
 from service_kit.server import (
     ADMIN,
     INTERNAL,
@@ -80,12 +81,14 @@ async def _serve(config: CoordinatorConfig) -> int:
     ]
     expiring = asyncio.ensure_future(servicer.expire_leases())
     try:
-        return await run_server(
+        exit_code = await run_server(
             servers,
             on_drain=servicer.close,
             drain_deadline_s=config.drain_deadline_s,
             announce=lambda addresses: _announce(config, addresses),
         )
+        end_at_once_on_signals(exit_code)
+        return exit_code
     finally:
         expiring.cancel()
 

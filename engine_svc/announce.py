@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine_svc.artifacts import Artifact, ArtifactKind
 from engine_svc.facts import SCHEMA_REVISION, EngineFacts, LoadProgress, ModelFingerprint
 from engine_svc.lifecycle import EngineState
 from engine_svc.mailbox import Figures
+from engine_svc.pause import StandstillState
+from engine_svc.replay import MAX_REPLAY_BYTES
 from engine_svc.served_engine import ServedEngine
 from service_kit.server import INTERNAL
 from triptych.engine.v1 import engine_pb2, session_pb2
 
-_ACK_INTERVAL_MESSAGES = 64
-_ACK_INTERVAL_MS = 1000
+# The oldest contract of a frontend that this engine works with.
+MIN_PEER_REVISION = 1
+# Behaviours that take part in a session only where both sides name them.
+RESUME = "resume"
+FEATURES = frozenset({RESUME})
+
+_ACK_INTERVAL_MESSAGES = 16
+_ACK_INTERVAL_MS = 50
 
 STATES = {
     EngineState.LOADING: session_pb2.ENGINE_STATE_LOADING,
@@ -20,6 +30,13 @@ STATES = {
     # To a frontend, an engine that has finished its requests still drains until its stream ends.
     EngineState.STOPPED: session_pb2.ENGINE_STATE_DRAINING,
     EngineState.FAILED: session_pb2.ENGINE_STATE_FAILED,
+}
+
+_STANDSTILLS = {
+    StandstillState.RUNNING: session_pb2.ENGINE_STATE_READY,
+    StandstillState.PAUSING: session_pb2.ENGINE_STATE_PAUSED,
+    StandstillState.PAUSED: session_pb2.ENGINE_STATE_PAUSED,
+    StandstillState.ASLEEP: session_pb2.ENGINE_STATE_ASLEEP,
 }
 
 _ARTIFACT_KINDS = {
@@ -32,21 +49,46 @@ _ARTIFACT_KINDS = {
 }
 
 
-def hello_ack(engine: ServedEngine, max_inflight_adds: int) -> session_pb2.HelloAck:
-    """The first message of a session. A lost session cannot be resumed yet, so there is no replay window."""
+def state(engine: ServedEngine) -> session_pb2.EngineState:
+    """How far the engine is in its life; while it serves, whether an operator has it stand still."""
+    if engine.lifecycle.state is EngineState.READY:
+        return _STANDSTILLS[engine.standstill]
+    return STATES[engine.lifecycle.state]
+
+
+def common_features(hello: session_pb2.Hello) -> frozenset[str]:
+    """The optional behaviours that both sides understand."""
+    return FEATURES.intersection(hello.features)
+
+
+def hello_ack(
+    engine: ServedEngine,
+    max_inflight_adds: int,
+    *,
+    features: Collection[str],
+    is_resumed: bool,
+    host_probe: str = "",
+) -> session_pb2.HelloAck:
+    """The first message of a stream. `host_probe` is what a frontend on this host can read."""
     identity = engine.identity
+    is_resumable = RESUME in features
     return session_pb2.HelloAck(
         engine_id=identity.engine_id,
         engine_epoch=identity.engine_epoch,
         dp_rank=identity.dp_rank,
         dp_size=identity.dp_size,
-        state=STATES[engine.lifecycle.state],
-        resume_ok=False,
+        features=sorted(features),
+        state=state(engine),
+        resume_ok=is_resumed,
         ack_interval_messages=_ACK_INTERVAL_MESSAGES,
         ack_interval_ms=_ACK_INTERVAL_MS,
+        replay_window_ms=int(engine.replay_window_s * 1000) if is_resumable else 0,
+        replay_window_bytes=MAX_REPLAY_BYTES if is_resumable else 0,
         max_frame_bytes=INTERNAL.max_receive_bytes,
         max_inflight_adds=max_inflight_adds,
         schema_revision=SCHEMA_REVISION,
+        min_peer_revision=MIN_PEER_REVISION,
+        host_probe=host_probe,
     )
 
 
@@ -74,6 +116,8 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
             top_k=facts.default_sampling.top_k,
             repetition_penalty=facts.default_sampling.repetition_penalty,
         ),
+        hidden_size=facts.hidden_size,
+        takes_prompt_embeds=facts.takes_prompt_embeds,
     )
 
 
@@ -102,7 +146,7 @@ def artifact_record(artifact: Artifact) -> session_pb2.Artifact:
 def heartbeat(engine: ServedEngine, figures: Figures) -> session_pb2.Heartbeat:
     """How the loop gets on, whether or not it can say so itself. `last_seq` is the session's to fill in."""
     message = session_pb2.Heartbeat(
-        step_number=figures.step_number, has_work=figures.has_work, state=STATES[engine.lifecycle.state]
+        step_number=figures.step_number, has_work=figures.has_work, state=state(engine)
     )
     if figures.step_started_at is not None:
         message.step_started_age_ms = max(0, int((engine.clock.now() - figures.step_started_at) * 1000))
@@ -147,7 +191,7 @@ def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
         engine_epoch=identity.engine_epoch,
         dp_rank=identity.dp_rank,
         dp_size=identity.dp_size,
-        state=STATES[engine.lifecycle.state],
+        state=state(engine),
         ready=None if core is None else ready(engine, core.facts),
         load_progress=None if core is not None else load_progress(engine.progress),
         version=identity.version,
@@ -160,6 +204,7 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
     values: dict[str, str | int | float] = {
         "engine_id": engine.identity.engine_id,
         "engine_state": engine.lifecycle.state.value,
+        "standstill": engine.standstill.value,
         "num_sessions": num_sessions,
         "step_number": figures.step_number,
         "prompt_tokens": figures.num_prompt_tokens,

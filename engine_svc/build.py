@@ -7,10 +7,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from engine_svc import announce
@@ -20,8 +21,8 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Engine, EngineScheduler, NoLockstep
-from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
+from engine_svc.engine import Engine, NoLockstep
+from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
 from engine_svc.lifecycle import Lifecycle
 from engine_svc.mailbox import Board, Fail, Inbox, KVEventLog
@@ -32,8 +33,10 @@ from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
-from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.served_engine import LoadedCore, OptionInEffect, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
+from engine_svc.tensors.source import TensorDoor
+from engine_svc.utility_calls import AdminCalls
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
@@ -43,7 +46,9 @@ from triptych.engine.v1 import engine_pb2_grpc
 
 if TYPE_CHECKING:
     from engine_svc.build_runner import RunnerSide
+    from engine_svc.controls import EngineControls
     from engine_svc.features.kv_events import KVEvents
+    from engine_svc.features.record import RecordedScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +60,13 @@ _POLICY_ENTRY_POINTS = "triptych.policies"
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
 
-def build_served_engine(config: EngineConfig) -> ServedEngine:
-    """What there is of an engine before its model is loaded. ConfigError for what cannot be right."""
+def build_served_engine(
+    config: EngineConfig, origins: Mapping[str, str] = MappingProxyType({})
+) -> ServedEngine:
+    """What there is of an engine before its model is loaded. ConfigError for what cannot be right.
+
+    origins: by option, where its value came from; what is not in it was chosen in code.
+    """
     _find_policy(config.scheduling_policy)
     identity = EngineIdentity(
         # Stable where the port is: then the next process on it replaces this one at the coordinator.
@@ -75,16 +85,22 @@ def build_served_engine(config: EngineConfig) -> ServedEngine:
         board=Board(),
         clock=MonotonicClock(),
         drain_deadline_s=config.drain_deadline_s,
+        replay_window_s=config.replay_window_s,
         kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
         if config.enable_kv_events
         else None,
+        tensors=TensorDoor(is_open=config.enable_prompt_embeds),
+        options=_options(config, origins),
     )
 
 
 def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
     """The listener for frontends, then the one for operators."""
     admin = AdminServicer(
-        "engine", f"engine-{config.index}", lambda: announce.status(engine, servicer.num_sessions)
+        "engine",
+        f"engine-{config.index}",
+        lambda: announce.status(engine, servicer.num_sessions),
+        utility=AdminCalls(engine).serve,
     )
     add = functools.partial(engine_pb2_grpc.add_EngineCoreServiceServicer_to_server, servicer)
     return [
@@ -156,7 +172,7 @@ def build_engine(
         hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events),
         observers=kv_events,
     )
-    scheduler: EngineScheduler = core.scheduler
+    scheduler: Scheduler | RecordedScheduler = core.scheduler
     at_end: list[Callable[[], None]] = []
     if config.record_decisions is not None:
         from engine_svc.features.record import RecordedScheduler
@@ -175,8 +191,39 @@ def build_engine(
         lockstep=NoLockstep(),
         max_in_flight=side.steps_in_flight,
         at_end=at_end,
+        step_limit_s=config.step_limit_s,
     )
-    return engine, LoadedCore(facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend)
+    controls = _build_controls(config, served, side, facts, engine, scheduler, defer)
+    return engine, LoadedCore(
+        facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend, controls=controls
+    )
+
+
+def _build_controls(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    facts: EngineFacts,
+    engine: Engine,
+    scheduler: Scheduler | RecordedScheduler,
+    defer: Callable[[Callable[[], None]], object],
+) -> EngineControls:
+    from engine_svc.controls import EngineControls
+
+    def on_weights(folder: Path, digest: str) -> None:
+        fingerprint = _fingerprint(folder, served.artifacts, side, digest)
+        defer(lambda: served.renew(replace(facts, fingerprint=fingerprint)))
+
+    return EngineControls(
+        loop=engine,
+        scheduler=scheduler,
+        runners=side.control,
+        clock=served.clock,
+        weights_folder=Path(config.model),
+        profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
+        profile_prefix=f"engine-{config.index}",
+        on_weights=on_weights,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +270,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
     folder, model = Path(config.model), side.model
     return EngineFacts(
         model_name=config.served_model_name or folder.resolve().name,
-        fingerprint=make_fingerprint(
-            folder,
-            artifacts,
-            weights_digest=model.weights_digest,
-            dtype=model.dtype,
-            vocab_size=model.vocab_size,
-            kernel_mode=side.kernel_mode,
-            max_model_len=side.max_model_len,
-        ),
+        fingerprint=_fingerprint(folder, artifacts, side, model.weights_digest),
         max_model_len=side.max_model_len,
         block_size=config.block_size,
         num_kv_blocks=side.num_kv_blocks,
@@ -241,6 +280,29 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         eos_token_ids=main_eos_first(folder, model.eos_token_ids),
         default_sampling=read_sampling_defaults(folder),
         max_logprobs=config.max_logprobs,
+        hidden_size=model.hidden_size,
+        takes_prompt_embeds=config.enable_prompt_embeds,
+    )
+
+
+def _fingerprint(
+    folder: Path, artifacts: tuple[Artifact, ...], side: RunnerSide, weights_digest: str
+) -> ModelFingerprint:
+    return make_fingerprint(
+        folder,
+        artifacts,
+        weights_digest=weights_digest,
+        dtype=side.model.dtype,
+        vocab_size=side.model.vocab_size,
+        kernel_mode=side.kernel_mode,
+        max_model_len=side.max_model_len,
+    )
+
+
+def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionInEffect, ...]:
+    return tuple(
+        OptionInEffect(name, "" if value is None else str(value), origins.get(name, "code"))
+        for name, value in sorted(asdict(config).items())
     )
 
 

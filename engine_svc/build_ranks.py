@@ -14,6 +14,7 @@ from engine_svc.build_runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
 from engine_svc.model.process_parallel import Place
+from engine_svc.runner.control import RunnerControl
 from engine_svc.runner.kv_sizing import FreeMemory
 from engine_svc.runner.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
 from engine_svc.runner.rank_watch import RankLost, RankMessage
@@ -90,6 +91,7 @@ def build_ranks(
     group = starting.finish(settings, max_num_seqs=config.max_num_seqs, num_groups=len(model.groups))
     side = RunnerSide(
         executor=group,
+        control=RunnerControl(group),
         model=model,
         windows=tuple(group.window for group in model.groups),
         max_model_len=max_model_len,

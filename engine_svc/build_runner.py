@@ -15,7 +15,7 @@ from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
-from engine_svc.runner.control import runner_calls
+from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
@@ -36,6 +36,7 @@ class RunnerSide:
     """What the engine must know of the side that runs plans. Blocks are counted without the placeholder."""
 
     executor: Executor
+    control: RunnerControl
     model: ModelFacts
     windows: tuple[int | None, ...]  # per group of layers
     max_model_len: int
@@ -50,6 +51,8 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         loaded = load_model(config.model, load_wishes(config), progress=progress)
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
         progress("warm-up", 0, 1)
+        if config.enable_prompt_embeds and not isinstance(loaded.model, NativeDecoder):
+            loaded.model.check_embeds(torch.arange(8, device=loaded.device))
         runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing)
         runner.warm_up(WARM_UP_TOKENS)
         progress("warm-up", 1, 1)
@@ -61,8 +64,10 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     calls = runner_calls(runner)
     # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
     is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
+    executor = ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls)
     return RunnerSide(
-        executor=ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls),
+        executor=executor,
+        control=RunnerControl(executor),
         model=loaded.facts,
         windows=tuple(group.window for group in loaded.facts.groups),
         max_model_len=max_model_len,

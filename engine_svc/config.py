@@ -86,6 +86,9 @@ class EngineConfig:
     enable_kv_events: bool = option(
         False, help="let subscribers follow what enters and leaves the prefix cache"
     )
+    enable_prompt_embeds: bool = option(
+        False, help="take prompts that are embeddings in place of tokens; in one process alone"
+    )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"
@@ -107,6 +110,13 @@ class EngineConfig:
         help="file (.json.gz) that is given every scheduling decision, for replay; with fcfs and priority",
     )
 
+    profile_dir: str | None = option(
+        None,
+        help="folder that profiles of steps are written to when an operator asks; unset: they are refused",
+    )
+    plugins: tuple[str, ...] = option(
+        ("all",), help="names of the installed plugins to load; all: every one, empty: none"
+    )
     index: int = option(0, help="instance number, for logs")
     announce_fd: int | None = option(
         None, help="file descriptor that is told the bound addresses, for supervisors"
@@ -117,6 +127,12 @@ class EngineConfig:
     )
     reflection: bool = option(True, help="serve gRPC reflection")
     drain_deadline_s: float = option(20.0, help="time for running requests at the end; 0: none")
+    step_limit_s: float = option(
+        5.0, help="a step that runs for longer, and longer than was to be expected, ends the engine"
+    )
+    replay_window_s: float = option(
+        5.0, help="how long the requests of a frontend go on whose stream broke; 0: they end with it"
+    )
 
     def __post_init__(self) -> None:
         """Refuse what can never work; what depends on the model is checked when it is known."""
@@ -137,6 +153,12 @@ class EngineConfig:
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
             "0 or more",
+        )
+        _require(
+            not self.enable_prompt_embeds or self.tensor_parallel_size * self.pipeline_parallel_size == 1,
+            "enable_prompt_embeds",
+            self.enable_prompt_embeds,
+            "off where the model is divided over several processes",
         )
         _require(
             not self.expert_parallel or self.tensor_parallel_size > 1,
@@ -164,7 +186,9 @@ class EngineConfig:
             self.enable_kv_events,
             "off where --enable-prefix-caching is",
         )
-        _require(self.drain_deadline_s >= 0, "drain_deadline_s", self.drain_deadline_s, "0 or more")
+        for name in ("drain_deadline_s", "replay_window_s"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
         _require(
             0 <= self.data_parallel_rank < self.data_parallel_size,
             "data_parallel_rank",

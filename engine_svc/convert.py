@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.columns import pack
+from engine_svc.convert_embeds import to_prompt
 from engine_svc.convert_logprobs import add_logprobs
 from engine_svc.convert_sampling import to_sampling
 from engine_svc.facts import EngineFacts
 from engine_svc.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.request import FinishReason, Request
 from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.tensors.source import TensorSource
 from engine_svc.wire_checks import check, refuse_unserved, to_token_ids
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
 from triptych.common.v1 import error_pb2, output_pb2
@@ -26,13 +28,11 @@ _MAX_PRIORITY = 100
 
 # What the contract has and this engine cannot do: refused by name, for a parameter ignored is a wrong answer.
 _UNSERVED_ENTRY = (
-    "prompt_embeds",
     "adapter",
     "media",
     "resumable",
     "reasoning_parser",
     "kv_transfer",
-    "is_token",
 )
 
 _REASONS = {
@@ -52,8 +52,18 @@ _ABORT_CAUSES = {
 }
 
 
-def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFacts, now: float) -> Request:
-    """The request an ADD asks for. Raises InvalidArgument or Unimplemented for that request alone."""
+def to_request(
+    entry: add_pb2.AddEntry,
+    *,
+    session_number: int,
+    facts: EngineFacts,
+    now: float,
+    tensors: TensorSource | None = None,
+) -> Request:
+    """The request an ADD asks for, with tensors from `tensors`; None: it may have none.
+
+    Raises InvalidArgument or Unimplemented, or what `tensors` raises, for that request alone.
+    """
     if len(entry.request_id) > _MAX_TEXT_CHARACTERS or len(entry.cache_salt) > _MAX_TEXT_CHARACTERS:
         raise InvalidArgument(
             f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
@@ -73,8 +83,15 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
             f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
             field="prompt_token_ids",
         )
-    prompt = to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
+    content = to_prompt(entry, facts, tensors)
+    prompt = content.token_ids
     output = to_token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
+    check(
+        len(prompt) + len(output) < facts.max_model_len,
+        "prompt_embeds",
+        len(prompt) + len(output),
+        f"{facts.max_model_len - 1} places at most",
+    )
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
     check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
@@ -88,6 +105,8 @@ def to_request(entry: add_pb2.AddEntry, *, session_number: int, facts: EngineFac
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
         trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
+        spans=content.spans,
+        prompt_embeds=content.embeds,
     )
     # Its age counts for its turn; its time in this queue begins here.
     request.timeline.queued_at = now
@@ -127,7 +146,7 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
                 record, finished, last_tokens[finished.row], stop_token_ids[output.handles[finished.row]]
             )
         elif finished.reason is FinishReason.ERROR:
-            record.message = "the model yielded logits that are not finite"
+            record.message = finished.message
     if output.told is not None:
         add_logprobs(step, output, output.told)
     return step

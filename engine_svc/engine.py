@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from engine_svc.deadlines import Deadlines
+from engine_svc.device_errors import DeviceFull, DeviceLost
+from engine_svc.failure_dump import log_failure
 from engine_svc.mailbox import Abort, Add, Board, Call, Fail, Figures, Inbox, Outbox, Stop
-from engine_svc.request import Request, RequestOutput
+from engine_svc.poison import OFFENDER, UNREADY, Inquiry, Ruling
+from engine_svc.request import FinishReason, Request, RequestOutput
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
 from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.step_pace import StepPace
 from engine_svc.told import Teller, Told
+from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 # Where requests wait and none can run, a step is tried a thousand times a second at most.
 _BLOCKED_WAIT_S = 0.001
+# The longest that a loop without work parks for a deadline: a wait cannot be as long as a stranger's can be.
+_MAX_PARK_S = 3600.0
+# A step that takes no longer needs no announcement.
+DEFAULT_STEP_LIMIT_S = 5.0
 
 
 class EngineScheduler(Protocol):
@@ -34,8 +43,22 @@ class EngineScheduler(Protocol):
         """Enter a new request into the queue."""
         ...
 
-    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
+    def abort(
+        self,
+        request_ids: Iterable[str],
+        now: float,
+        cause: str = "",
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[RequestOutput]:
         """End requests from outside; what has ended already is ignored."""
+        ...
+
+    def withdraw(self, now: float) -> None:
+        """Take back every plan that has not come back: its requests wait again."""
+        ...
+
+    def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
+        """Let only these run, on so many tokens a step; None: everybody, and as many as ever."""
         ...
 
     def schedule(self, now: float) -> StepPlan:
@@ -60,10 +83,17 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans, in order."""
+    """Runs plans, in order. Raises DeviceLost where it can run no more, DeviceFull for want of memory."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begin the step of `plan`, which nobody changes any more."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the steps whose results nobody has taken, and an error; plans that come are run again.
+
+        Some rows of those steps may be there, some not: the next plan releases them all.
+        """
         ...
 
     def shutdown(self) -> None:
@@ -87,14 +117,6 @@ class NoLockstep:
         return False
 
 
-class Clock(Protocol):
-    """Where the time comes from."""
-
-    def now(self) -> float:
-        """Seconds that never run backwards."""
-        ...
-
-
 class Engine:
     """Runs steps while there is work, else parks. Its state belongs to the thread that calls `run`."""
 
@@ -109,6 +131,7 @@ class Engine:
         lockstep: Lockstep,
         max_in_flight: int = 1,
         at_end: Sequence[Callable[[], None]] = (),
+        step_limit_s: float = DEFAULT_STEP_LIMIT_S,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -119,10 +142,11 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._at_end = at_end  # called when the loop has ended, however it ended
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._newest_plan: StepPlan | None = None
+        self._launching: StepPlan | None = None
+        self._pace = StepPace(step_limit_s)
+        self._inquiry = Inquiry()
         self._routes: dict[str, tuple[Outbox, int]] = {}  # request id to where its outputs go, and as what
-        # A heap. With the route, as an id may be used again after its end.
-        self._deadlines: list[tuple[float, str, tuple[Outbox, int]]] = []
+        self._deadlines = Deadlines(self._routes)
         self._teller = Teller()
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
@@ -139,17 +163,25 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for every step in flight, and publish what it yielded. For the engine thread."""
+        self._pace.resume(self._clock.now())
+        self._post()
         while self._in_flight:
             self._finish_oldest()
 
+    def abort(self, request_ids: Iterable[str], cause: str) -> None:
+        """End requests, and tell who sent them, with what is published next. For the engine thread."""
+        for request_id in request_ids:
+            self._abort(request_id, cause)
+
     def run(self) -> None:
-        """Serve the inbox until `Stop`. An error in a step is a bug: logged with its plans, and raised."""
+        """Serve the inbox until `Stop`. An error that is no request's is logged with plans and raised."""
         try:
             while not self._is_stopping:
                 if not self.turn() and not self._is_stopping:
-                    self._park(_BLOCKED_WAIT_S if self._has_work() else None)
+                    self._post()
+                    self._inbox.wait(_BLOCKED_WAIT_S if self._has_work() else self._until_deadline())
         except Exception:
-            self._log_plans()
+            log_failure(self._plans(), self._scheduler.stats)
             raise
         finally:
             self.close()
@@ -161,8 +193,10 @@ class Engine:
         """
         self._read_inbox()
         self._expire_deadlines()
-        while self._calls:
-            self._calls.popleft()()
+        if self._calls:
+            self._run_calls()
+        if self._inquiry.is_open:
+            self._obey(self._inquiry.review(self._routes))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._has_work():
@@ -181,30 +215,101 @@ class Engine:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
         now = self._clock.now()
         plan = self._scheduler.schedule(now)
-        if plan.request_ids or self._lockstep.needs_idle_step():
-            self._step_number, self._newest_plan = plan.step_number, plan
-            self._post(step_started_at=now)
-            self._in_flight.append((plan, self._executor.launch(plan)))
+        if (plan.request_ids or self._lockstep.needs_idle_step()) and not self._launch(plan, now):
+            return True
         if not self._in_flight:
             return False
-        if len(self._in_flight) == self._max_in_flight or not plan.request_ids:
+        # Who is suspected of making steps fail runs in one at a time.
+        depth = 1 if self._inquiry.is_open else self._max_in_flight
+        if len(self._in_flight) >= depth or not plan.request_ids:
             self._finish_oldest()
         return True
 
+    def _launch(self, plan: StepPlan, now: float) -> bool:
+        """Give a plan to the executor. False where that failed, and everything in flight with it."""
+        self._step_number, self._launching = plan.step_number, plan
+        self._pace.begin(plan, now)
+        self._post()
+        try:
+            self._in_flight.append((plan, self._executor.launch(plan)))
+        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+            self._recover(error)
+            return False
+        self._launching = None
+        return True
+
     def _finish_oldest(self) -> None:
-        plan, pending = self._in_flight.popleft()
-        result = pending.result()
+        plan, pending = self._in_flight[0]
+        try:
+            result = pending.result()
+        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+            self._recover(error)
+            return
+        ruling = self._inquiry.came_back(plan, len(result.non_finite))
+        if ruling is not None and ruling.is_fatal:
+            raise DeviceLost("no row of the last steps has finite logits")
         # An abort that came during the step is applied before the step's tokens: nothing comes after it.
         self._read_inbox()
-        outputs = self._scheduler.update(plan, result, self._clock.now())
+        now = self._clock.now()
+        outputs = self._scheduler.update(plan, result, now)
+        self._in_flight.popleft()
+        self._pace.end(now)
         self._publish(outputs, self._teller.tell(plan, result, self._routes))
+        self._obey(ruling)
+
+    def _recover(self, error: Exception) -> None:
+        """Take back what is in flight, and look for who makes it fail; raise `error` where that is nobody."""
+        plans = self._plans()
+        in_them = {request_id for plan in plans for request_id in plan.request_ids}
+        ruling = self._inquiry.failed(
+            [request_id for request_id in reversed(self._routes) if request_id in in_them],
+            max(plan.total_num_tokens for plan in plans),
+            is_full=isinstance(error, DeviceFull),
+        )
+        if ruling.is_fatal or isinstance(error, DeviceLost):
+            raise error
+        logger.error("a step failed, its requests run again", exc_info=error)
+        log_failure(plans, self._scheduler.stats)
+        self._in_flight.clear()
+        self._launching = None
+        self._pace.drop()
+        self._executor.drop()
+        self._scheduler.withdraw(self._clock.now())
+        self._obey(ruling)
+
+    def _obey(self, ruling: Ruling | None) -> None:
+        """Do what follows from who is suspected. No step may be in flight that others than these are in."""
+        if ruling is None:
+            return
+        now = self._clock.now()
+        if ruling.offenders:
+            outputs = self._scheduler.abort(ruling.offenders, now, "poison", FinishReason.ERROR)
+            for output in outputs:
+                output.message = OFFENDER
+            self._aborted += outputs
+            logger.error("requests that make steps fail are ended", extra={"request_ids": ruling.offenders})
+        self._scheduler.restrict(ruling.only, now, ruling.max_num_tokens)
+
+    def _plans(self) -> list[StepPlan]:
+        """The steps in flight, and the one that is being launched."""
+        plans = [plan for plan, _ in self._in_flight]
+        return plans if self._launching is None else [*plans, self._launching]
+
+    def _run_calls(self) -> None:
+        """Do what was asked for between two steps; it takes its own time, and no step's."""
+        self._pace.suspend()
+        self._post()
+        while self._calls:
+            self._calls.popleft()()
+        self._pace.resume(self._clock.now())
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._in_flight) or self._lockstep.needs_idle_step()
 
-    def _park(self, timeout_s: float | None) -> None:
-        self._post()
-        self._inbox.wait(timeout_s)
+    def _until_deadline(self) -> float | None:
+        """How long a loop without work may park: what a pause holds ends at its deadlines as well."""
+        left_s = self._deadlines.left_s(self._clock.now())
+        return None if left_s is None else min(left_s, _MAX_PARK_S)
 
     def _read_inbox(self) -> None:
         for command in self._inbox.take():
@@ -225,25 +330,21 @@ class Engine:
         request = command.request
         self._routes[request.request_id] = (command.outbox, command.handle)
         if command.deadline_at is not None:
-            self._note_deadline(command.deadline_at, request.request_id)
+            self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
-        self._scheduler.add(request)
+        try:
+            self._scheduler.add(request)
+        except Exception as error:  # Whatever it is, it is this request's: nobody else was touched.
+            logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
+            failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)
+            self._aborted.append(failed)
 
     def _abort(self, request_id: str, cause: str) -> None:
         self._aborted += self._scheduler.abort([request_id], self._clock.now(), cause)
 
-    def _note_deadline(self, deadline_at: float, request_id: str) -> None:
-        if len(self._deadlines) > 2 * len(self._routes):
-            # Most are of requests that have ended.
-            self._deadlines = [entry for entry in self._deadlines if self._routes.get(entry[1]) is entry[2]]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline_at, request_id, self._routes[request_id]))
-
     def _expire_deadlines(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock.now():
-            _, request_id, route = heapq.heappop(self._deadlines)
-            if self._routes.get(request_id) is route:
-                self._abort(request_id, "deadline")
+        for request_id in self._deadlines.expired(self._clock.now()):
+            self._abort(request_id, "deadline")
 
     def _publish(
         self, outputs: list[RequestOutput], told: Mapping[Outbox, Told] = MappingProxyType({})
@@ -267,9 +368,10 @@ class Engine:
             if output.num_cached_tokens is not None:
                 step.first.append((len(handles) - 1, output.num_cached_tokens))
             if output.finish_reason is not None and not output.continues:
-                step.finished.append(
-                    FinishedRow(len(handles) - 1, output.finish_reason, output.stop_token_id)
+                end = FinishedRow(
+                    len(handles) - 1, output.finish_reason, output.stop_token_id, output.message
                 )
+                step.finished.append(end)
                 del routes[output.request_id]
                 self._teller.forget(output.request_id)
         for outbox, part in told.items():
@@ -282,11 +384,12 @@ class Engine:
         for outbox, step in steps.items():
             outbox.publish(step)
 
-    def _post(self, step_started_at: float | None = None) -> None:
+    def _post(self) -> None:
         self._board.post(
             Figures(
                 step_number=self._step_number,
-                step_started_at=step_started_at,
+                step_started_at=self._pace.running_since,
+                step_budget_s=self._pace.budget_s,
                 has_work=self._has_work(),
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
@@ -294,13 +397,3 @@ class Engine:
                 scheduler=self._scheduler.stats(),
             )
         )
-
-    def _log_plans(self) -> None:
-        plans = [plan for plan, _ in self._in_flight]
-        if self._newest_plan is not None and self._newest_plan not in plans:
-            plans.append(self._newest_plan)
-        for plan in plans:
-            rows = dict(zip(plan.request_ids, plan.num_tokens, strict=True))
-            logger.error(
-                "step at the time of the error", extra={"step_number": plan.step_number, "num_tokens": rows}
-            )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from engine_svc.engine import Engine
 from engine_svc.mailbox import Stop
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
+from engine_svc.watchdog import EXIT_HUNG, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,24 @@ EXIT_CANNOT_LOAD = 2
 
 
 class EngineThread:
-    """Owns the engine. `load` builds it, in the thread, so that the process answers from its first second."""
+    """Owns the engine. `load` builds it, in the thread, so that the process answers from its first second.
 
-    def __init__(self, served: ServedEngine, load: Callable[[], tuple[Engine, LoadedCore]]) -> None:
+    step_limit_s: a step that runs for longer, and than was announced, ends the process; None: none does.
+    """
+
+    def __init__(
+        self,
+        served: ServedEngine,
+        load: Callable[[], tuple[Engine, LoadedCore]],
+        *,
+        step_limit_s: float | None = None,
+    ) -> None:
         self._served = served
         self._load = load
         self._event_loop = asyncio.get_running_loop()
+        self._watchdog: Watchdog | None = None
+        if step_limit_s is not None:
+            self._watchdog = Watchdog(served.board, served.clock, self._hangs, limit_s=step_limit_s)
         # A daemon: loading cannot be interrupted, and must not hold up the end of the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -34,6 +47,8 @@ class EngineThread:
 
     async def stop(self, timeout_s: float) -> bool:
         """End the loop. False when the thread is still busy after `timeout_s`."""
+        if self._thread.ident is None:
+            return True
         self._served.inbox.put(Stop())
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
@@ -51,11 +66,19 @@ class EngineThread:
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
             return
         self._tell(lambda: self._served.become_ready(core))
+        if self._watchdog is not None:
+            self._watchdog.start()
         try:
             engine.run()
-        except Exception as error:  # The same; a step that raises is a bug and ends the engine.
+        except Exception as error:  # The same; what is no request's fault ends the engine.
             logger.exception("engine loop failed")
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+
+    def _hangs(self, reason: str) -> None:
+        self._fail(Failure(reason, EXIT_HUNG))
 
     def _fail(self, failure: Failure) -> None:
         self._tell(lambda: self._served.fail(failure))

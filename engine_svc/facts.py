@@ -70,6 +70,8 @@ class EngineFacts:
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     supported_tasks: tuple[str, ...] = ("generate",)
     max_logprobs: int = 20  # most likely tokens told of a place; -1 = up to the whole vocabulary
+    hidden_size: int = 0  # of the input embeddings; 0 where it is not known
+    takes_prompt_embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

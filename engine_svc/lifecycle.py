@@ -53,6 +53,11 @@ class Lifecycle:
         """Call `listener` with each state entered from now on."""
         self._listeners.append(listener)
 
+    def repeat(self) -> None:
+        """Tell everybody the state again: what the engine says of itself in it has changed."""
+        for listener in self._listeners:
+            listener(self._state)
+
     def move_to(self, state: EngineState) -> None:
         """Enter `state` and tell everybody; a move that the table lacks raises InvalidTransition."""
         if state not in _TRANSITIONS[self._state]:

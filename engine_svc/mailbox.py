@@ -142,10 +142,14 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The loop's figures at one moment. `step_started_at` is None while no step is in flight."""
+    """The loop's figures at one moment. `step_started_at` is None while no step is in flight.
+
+    Of several it is the oldest's, or when the one before it was over.
+    """
 
     step_number: int = 0
     step_started_at: float | None = None
+    step_budget_s: float | None = None  # how long what is in flight may take; None: no longer than usual
     has_work: bool = False
     num_prompt_tokens: int = 0  # of requests that were added
     num_generated_tokens: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_process
+from service_kit.process import prepare_process, set_title
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,13 +15,16 @@ def main(argv: Sequence[str]) -> int:
     from engine_svc.config import EngineConfig
     from engine_svc.run import run
     from service_kit.config import ConfigError, load_config, usage
+    from service_kit.plugins import PluginError, load_plugins
 
     if "--help" in argv:
         print(usage(EngineConfig, "triptych engine"))
         return 0
     try:
         loaded = load_config(EngineConfig, argv, service="engine")
-    except ConfigError as error:
+        set_title("engine", loaded.config.index)
+        load_plugins(loaded.config.plugins)
+    except (ConfigError, PluginError) as error:
         print(f"triptych engine: {error}", file=sys.stderr)
         return 2
     return run(loaded)

@@ -31,6 +31,8 @@ from engine_svc.runner.rank_line import RankLine, end_with_parent
 from engine_svc.runner.rank_loop import AfterStep, EarlyStage, RankLoop, Reporter, Silent
 from engine_svc.runner.state_digest import batch_digest, sampler_digest
 from service_kit.logs import setup_logs
+from service_kit.plugins import load_plugins
+from service_kit.process import set_title
 
 # A GPU's rank looks for its next plan for a while before it sleeps: waking up takes longer than that.
 _SPIN_S = 50e-6
@@ -44,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     end_with_parent(spec["parent"])
     config = EngineConfig(**spec["config"])
     place = Place(spec["rank"], spec["tp_size"], spec["pp_size"], spec["divides_experts"])
+    set_title("engine", config.index, "rank", place.rank)
     setup_logs(
         "engine",
         instance=f"{config.index}/rank-{place.rank}",
@@ -53,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     board = ProgressBoard(spec["board_fd"], place.num_ranks)
     start_heart(board, place.rank, spec["heart_interval_s"])
     try:
+        load_plugins(config.plugins)
         _serve(_Rank(config, place, spec, line, board))
     except EOFError:
         # The engine ended before this rank was ready, and has its reasons.

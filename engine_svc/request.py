@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.sampling_params import SamplingParams
 
 
@@ -101,6 +102,7 @@ class Request:
     num_encoder_tokens: int = 0  # what cross-attention reads; 0 = nothing
     is_resumable: bool = False  # it waits for a further chunk at the end of a turn
     trace_context: tuple[str, str] = ("", "")  # carried, never read: traceparent, tracestate
+    prompt_embeds: PromptEmbeds | None = None  # carried to the runner, never read; `spans` tell what it is
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before it may be admitted
 
     status: RequestStatus = field(default=RequestStatus.BLOCKED, init=False)
@@ -174,4 +176,5 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it; None for the end-of-sequence token
     num_cached_tokens: int | None = None  # set in the first output of the request only
+    message: str = ""  # for people, what went wrong where it ended by an error
     continues: bool = False  # only the turn ended: the request waits for its next chunk, or has it already

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from dataclasses import replace
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -27,18 +28,29 @@ from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
 from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
-from service_kit.config import Loaded
+from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
-from service_kit.server import AddressError, Server, run_server, write_announcement
+from service_kit.process import end_at_once_on_signals, leave_process
+from service_kit.server import AddressError, DrainCut, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
 # The loop's thread shares the interpreter with the event loop: neither may keep the other waiting for long.
 _SWITCH_INTERVAL_S = 0.0005
-# How long the thread gets to end its step when everything else is over.
-_THREAD_END_S = 2.0
-_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long the parts of an engine get when its sessions are over, side by side."""
+
+    thread_s: float  # to end its step and to free the device
+    last_words_s: float  # to say goodbye to the coordinator
+
+
+_PATIENT = _Patience(thread_s=1.0, last_words_s=0.5)
+# Whoever signals twice wants an end within a second.
+_HURRIED = _Patience(thread_s=0.3, last_words_s=0.2)
 
 
 def run(loaded: Loaded[EngineConfig]) -> int:
@@ -59,17 +71,16 @@ def run(loaded: Loaded[EngineConfig]) -> int:
         print(f"triptych engine: {error}", file=sys.stderr)
         return EXIT_CANNOT_LOAD
     try:
-        exit_code, is_thread_over = uvloop.run(_serve(config))
-    except AddressError as error:
-        print(f"triptych engine: {error.strerror}", file=sys.stderr)
-        exit_code, is_thread_over = 2, True
+        exit_code = uvloop.run(_serve(config, loaded.origins))
+    except (AddressError, ConfigError) as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        exit_code = EXIT_CANNOT_LOAD
+    # What was kept from the collector may go with the rest.
+    gc.unfreeze()
     shutdown_telemetry()
-    if not is_thread_over:
-        # It is deep in a load or a step; taking the interpreter apart around it could crash.
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    return exit_code
+    # Taking apart an interpreter that has loaded a model takes a second of a core, and seconds on a busy
+    # machine; around a thread that is deep in a load or a step it could crash.
+    return leave_process(exit_code)
 
 
 def _mistake_in(config: EngineConfig) -> str | None:
@@ -101,14 +112,23 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
     return replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
 
 
-async def _serve(config: EngineConfig) -> tuple[int, bool]:
-    engine = build_served_engine(config)
+async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
+    engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
     servers = build_servers(config, engine, servicer)
     thread = _engine_thread(config, engine)
     heartbeats = _background(engine, servicer.beat_forever())
     memberships: list[asyncio.Task[None]] = []
     engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
+    patience = _PATIENT
+
+    async def cut(cause: DrainCut) -> None:
+        nonlocal patience
+        if cause is DrainCut.SIGNAL:
+            patience = _HURRIED
+        # Ends the sessions, so that frontends move what still runs while the connections stand.
+        _stop(engine)
+        await servicer.drain()
 
     def announce(addresses: list[str]) -> None:
         _announce(config, addresses)
@@ -118,13 +138,21 @@ async def _serve(config: EngineConfig) -> tuple[int, bool]:
 
     try:
         exit_code = await run_server(
-            servers, on_drain=servicer.drain, drain_deadline_s=config.drain_deadline_s, announce=announce
+            servers,
+            on_drain=servicer.drain,
+            drain_deadline_s=config.drain_deadline_s,
+            announce=announce,
+            on_cut=cut,
         )
+        if engine.failure is not None:
+            exit_code = engine.failure.exit_code
+        end_at_once_on_signals(exit_code)
     finally:
-        await _end(engine, heartbeats, memberships)
-    if engine.failure is not None:
-        exit_code = engine.failure.exit_code
-    return exit_code, await thread.stop(_THREAD_END_S)
+        _stop(engine)
+        await asyncio.gather(
+            _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+        )
+    return exit_code
 
 
 def _background(engine: ServedEngine, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -141,17 +169,21 @@ def _background(engine: ServedEngine, work: Coroutine[None, None, None]) -> asyn
     return task
 
 
-async def _end(
-    engine: ServedEngine, heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]]
+def _stop(engine: ServedEngine) -> None:
+    """Bring the engine's life to its end, whatever still runs."""
+    if engine.lifecycle.has_ended:
+        return
+    if engine.lifecycle.state is EngineState.READY:
+        engine.lifecycle.move_to(EngineState.DRAINING)
+    engine.lifecycle.move_to(EngineState.STOPPED)
+
+
+async def _leave(
+    heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
-    if not engine.lifecycle.has_ended:
-        # The drain was cut short: what still runs is lost with the process.
-        if engine.lifecycle.state is EngineState.READY:
-            engine.lifecycle.move_to(EngineState.DRAINING)
-        engine.lifecycle.move_to(EngineState.STOPPED)
+    """Say goodbye to the coordinator, and end what runs beside the engine."""
     if memberships:
-        # Time to say goodbye to the coordinator.
-        await asyncio.wait(memberships, timeout=_LAST_WORDS_S)
+        await asyncio.wait(memberships, timeout=last_words_s)
     for task in (heartbeats, *memberships):
         task.cancel()
     await asyncio.wait((heartbeats, *memberships))
@@ -173,7 +205,7 @@ def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
         calm_collector()
         return built
 
-    return EngineThread(engine, load)
+    return EngineThread(engine, load, step_limit_s=config.step_limit_s)
 
 
 def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:

@@ -6,14 +6,20 @@ Owned by the event loop; the engine thread reaches it only through callbacks pos
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from engine_svc.artifacts import Artifact
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.lifecycle import EngineState, Lifecycle
 from engine_svc.mailbox import Board, Inbox, KVEventLog
+from engine_svc.pause import StandstillState
 from engine_svc.request import Request
+from engine_svc.tensors.source import TensorDoor
 from service_kit.clock import Clock
+
+if TYPE_CHECKING:
+    from engine_svc.controls import EngineControls
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,9 @@ class LoadedCore:
     facts: EngineFacts
     refusal: Callable[[Request], str | None]  # why a request can never be served, or None
     prepare: Callable[[Request], None]  # work that need not be done in the loop: block hashes
+    controls: EngineControls | None = (
+        None  # for the engine thread; None: nobody pauses it or puts it to sleep
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,15 @@ class Failure:
 
     reason: str
     exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInEffect:
+    """One option of the engine's process, and where its value came from."""
+
+    name: str
+    value: str
+    origin: str
 
 
 @dataclass(slots=True, eq=False)
@@ -44,16 +62,31 @@ class ServedEngine:
     board: Board
     clock: Clock
     drain_deadline_s: float = 0.0
+    replay_window_s: float = 5.0  # how long a session without a stream is kept; 0: it ends with its stream
     kv_event_log: KVEventLog | None = None  # None: nobody may follow the prefix cache
+    tensors: TensorDoor = field(default_factory=TensorDoor)
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None
     failure: Failure | None = None
+    options: tuple[OptionInEffect, ...] = ()  # in order of their names
+
+    @property
+    def standstill(self) -> StandstillState:
+        """What the engine does with its requests, by an operator's wish."""
+        controls = None if self.core is None else self.core.controls
+        return StandstillState.RUNNING if controls is None else controls.standstill.state
 
     def become_ready(self, core: LoadedCore) -> None:
         """The model is loaded. Too late, and without effect, when the process is already on its way out."""
         if self.lifecycle.state is EngineState.LOADING:
             self.core = core
             self.lifecycle.move_to(EngineState.READY)
+
+    def renew(self, facts: EngineFacts) -> None:
+        """The engine serves other weights than before; whoever was told what it is hears it again."""
+        if self.core is not None and self.lifecycle.state is EngineState.READY and facts != self.core.facts:
+            self.core = replace(self.core, facts=facts)
+            self.lifecycle.repeat()
 
     def fail(self, failure: Failure) -> None:
         """Loading or the loop ended by an error."""

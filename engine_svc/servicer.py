@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc.aio
 
 from engine_svc import announce
+from engine_svc.carrier import Carrier
 from engine_svc.facts import SCHEMA_REVISION
 from engine_svc.kv_subscription import KVSubscription
 from engine_svc.lifecycle import EngineState
+from engine_svc.replay import MAX_REPLAY_BYTES
 from engine_svc.served_engine import ServedEngine
 from engine_svc.session import MAX_OUTBOX_BYTES, Session
 from service_kit.errors import (
@@ -32,16 +34,26 @@ _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 _MAX_ID_CHARACTERS = 128
 _MAX_KV_SUBSCRIPTIONS = 16
+# Frontends whose stream broke; of more than these the one that lost it first is given up.
+_MAX_PARKED_SESSIONS = 64
 
 
 class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     """One engine, any number of frontends. RPCs that are not here answer UNIMPLEMENTED."""
 
-    def __init__(self, engine: ServedEngine, *, max_outbox_bytes: int = MAX_OUTBOX_BYTES) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+        max_replay_bytes: int = MAX_REPLAY_BYTES,
+    ) -> None:
         self._engine = engine
         self._max_outbox_bytes = max_outbox_bytes
+        self._max_replay_bytes = max_replay_bytes
         self._sessions: set[Session] = set()
         self._kv_subscriptions: set[KVSubscription] = set()
+        self._windows: dict[Session, asyncio.TimerHandle] = {}  # of sessions that have no stream
         self._numbers = itertools.count(1)
         self._progressed = asyncio.Event()  # a request, a session or a subscription has ended
         engine.lifecycle.subscribe(self._on_state)
@@ -49,7 +61,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     @property
     def num_sessions(self) -> int:
         """Frontends with a stream now."""
-        return len(self._sessions)
+        return len(self._sessions) - len(self._windows)
+
+    @property
+    def num_parked_sessions(self) -> int:
+        """Frontends whose stream broke and who may come back."""
+        return len(self._windows)
 
     @property
     def num_kv_subscriptions(self) -> int:
@@ -61,22 +78,30 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request_iterator: AsyncIterator[engine_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[engine_pb2.ConnectRequest, engine_pb2.ConnectResponse],
     ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
-        """A frontend's session, until one side ends it; then its requests are aborted at once."""
+        """A frontend's session, until one side ends it. Where its stream breaks, it waits for another."""
         requests = aiter(request_iterator)
         call = asyncio.current_task()
         assert call is not None, "a handler runs in a task"
-        session = self._open(await _read_hello(requests), abandon=call.cancel)
-        reader = asyncio.create_task(_feed(session, requests))
+        hello = await _read_hello(requests)
+        carrier = Carrier(call.cancel)
+        session, is_resumed = self._enter(hello, carrier)
+        reader = asyncio.create_task(self._feed(session, carrier, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            async for response in session.responses():
+            async for response in session.responses(carrier, is_resumed=is_resumed):
                 yield response
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, is this call's error.
                 reader.result()
+            if not session.is_over:
+                raise (
+                    Aborted("the stream was closed without goodbye", reason="NO_GOODBYE")
+                    if session.is_parked
+                    else Aborted("another stream carries the session now", reason="SUPERSEDED")
+                )
         finally:
             reader.cancel()
-            self._close(session)
+            self._detach(session, carrier)
 
     async def GetArtifacts(
         self,
@@ -90,6 +115,14 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 continue
             for offset, chunk in artifact.chunks():
                 yield engine_pb2.GetArtifactsResponse(artifact=record, offset=offset, chunk=chunk)
+
+    async def UploadBlob(
+        self,
+        request_iterator: AsyncIterator[engine_pb2.UploadBlobRequest],
+        context: grpc.aio.ServicerContext[engine_pb2.UploadBlobRequest, engine_pb2.UploadBlobResponse],
+    ) -> engine_pb2.UploadBlobResponse:
+        """Bytes that later ADDs refer to by their digest."""
+        return await self._engine.tensors.upload(aiter(request_iterator))
 
     async def GetEngineInfo(
         self,
@@ -106,7 +139,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     ) -> engine_pb2.GetLoadResponse:
         """How loaded it is now."""
         return engine_pb2.GetLoadResponse(
-            state=announce.STATES[self._engine.lifecycle.state],
+            state=announce.state(self._engine),
             stats=announce.stats(self._engine.board.read()),
             num_sessions=self.num_sessions,
         )
@@ -154,13 +187,17 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             session.beat()
         for subscription in self._kv_subscriptions:
             subscription.beat()
+        self._engine.tensors.beat()
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for the end of the running ones, then end all sessions."""
+        """Refuse new requests, wait for the end of the running ones, then end all sessions.
+
+        A session that has lost its stream is waited for as long as it may come back.
+        """
         lifecycle = self._engine.lifecycle
         if lifecycle.state is EngineState.READY:
             lifecycle.move_to(EngineState.DRAINING)
-        while not lifecycle.has_ended and any(session.num_in_flight for session in self._sessions):
+        while not lifecycle.has_ended and any(session.is_open for session in self._sessions):
             self._progressed.clear()
             await self._progressed.wait()
         if not lifecycle.has_ended:
@@ -169,40 +206,103 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             self._progressed.clear()
             await self._progressed.wait()
 
-    def _open(self, hello: session_pb2.Hello, *, abandon: Callable[[], object]) -> Session:
-        for session in self._sessions:
-            is_older = (
-                session.frontend_id == hello.frontend_id and session.frontend_epoch != hello.frontend_epoch
-            )
-            if is_older or session.session_id == hello.session_id:
+    def _enter(self, hello: session_pb2.Hello, carrier: Carrier) -> tuple[Session, bool]:
+        """The session that `hello` resumes, or a new one in place of what the frontend had before."""
+        resumed = self._resumed_by(hello)
+        for session in list(self._sessions):
+            is_same_frontend = session.frontend_id == hello.frontend_id
+            is_older = is_same_frontend and session.frontend_epoch != hello.frontend_epoch
+            is_left = is_same_frontend and session.is_parked
+            if session is not resumed and (is_older or is_left or session.session_id == hello.session_id):
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
+                session.close()
+        if resumed is not None:
+            window = self._windows.pop(resumed, None)
+            if window is not None:
+                window.cancel()
+            resumed.attach(carrier, last_seq=hello.resume.last_seq)
+            self._log(resumed, "session resumed")
+            return resumed, True
         session = Session(
             self._engine,
             hello,
             number=next(self._numbers),
             on_finished=self._progressed.set,
-            abandon=abandon,
+            on_end=self._on_end,
             max_outbox_bytes=self._max_outbox_bytes,
+            max_replay_bytes=self._max_replay_bytes,
         )
+        session.attach(carrier)
         self._sessions.add(session)
-        logger.info(
-            "session opened", extra={"frontend_id": hello.frontend_id, "session_id": hello.session_id}
+        self._log(session, "session opened")
+        return session, False
+
+    def _resumed_by(self, hello: session_pb2.Hello) -> Session | None:
+        if not hello.HasField("resume") or hello.resume.engine_epoch != self._engine.identity.engine_epoch:
+            return None
+        wanted = (hello.frontend_id, hello.frontend_epoch, hello.session_id)
+        for session in self._sessions:
+            is_wanted = (session.frontend_id, session.frontend_epoch, session.session_id) == wanted
+            if is_wanted and session.can_resume(hello.resume.last_seq):
+                return session
+        return None
+
+    async def _feed(
+        self, session: Session, carrier: Carrier, requests: AsyncIterator[engine_pb2.ConnectRequest]
+    ) -> None:
+        try:
+            async for message in requests:
+                if not session.is_carried_by(carrier):
+                    return
+                await session.take(message)
+        finally:
+            # A session that is over still has something to say; one that is not has lost its stream.
+            if not session.is_over:
+                self._detach(session, carrier)
+
+    def _detach(self, session: Session, carrier: Carrier) -> None:
+        """`carrier` is gone: what it carried is over, or waits for another."""
+        if not session.detach(carrier):
+            return
+        window_s = self._engine.replay_window_s
+        has_successor = any(
+            other.frontend_id == session.frontend_id and other.number > session.number
+            for other in self._sessions
         )
-        return session
+        if session.is_over or not session.is_resumable or window_s <= 0 or has_successor:
+            self._close(session)
+            return
+        if len(self._windows) >= _MAX_PARKED_SESSIONS:
+            next(iter(self._windows)).end()
+        loop = asyncio.get_running_loop()
+        self._windows[session] = loop.call_later(window_s, session.end)
+        self._log(session, "session lost its stream")
+        self._progressed.set()
 
     def _close(self, session: Session) -> None:
         num_aborted = session.num_in_flight
         session.close()
         self._sessions.discard(session)
+        window = self._windows.pop(session, None)
+        if window is not None:
+            window.cancel()
         self._progressed.set()
         logger.info("session closed", extra={"frontend_id": session.frontend_id, "num_aborted": num_aborted})
 
+    def _on_end(self, session: Session) -> None:
+        """A session with a stream still says so there; one without has nobody to tell."""
+        if session.is_parked and session in self._sessions:
+            self._close(session)
+
     def _on_state(self, state: EngineState) -> None:
-        for session in self._sessions:
+        for session in list(self._sessions):
             session.on_state(state)
         for subscription in self._kv_subscriptions:
             subscription.on_state()
         self._progressed.set()
+
+    def _log(self, session: Session, event: str) -> None:
+        logger.info(event, extra={"frontend_id": session.frontend_id, "session_id": session.session_id})
 
 
 async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> session_pb2.Hello:
@@ -211,28 +311,31 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
             first = await anext(requests, None)
     except TimeoutError as error:
         raise DeadlineExceeded(f"no hello within {_HANDSHAKE_S:g} s") from error
-    if first is None or first.WhichOneof("message") != "hello":
-        raise InvalidArgument("the first message of a session is hello", field="hello")
+    if first is None:
+        raise FailedPrecondition("the stream ended before a hello", reason="NO_HELLO")
+    if first.WhichOneof("message") != "hello":
+        came = first.WhichOneof("message") or "a message of a newer contract"
+        raise FailedPrecondition(
+            f"the first message of a stream is hello, {came} came: the peer has told no contract revision, "
+            f"this engine has {SCHEMA_REVISION}",
+            reason="NO_HELLO",
+        )
     hello = first.hello
     for name in ("frontend_id", "session_id"):
         if not 0 < len(getattr(hello, name)) <= _MAX_ID_CHARACTERS:
             raise InvalidArgument(
                 f"hello.{name} takes 1 to {_MAX_ID_CHARACTERS} characters", field=f"hello.{name}"
             )
+    revisions = f"frontend has contract revision {hello.schema_revision}, this engine {SCHEMA_REVISION}"
     if hello.min_peer_revision > SCHEMA_REVISION:
         raise FailedPrecondition(
-            f"frontend needs contract revision {hello.min_peer_revision}, this engine has {SCHEMA_REVISION}",
-            reason="REVISION_TOO_OLD",
+            f"{revisions}: the frontend needs {hello.min_peer_revision} or newer", reason="REVISION_TOO_OLD"
+        )
+    if hello.schema_revision < announce.MIN_PEER_REVISION:
+        raise FailedPrecondition(
+            f"{revisions}: the engine needs {announce.MIN_PEER_REVISION} or newer", reason="REVISION_TOO_OLD"
         )
     return hello
-
-
-async def _feed(session: Session, requests: AsyncIterator[engine_pb2.ConnectRequest]) -> None:
-    try:
-        async for message in requests:
-            await session.take(message)
-    finally:
-        session.end()
 
 
 def _look_at_error(reader: asyncio.Task[None]) -> None:

@@ -1,6 +1,7 @@
 """One frontend's session: its handles, its numbered messages, its way into and out of the loop.
 
-Belongs to the event loop. Knows no gRPC call: `servicer.py` moves the messages.
+Outlives the stream that carries it where the frontend can resume it. Belongs to the event loop. Knows no gRPC
+call and no time: `servicer.py` moves the messages and decides how long a session may be without a stream.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
 
 from engine_svc import announce, convert
+from engine_svc.carrier import Carrier
+from engine_svc.handles import Handles, InFlight
 from engine_svc.lifecycle import EngineState
 from engine_svc.mailbox import Abort, Add, Outbox
+from engine_svc.replay import MAX_REPLAY_BYTES, ReplayRing
 from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.utility_calls import SessionCalls
 from service_kit.errors import (
+    Aborted,
     AlreadyExists,
     InvalidArgument,
+    PermissionDenied,
     ResourceExhausted,
     ServiceError,
     Unavailable,
-    Unimplemented,
 )
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, utility_pb2
 
@@ -34,20 +39,14 @@ _MAX_ENDING_BEATS = 4
 # A frontend that causes more answers than it reads is cut off.
 _MAX_UNSENT_MESSAGES = 8192
 _MAX_ADDS_AT_ONCE = 64
-_MAX_REMEMBERED_HANDLES = 8192
 _RETRY_AFTER_MS = 1000
 
 
-@dataclass(slots=True)
-class _InFlight:
-    request_id: str
-    attempt: int
-    stop_token_ids: frozenset[int]
-    is_aborted: bool = False
-
-
 class Session:
-    """The requests of one frontend, from ADD to finished row. Each handle gets exactly one end."""
+    """The requests of one frontend, from ADD to finished row. Each handle gets exactly one end.
+
+    `on_finished` hears of every request that has ended, `on_end` of the end of the session itself.
+    """
 
     def __init__(
         self,
@@ -56,28 +55,34 @@ class Session:
         *,
         number: int,
         on_finished: Callable[[], None],
-        abandon: Callable[[], object],
+        on_end: Callable[[Session], None] = lambda session: None,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+        max_replay_bytes: int = MAX_REPLAY_BYTES,
     ) -> None:
         self.frontend_id = hello.frontend_id
         self.frontend_epoch = hello.frontend_epoch
         self.session_id = hello.session_id
+        self.number = number
+        self.features = announce.common_features(hello)
         self._engine = engine
-        self._number = number
         self._on_finished = on_finished
+        self._on_end = on_end
+        self._carrier: Carrier | None = None
+        self._tensors = engine.tensors.source(hello.frontend_id, hello.session_id)
         self._seq = 0
-        self._in_flight: dict[int, _InFlight] = {}
-        self._finished_handles: dict[int, None] = {}  # the latest, in order: a bounded memory
+        self._last_end_seq = 0  # of the newest message that told of an end
+        self._replay = ReplayRing(max_bytes=max_replay_bytes) if self.is_resumable else None
+        self._handles = Handles()
         self._unsent: deque[engine_pb2.ConnectResponse] = deque()
         self._sent_stats = session_pb2.Stats()
         self._changed = asyncio.Event()
-        self._abandon = abandon
         self._is_beat_due = False
         self._num_ending_beats = 0
         self._is_over = False
         self._error: ServiceError | None = None
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(max_bytes=max_outbox_bytes, wake=self._wake)
+        self._calls = SessionCalls(engine, self._send_result)
         if engine.core is not None:
             self.on_state(EngineState.READY)
         if engine.lifecycle.state is not EngineState.READY:
@@ -86,10 +91,61 @@ class Session:
     @property
     def num_in_flight(self) -> int:
         """Requests whose end has not been written yet."""
-        return len(self._in_flight)
+        return len(self._handles)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the frontend knows how to go on after its stream broke."""
+        return announce.RESUME in self.features
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing new is said any more."""
+        return self._is_over
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether no stream carries it."""
+        return self._carrier is None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an end of a request is still to come, or may have to be sent again."""
+        if self._handles or self._replay is None:
+            return bool(self._handles)
+        return self.is_parked and self._replay.acknowledged < self._last_end_seq
+
+    def can_resume(self, last_seq: int) -> bool:
+        """Whether everything behind `last_seq` can still be sent."""
+        return not self._is_over and self._replay is not None and self._replay.covers(last_seq)
+
+    def attach(self, carrier: Carrier, *, last_seq: int = 0) -> None:
+        """Go on upon `carrier`, behind `last_seq`; a stream that carried it before is ended."""
+        if self._carrier is not None:
+            self._carrier.replace()
+            self._changed.set()
+        self._carrier = carrier
+        self._num_ending_beats = 0
+        self._is_beat_due = False
+        if self._replay is not None:
+            self._replay.acknowledge(last_seq)
+
+    def detach(self, carrier: Carrier) -> bool:
+        """`carrier` carries nothing any more; returns False where it did not anyway."""
+        if self._carrier is not carrier:
+            return False
+        self._carrier = None
+        self._changed.set()
+        return True
+
+    def is_carried_by(self, carrier: Carrier) -> bool:
+        """Whether what comes on `carrier` is still meant for this session."""
+        return self._carrier is carrier
 
     async def take(self, message: engine_pb2.ConnectRequest) -> None:
-        """Act on one message of the frontend. What is not known is ignored."""
+        """Act on one message of the frontend. What is not known is ignored, as is all after the end."""
+        if self._is_over:
+            return
         match message.WhichOneof("message"):
             case "add":
                 for index, entry in enumerate(message.add.entries, start=1):
@@ -97,16 +153,20 @@ class Session:
                     if index % _MAX_ADDS_AT_ONCE == 0:
                         # Very many prompts in one message are no reason to let other sessions wait.
                         await asyncio.sleep(0)
+                self._tensors.release()
+            case "host_proof":
+                if not self._tensors.prove(message.host_proof.digest):
+                    self.end(PermissionDenied("host_proof is no proof", reason="HOST_NOT_PROVEN"))
             case "abort":
                 self._abort(message.abort)
             case "utility":
-                self._refuse_utility(message.utility)
+                self._calls.begin(message.utility)
             case "goodbye":
                 logger.info("frontend says goodbye", extra={"frontend_id": self.frontend_id})
                 self.end()
             case "ack":
-                # There is no replay yet, so nothing is kept that an ack could release.
-                return
+                if self._replay is not None:
+                    self._replay.acknowledge(message.ack.last_seq)
             case "hello":
                 self.end(
                     InvalidArgument("hello is the first message of a session and comes once", field="hello")
@@ -118,11 +178,13 @@ class Session:
 
     def beat(self) -> None:
         """Have the next heartbeat sent. One that was not sent yet is not sent twice."""
+        if self._carrier is None:
+            return
         if self._is_over or self._outbox.has_overflowed:
             self._num_ending_beats += 1
             if self._num_ending_beats > _MAX_ENDING_BEATS:
                 # The writer waits for a frontend that lives and does not read: nothing else wakes it.
-                self._abandon()
+                self._carrier.abandon()
             return
         self._is_beat_due = True
         self._changed.set()
@@ -138,53 +200,97 @@ class Session:
         elif state is EngineState.FAILED and failure is not None:
             self.end(Unavailable(f"engine failed: {failure.reason}", reason="ENGINE_DEAD"))
         elif state is EngineState.STOPPED:
-            self.end()
+            num_left = len(self._handles)
+            left = Unavailable(f"engine stops, {num_left} requests are left", reason="ENGINE_DRAINED")
+            self.end(left if num_left else None)
 
     def end(self, error: ServiceError | None = None) -> None:
         """Let `responses` send what waits and return, or raise `error`. The first end counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
             self._changed.set()
+            self._on_end(self)
 
     def close(self) -> None:
         """Abort what still runs; nothing is sent any more."""
         self._outbox.close()
-        for entry in self._in_flight.values():
-            self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
-        self._in_flight.clear()
+        self._calls.close()
+        for request in self._handles.clear():
+            self._engine.inbox.put(Abort(request.request_id, "session_lost"))
+        self._tensors.close()
 
-    async def responses(self) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
-        """hello_ack, then everything for this frontend, numbered without gaps, until the session ends."""
-        yield engine_pb2.ConnectResponse(hello_ack=announce.hello_ack(self._engine, MAX_INFLIGHT_ADDS))
-        while True:
+    async def responses(
+        self, carrier: Carrier, *, is_resumed: bool = False
+    ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
+        """hello_ack, what is to be sent again, then everything for this frontend, numbered without gaps.
+
+        Returns when the session is over or has left `carrier`; raises what it was ended with.
+        """
+        yield engine_pb2.ConnectResponse(
+            hello_ack=announce.hello_ack(
+                self._engine,
+                MAX_INFLIGHT_ADDS,
+                features=self.features,
+                is_resumed=is_resumed,
+                host_probe=self._tensors.probe_name,
+            )
+        )
+        for message in self._replay.messages() if self._replay is not None else ():
+            yield message
+            if self._carrier is not carrier:
+                return
+        while self._carrier is carrier:
             self._changed.clear()
             is_over = self._is_over
-            # Before the steps: whoever adds early must hear that the engine is ready before any output.
-            while self._unsent:
-                yield self._numbered(self._unsent.popleft())
-            step = self._outbox.take()
-            if step is not None:
-                ended = [step.handles[finished.row] for finished in step.finished]
-                stop_token_ids = {handle: self._in_flight[handle].stop_token_ids for handle in ended}
-                yield self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
-                self._forget(ended)
-            if self._is_beat_due:
-                self._is_beat_due = False
-                for message in self._signs_of_life():
-                    yield self._numbered(message)
-            if self._outbox.has_overflowed:
-                raise ResourceExhausted("frontend leaves its steps unread", reason="SLOW_READER")
+            for message in self._waiting():
+                yield message
+                if self._carrier is not carrier:
+                    return
             if is_over:
                 break
-            await self._changed.wait()
+            self._end_if_unread()
+            if not self._is_over:
+                await self._changed.wait()
+        if self._carrier is not carrier:
+            return
         failure = self._engine.failure
         if failure is not None:
-            dead = engine_pb2.Dead(
-                reason=failure.reason, exit_code=failure.exit_code, handles=self._in_flight
-            )
+            dead = engine_pb2.Dead(reason=failure.reason, exit_code=failure.exit_code, handles=self._handles)
             yield self._numbered(engine_pb2.ConnectResponse(dead=dead))
         if self._error is not None:
             raise self._error
+
+    def _waiting(self) -> Iterator[engine_pb2.ConnectResponse]:
+        """What there is to say now. A message that was handed out once is kept for a replay, not repeated."""
+        # Before the steps: whoever adds early must hear that the engine is ready before any output.
+        while self._unsent:
+            yield self._numbered(self._unsent.popleft())
+        step = self._outbox.take()
+        if step is not None:
+            ended = [step.handles[finished.row] for finished in step.finished]
+            stop_token_ids = {handle: self._handles[handle].stop_token_ids for handle in ended}
+            message = self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
+            # Whatever becomes of the stream: from here on, the replay answers for their ends.
+            self._handles.end(ended)
+            if ended:
+                self._last_end_seq = self._seq
+                self._on_finished()
+            yield message
+        if self._is_beat_due:
+            self._is_beat_due = False
+            for message in self._signs_of_life():
+                yield self._numbered(message)
+
+    def _end_if_unread(self) -> None:
+        if self._outbox.has_overflowed:
+            self.end(ResourceExhausted("frontend leaves its steps unread", reason="SLOW_READER"))
+        elif self._replay is not None and self._replay.has_overflowed:
+            self.end(
+                ResourceExhausted(
+                    f"frontend leaves {self._replay.size_bytes} bytes of messages unacknowledged",
+                    reason="SLOW_READER",
+                )
+            )
 
     def _signs_of_life(self) -> Iterator[engine_pb2.ConnectResponse]:
         """How the loop gets on, whether or not it can say so itself; and the load, where it has changed."""
@@ -198,9 +304,15 @@ class Session:
             yield engine_pb2.ConnectResponse(stats=stats)
 
     def _add(self, entry: add_pb2.AddEntry) -> None:
+        entry_id = (entry.request_id, entry.attempt)
+        if self.is_resumable and self._handles.has_seen(entry.handle, entry_id):
+            # Whoever resumes cannot know which ADDs came before the break, so it sends them again.
+            return
         try:
             self._accept(entry)
         except ServiceError as error:
+            if entry.handle not in self._handles:
+                self._handles.settle(entry.handle, entry_id)
             rejected = engine_pb2.AddRejected(
                 handle=entry.handle,
                 attempt=entry.attempt,
@@ -211,15 +323,17 @@ class Session:
 
     def _accept(self, entry: add_pb2.AddEntry) -> None:
         core = self._admitting_core()
-        if entry.handle in self._in_flight:
+        if entry.handle in self._handles:
             raise AlreadyExists(f"handle {entry.handle} is in use", reason="HANDLE_IN_USE")
-        if len(self._in_flight) >= MAX_INFLIGHT_ADDS:
+        if len(self._handles) >= MAX_INFLIGHT_ADDS:
             raise ResourceExhausted(
-                f"session has {len(self._in_flight)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
+                f"session has {len(self._handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         now = self._engine.clock.now()
-        request = convert.to_request(entry, session_number=self._number, facts=core.facts, now=now)
+        request = convert.to_request(
+            entry, session_number=self.number, facts=core.facts, now=now, tensors=self._tensors
+        )
         refusal = core.refusal(request)
         if refusal is not None:
             raise InvalidArgument(refusal, reason="NEVER_FITS")
@@ -228,7 +342,8 @@ class Session:
         if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at)):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)
-        self._in_flight[entry.handle] = _InFlight(request.request_id, entry.attempt, stop_token_ids)
+        entry_id = (entry.request_id, entry.attempt)
+        self._handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
 
     def _admitting_core(self) -> LoadedCore:
         state, core = self._engine.lifecycle.state, self._engine.core
@@ -241,9 +356,9 @@ class Session:
     def _abort(self, abort: engine_pb2.Abort) -> None:
         late, cause = [], convert.to_abort_cause(abort.reason)
         for index, handle in enumerate(abort.handles):
-            entry = self._in_flight.get(handle)
+            entry = self._handles.get(handle)
             if entry is None:
-                if handle in self._finished_handles:
+                if self._handles.is_settled(handle):
                     late.append(handle)
             elif not entry.is_aborted and (
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
@@ -253,9 +368,7 @@ class Session:
         if late:
             self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 
-    def _refuse_utility(self, call: utility_pb2.UtilityCall) -> None:
-        error = Unimplemented(f"call {call.WhichOneof('call') or 'unknown'} is not served by this engine")
-        result = utility_pb2.UtilityResult(call_id=call.call_id, failure=convert.to_error_status(error))
+    def _send_result(self, result: utility_pb2.UtilityResult) -> None:
         self._send(engine_pb2.ConnectResponse(utility_result=result))
 
     def _send(self, message: engine_pb2.ConnectResponse) -> None:
@@ -273,17 +386,15 @@ class Session:
     def _numbered(self, message: engine_pb2.ConnectResponse) -> engine_pb2.ConnectResponse:
         self._seq += 1
         message.seq = self._seq
+        if self._replay is not None:
+            self._replay.keep(message)
         return message
 
     def _wake(self) -> None:
         """Called in the engine thread, until the outbox is closed."""
-        self._loop.call_soon_threadsafe(self._changed.set)
+        self._loop.call_soon_threadsafe(self._woken)
 
-    def _forget(self, handles: list[int]) -> None:
-        for handle in handles:
-            del self._in_flight[handle]
-            self._finished_handles[handle] = None
-        while len(self._finished_handles) > _MAX_REMEMBERED_HANDLES:
-            del self._finished_handles[next(iter(self._finished_handles))]
-        if handles:
-            self._on_finished()
+    def _woken(self) -> None:
+        self._changed.set()
+        if self._carrier is None and self._outbox.has_overflowed:
+            self.end(Aborted("more was computed than is kept for a lost stream", reason="REPLAY_OVERFLOW"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.sampling_params import SamplingParams
 
 
@@ -20,6 +21,7 @@ class AdmittedRequest:
     sampling: SamplingParams
     # Per group, what it took over from the prefix cache or kept; 0 where no layer will look again.
     block_ids: list[list[int]]
+    prompt_embeds: PromptEmbeds | None = None  # what counts at those places of the prompt, not their token
 
 
 @dataclass(slots=True)

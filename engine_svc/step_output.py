@@ -13,11 +13,12 @@ _MAX_UNFOLDED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """How the request of one row ended. `stop_token_id` only where a token ended it."""
+    """How the request of one row ended; `stop_token_id` where a token did it, `message` for an error."""
 
     row: int
     reason: FinishReason
     stop_token_id: int | None = None
+    message: str = ""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import random
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from frontend_svc.engines.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.stream import HEARTBEAT_S
+from frontend_svc.failover import Failover
 from frontend_svc.generation import Generation
 from frontend_svc.open_requests import OpenRequests
 from frontend_svc.output.collector import ReaderLimit
@@ -35,6 +37,7 @@ from frontend_svc.pooling import Pooling
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers import TextWorkers
+from service_kit import shared_memory
 from service_kit.admin import AdminServicer
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
@@ -90,7 +93,11 @@ class Frontend:
             heartbeat_s=heartbeat_s,
             connect=connect,
         )
-        self.directory = Directory(make_client, on_change=self._show_readiness)
+        window_s = config.reconnect_window_s
+        self.directory = Directory(
+            make_client, on_change=self._engines_changed, clock=clock, reconnect_window_s=window_s
+        )
+        self.failover = Failover(self.directory, clock, random.Random(self.identity.epoch))
         limits = RequestLimits(
             max_n=config.max_n, max_logprobs=config.max_logprobs, stream_interval=config.stream_interval
         )
@@ -100,10 +107,10 @@ class Frontend:
         # Sampled while there is something to do alone: a timer of 10 ms would be most of an idle process.
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.generation = Generation(
-            self.directory, self.admission, limits, reader_limit, self.requests, self.draining
+            self.directory, self.failover, self.admission, limits, reader_limit, self.requests, self.draining
         )
         self.resumable = ResumableStreams(functools.partial(stream_generate, self.generation), reader_limit)
-        self.pooling = Pooling(self.directory, self.admission, self.requests, self.draining)
+        self.pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
             registrations=self._public_services(limits, clock),
@@ -131,6 +138,9 @@ class Frontend:
 
     def connect(self, address: str) -> None:
         """Begin to reach engines and coordinator; `address` is where this frontend listens."""
+        if shared_memory.is_available():
+            # What frontends left here that were killed, where no engine has seen to it.
+            shared_memory.sweep()
         self.address = address
         self.directory.tell("configuration", self._config.engine)
         if self._coordinator is not None:
@@ -144,6 +154,7 @@ class Frontend:
         """End every stream of ours."""
         self.loop_lag.stop()
         await self.resumable.close()
+        self.failover.close()
         if self._coordinator is not None:
             await self._coordinator.close()
         await self.directory.close()
@@ -158,6 +169,11 @@ class Frontend:
             "num_queued_requests": self.admission.num_queued,
             "num_resumable_streams": len(self.resumable),
             "num_engines": len(clients),
+            "num_held_requests": self.failover.num_held,
+            "num_moved_requests": self.failover.num_moved,
+            "num_suspect_requests": self.failover.suspects.num_unproven,
+            "num_quarantined_requests": self.failover.num_quarantined,
+            "retry_budget_left": round(self.failover.budget.left, 1),
             "num_text_workers": len(self._text_workers.process_ids),
             "num_queued_texts": self._text_workers.num_queued,
             "event_loop_lag_p50_ms": lag.p50_ms,
@@ -167,6 +183,7 @@ class Frontend:
         for client in clients:
             values[f"engine.{client.address}.state"] = client.state.value
             values[f"engine.{client.address}.num_in_flight"] = client.num_in_flight
+            values[f"engine.{client.address}.stale_outputs"] = client.stale_outputs
         return values
 
     def _public_services(self, limits: RequestLimits, clock: MonotonicClock) -> list[Registration]:
@@ -217,6 +234,10 @@ class Frontend:
                 is_ready=True,
             ),
         ]
+
+    def _engines_changed(self) -> None:
+        self._show_readiness()
+        self.failover.engines_changed()
 
     def _show_readiness(self) -> None:
         is_ready = self.directory.is_ready

@@ -43,7 +43,16 @@ class FrontendConfig:
     )
     stream_interval: int = option(1, help="fewest tokens in a delta but the first and the last")
     slow_reader_s: float = option(30.0, help="seconds a client may leave more than its buffer unread")
+    reconnect_window_s: float = option(
+        10.0, help="seconds in which requests without an engine wait for one, where there was one"
+    )
     drain_deadline_s: float = option(20.0, help="seconds running requests get to finish after SIGTERM")
+    drain_lag_s: float = option(
+        1.0, help="seconds after SIGTERM in which new requests are still served: who sends them learns late"
+    )
+    plugins: tuple[str, ...] = option(
+        ("all",), help="names of the installed plugins to load; all: every one, empty: none"
+    )
     reflection: bool = option(True, help="serve gRPC reflection")
     workers: int = option(1, help="processes that serve the port together, each a frontend with all limits")
     share_port: bool = option(False, help="let others listen on the port too; what --workers starts has it")
@@ -75,7 +84,13 @@ class FrontendConfig:
         ParserNames(self.tool_parser, self.reasoning_parser)
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
-        for name in ("text_workers", "drain_deadline_s", "slow_reader_s"):
+        for name in (
+            "text_workers",
+            "drain_deadline_s",
+            "drain_lag_s",
+            "slow_reader_s",
+            "reconnect_window_s",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
         if not 0 < self.text_time_limit_s <= _MAX_TEXT_TIME_S:

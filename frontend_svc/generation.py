@@ -11,24 +11,28 @@ from frontend_svc.admission import Admission, Ticket
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
-from frontend_svc.engines.loss import ENGINE_LOST
+from frontend_svc.engines.loss import LossKind
+from frontend_svc.failover import Failover, Moves, Wish
 from frontend_svc.open_requests import OpenRequests, RequestPhase
-from frontend_svc.output.collector import Collector, EndReason, Output, OutputKind, ReaderLimit
+from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.group import make_states
 from frontend_svc.output.request_state import RequestState
+from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
 from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.sampling import stream_interval
 from frontend_svc.tracing import RequestTrace
-from service_kit.errors import DeadlineExceeded, ServiceError, Unavailable
+from service_kit.errors import DeadlineExceeded, ServiceError
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
 # What the engine's clock and ours may differ by about one deadline, and how much gRPC rounds one by.
 _LATE_S = 0.002
 _ROUNDED_SHARE = 0.01
+# How requests end that say nothing for sending others again.
+_NOT_WELL = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,64 +64,54 @@ class Caller:
         return engine_pb2.ABORT_REASON_DEADLINE if self.is_late() else engine_pb2.ABORT_REASON_CLIENT
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A request as it was sent to one engine: a handle and a state for each of its outputs."""
-
-    client: EngineClient
-    handles: list[int]
-    states: list[RequestState]
-
-    @property
-    def collector(self) -> Collector:
-        """Where its outputs come together."""
-        return self.states[0].collector
-
-    def end(self) -> None:
-        """Abort what has not ended, and tell the reader that it was."""
-        self.client.end(self.handles)
-
-    def abort(self, reason: engine_pb2.AbortReason) -> None:
-        """End in the engine what has not ended, and forget it here."""
-        self.client.abort(self.handles, reason)
-        self.collector.close()
-
-
 class OpenRequest:
-    """A request that is in an engine: who it is, and its outputs.
-
-    `send` sends it to an engine other than the given one, if that is not None. It is sent a second time when
-    the first engine refuses it for now, as one does that has just begun to drain.
-    """
+    """A request that is in an engine, or on its way to one: who it is, and its outputs."""
 
     def __init__(
         self,
         caller: Caller,
         request_id: str,
-        model: str,
-        prompt_token_ids: list[int],
-        send: Callable[[EngineClient | None], Attempt],
+        prepared: Prepared,
+        states: list[RequestState],
+        failover: Failover,
+        wish: Wish,
+        trace: RequestTrace,
+        arrived_at: float,
         leave_queue: Callable[[], None],
     ) -> None:
         self._caller = caller
         self.request_id = request_id
-        self.model = model
-        self.prompt_token_ids = prompt_token_ids
+        self.model = wish.model.name
+        self.prompt_token_ids = prepared.prompt_token_ids
         self.finish_reason = "abort"
-        self.num_attempts = 1
-        self._num_output_tokens: dict[int, int] = {}
-        self.attempt = send(None)
-        self._resend: Callable[[EngineClient], Attempt] | None = send
+        self.states = states
+        self._entries = prepared.entries
+        self._tensors = prepared.tensors
+        self._collector = states[0].collector
+        self._clock = failover.clock
+        self._arrived_at = arrived_at
         self._leave_queue = leave_queue
+        self._num_output_tokens: dict[int, int] = {}
+        self._handles: list[int] = []
+        self._num_sent_tokens = 0
+        self._moves = Moves(
+            failover,
+            wish,
+            send=self._send,
+            fail=self._fail,
+            tell=lambda move: trace.note_move(move, self.num_sampled_tokens),
+            remaining_s=caller.remaining_s,
+        )
+        for state in states:
+            state.on_lost = self._lose
+
+    def start(self) -> None:
+        """Send it; see `Moves.start`."""
+        self._moves.start()
 
     async def next(self) -> Output:
         """What came since the last call, waiting for it; after the last nothing comes."""
-        try:
-            output = await self.attempt.collector.get()
-        except Unavailable as error:
-            if not self._is_sent_on(error):
-                raise
-            output = await self.attempt.collector.get()
+        output = await self._collector.get()
         self._leave_queue()
         for piece in output.pieces:
             self._num_output_tokens[piece.index] = piece.num_output_tokens
@@ -135,7 +129,7 @@ class OpenRequest:
     @property
     def phase(self) -> RequestPhase:
         """How far it is."""
-        if self.attempt.collector.has_ended:
+        if self._collector.has_ended:
             return RequestPhase.FINISHED
         return RequestPhase.RUNNING if self.num_sampled_tokens else RequestPhase.QUEUED
 
@@ -147,34 +141,83 @@ class OpenRequest:
     @property
     def num_cached_tokens(self) -> int:
         """How many of them came from the prefix cache."""
-        return self.attempt.collector.num_cached_tokens
+        return self._collector.num_cached_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens of all outputs, read or not."""
-        return sum(state.num_output_tokens for state in self.attempt.states)
+        return sum(state.num_output_tokens for state in self.states)
+
+    @property
+    def num_attempts(self) -> int:
+        """How often it was sent to an engine."""
+        return self._moves.num_attempts
 
     @property
     def engine_id(self) -> str:
-        """Where it runs."""
-        return self.attempt.client.engine_id
+        """Where it runs; empty while it is on its way."""
+        client = self._moves.client
+        return "" if client is None else client.engine_id
 
     def end(self) -> None:
         """End its outputs as aborted, for whoever reads them."""
-        self.attempt.end()
+        client = self._moves.client
+        if client is not None:
+            client.end(self._handles)
+            return
+        self._moves.end(is_well=False)
+        for state in self.states:
+            if not state.has_ended:
+                state.advance([], Ending(EndReason.ABORT))
 
-    def _is_sent_on(self, error: Unavailable) -> bool:
-        # An engine that was lost may have been brought down by this very request.
-        resend, self._resend = self._resend, None
-        if resend is None or self.num_output_tokens or error.reason == ENGINE_LOST:
-            return False
-        try:
-            self.attempt = resend(self.attempt.client)
-        except ServiceError:
-            # That no other engine can take it says less than why the first one did not.
-            return False
-        self.num_attempts += 1
-        return True
+    def abort(self, reason: engine_pb2.AbortReason) -> None:
+        """End in the engine what has not ended, without a word to whoever reads it, and send nothing more."""
+        client = self._moves.client
+        self._moves.end(is_well=self.finish_reason not in _NOT_WELL)
+        if client is not None:
+            client.abort(self._handles, reason)
+
+    def close(self, reason: engine_pb2.AbortReason) -> None:
+        """Abort what has not ended, and forget what was not read."""
+        self.abort(reason)
+        self._collector.close()
+
+    def _send(self, client: EngineClient) -> None:
+        remaining_ms = self._caller.remaining_ms()
+        age_ms = round((self._clock.now() - self._arrived_at) * 1000)
+        entries, states = [], []
+        for entry, state in zip(self._entries, self.states, strict=True):
+            if state.has_ended:
+                continue
+            # What was sent before stays as it is: its engine may have to be sent it once more.
+            sent = add_pb2.AddEntry()
+            sent.CopyFrom(entry)
+            sent.attempt = self._moves.num_attempts - 1
+            sent.output_token_ids = id_column(state.output_token_ids)
+            sent.age_ms = age_ms
+            if remaining_ms is not None:
+                sent.remaining_ms = remaining_ms
+            state.on_output = self._moves.prove if self._moves.needs_proof else None
+            entries.append(sent)
+            states.append(state)
+        self._num_sent_tokens = self.num_sampled_tokens
+        self._handles[:] = client.add(entries, states, self._tensors)
+
+    def _lose(self, cause: LossKind, error: ServiceError) -> None:
+        client = self._moves.client
+        if client is None:
+            # Another output of the group was told before.
+            return
+        if cause is LossKind.REFUSED and len(self._handles) > 1:
+            client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
+        has_begun = any(state.has_begun or state.num_prompt_told for state in self.states)
+        for state in self.states:
+            state.keeps_cached = has_begun
+        had_output = self.num_sampled_tokens > self._num_sent_tokens
+        self._moves.lose(cause, error, has_begun=has_begun, had_output=had_output)
+
+    def _fail(self, error: ServiceError) -> None:
+        self._collector.fail(too_late() if self._caller.is_late() else error)
 
 
 class Generation:
@@ -187,6 +230,7 @@ class Generation:
     def __init__(
         self,
         directory: Directory,
+        failover: Failover,
         admission: Admission,
         limits: RequestLimits,
         reader_limit: ReaderLimit,
@@ -194,6 +238,7 @@ class Generation:
         drain: Drain,
     ) -> None:
         self._directory = directory
+        self._failover = failover
         self._admission = admission
         self._requests = requests
         self._limits = limits
@@ -218,23 +263,34 @@ class Generation:
         ):
             model = self._directory.model(request.model)
             prepared = await self._prepare(request, prompt, model, ticket, trace)
+            trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
+            for entry in prepared.entries:
+                entry.trace_context.CopyFrom(trace_context)
+            rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
             opened = OpenRequest(
                 caller,
                 request.request_id or caller.request_id,
-                model.name,
-                prepared.prompt_token_ids,
-                lambda avoided: self._send(request, prompt, prepared, model, caller, kind, trace, avoided),
+                prepared,
+                self._states(
+                    request, prompt, prepared, model, kind,
+                    lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+                ),
+                self._failover,
+                Wish(model, rank, len(prepared.entries)),
+                trace,
+                tracked.arrived_at,
                 lambda: self._admission.leave_queue(ticket),
-            )
+            )  # fmt: skip
             try:
+                opened.start()
                 tracked.follow(opened)
                 yield opened
             finally:
                 reason = caller.abort_reason()
                 if reason == engine_pb2.ABORT_REASON_DEADLINE:
                     trace.abort_cause = "deadline"
-                opened.attempt.abort(reason)
-                trace.note_output(opened.attempt.states, opened.num_output_tokens, opened.finish_reason)
+                opened.close(reason)
+                trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
 
     async def _prepare(
         self, request: AnyRequest, prompt: Prompt, model: ServedModel, ticket: Ticket, trace: RequestTrace
@@ -246,46 +302,33 @@ class Generation:
         trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
         return prepared
 
-    def _send(
+    def _states(
         self,
         request: AnyRequest,
         prompt: Prompt,
         prepared: Prepared,
         model: ServedModel,
-        caller: Caller,
         kind: OutputKind,
-        trace: RequestTrace,
-        avoided: EngineClient | None,
-    ) -> Attempt:
-        remaining_ms = caller.remaining_ms()
-        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-        client = self._directory.pick(model, rank, avoided=avoided, num_requests=len(prepared.entries))
-        handles: list[int] = []
-        sampling = request.sampling
+        on_slow: Callable[[], None],
+    ) -> list[RequestState]:
+        sampling, num_outputs = request.sampling, len(prepared.entries)
         collector = Collector(
             kind,
-            len(prepared.entries),
+            num_outputs,
             stream_interval=stream_interval(sampling, self._limits),
             limit=self._reader_limit,
-            on_slow=lambda: client.abort(handles, engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+            on_slow=on_slow,
             awaits_prompt=sampling.HasField("prompt_logprobs"),
         )
-        states = make_states(
+        return make_states(
             sampling,
             prepared.prompt_token_ids,
             model,
             collector,
-            len(prepared.entries),
+            num_outputs,
             markers=prompt.markers,
+            num_leading_places=prepared.num_leading_places,
         )
-        trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
-        for entry in prepared.entries:
-            entry.attempt = 0 if avoided is None else 1
-            entry.trace_context.CopyFrom(trace_context)
-            if remaining_ms is not None:
-                entry.remaining_ms = remaining_ms
-        handles += client.add(prepared.entries, states)
-        return Attempt(client, handles, states)
 
 
 def too_late() -> DeadlineExceeded:

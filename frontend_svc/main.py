@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_process
+from service_kit.process import prepare_process, set_title
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,19 +15,23 @@ def main(argv: Sequence[str]) -> int:
     from frontend_svc.config import FrontendConfig
     from frontend_svc.run import run
     from service_kit.config import ConfigError, load_config, usage
+    from service_kit.plugins import PluginError, load_plugins
 
     if "--help" in argv:
         print(usage(FrontendConfig, "triptych frontend"))
         return 0
     try:
         loaded = load_config(FrontendConfig, argv, service="frontend")
-    except ConfigError as error:
+        set_title("frontend", loaded.config.index or None)
+        if loaded.config.workers > 1:
+            from frontend_svc.workers import run_workers
+
+            # It serves nothing itself: the workers load the plugins.
+            return run_workers(loaded, argv)
+        load_plugins(loaded.config.plugins)
+    except (ConfigError, PluginError) as error:
         print(f"triptych frontend: {error}", file=sys.stderr)
         return 2
-    if loaded.config.workers > 1:
-        from frontend_svc.workers import run_workers
-
-        return run_workers(loaded, argv)
     return run(loaded)
 
 

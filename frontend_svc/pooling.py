@@ -12,15 +12,17 @@ from frontend_svc.admission import Admission, Ticket
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
-from frontend_svc.engines.loss import ENGINE_LOST
+from frontend_svc.engines.loss import LossKind
+from frontend_svc.failover import Failover, Move, Moves, Wish
 from frontend_svc.generation import Caller, too_late
 from frontend_svc.open_requests import OpenRequests, RequestPhase
+from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.id_column import id_column
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import is_per_token
 from frontend_svc.tracing import RequestTrace
-from service_kit.errors import Aborted, Unavailable
+from service_kit.errors import Aborted, ServiceError
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -47,6 +49,86 @@ class PooledPrompts:
     num_prompt_tokens: int
 
 
+class PooledPrompt:
+    """One prompt on its way through engines to its result."""
+
+    def __init__(
+        self,
+        failover: Failover,
+        model: ServedModel,
+        entry: add_pb2.AddEntry,
+        caller: Caller,
+        arrived_at: float,
+        tell: Callable[[Move], None],
+    ) -> None:
+        self._entry = entry
+        self._caller = caller
+        self._clock = failover.clock
+        self._arrived_at = arrived_at
+        self._state = PoolingState()
+        self._state.on_lost = self._lose
+        self.engine_id = ""  # where it was sent last
+        self._handles: list[int] = []
+        self._moves = Moves(
+            failover,
+            Wish(model, None, 1),
+            send=self._send,
+            fail=self._fail,
+            tell=tell,
+            remaining_s=caller.remaining_s,
+        )
+
+    @property
+    def num_attempts(self) -> int:
+        """How often it was sent to an engine."""
+        return self._moves.num_attempts
+
+    async def run(self) -> Pooled:
+        """The result. Raises what ended the request instead; nothing of it is left then."""
+        is_well = False
+        try:
+            self._moves.start()
+            pooled = await self._state.result()
+            is_well = True
+        except Aborted as error:
+            if self._caller.is_late():
+                raise too_late() from error
+            raise
+        finally:
+            client = self._moves.client
+            self._moves.end(is_well=is_well)
+            if client is not None:
+                client.abort(self._handles, self._caller.abort_reason())
+        return pooled
+
+    def end(self) -> None:
+        """End it as aborted."""
+        client = self._moves.client
+        if client is not None:
+            client.end(self._handles)
+        else:
+            self._moves.end(is_well=False)
+            self._state.advance([], Ending(EndReason.ABORT))
+
+    def _send(self, client: EngineClient) -> None:
+        remaining_ms = self._caller.remaining_ms()
+        # What was sent before stays as it is: its engine may have to be sent it once more.
+        entry = add_pb2.AddEntry()
+        entry.CopyFrom(self._entry)
+        if remaining_ms is not None:
+            entry.remaining_ms = remaining_ms
+        entry.attempt = self._moves.num_attempts - 1
+        entry.age_ms = round((self._clock.now() - self._arrived_at) * 1000)
+        self.engine_id = client.engine_id
+        self._handles[:] = client.add([entry], [self._state])
+
+    def _lose(self, cause: LossKind, error: ServiceError) -> None:
+        self._moves.lose(cause, error, has_begun=False, had_output=False)
+
+    def _fail(self, error: ServiceError) -> None:
+        self._state.end_with(too_late() if self._caller.is_late() else error)
+
+
 class PoolingProgress:
     """How far a pooling request is, and its end from outside: its prompts in engines, and what is done."""
 
@@ -54,11 +136,11 @@ class PoolingProgress:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_sampled_tokens = 0
-        self.engine_id = ""
-        self._engine_ids: set[str] = set()
         self._num_left = num_prompts
         self._num_prompts = num_prompts
-        self._sent: list[tuple[EngineClient, list[int]]] = []
+        self._max_attempts = 0
+        self._engine_id = ""
+        self._sent: list[PooledPrompt] = []
         self._is_ended = False
 
     @property
@@ -70,45 +152,52 @@ class PoolingProgress:
 
     @property
     def num_attempts(self) -> int:
-        """How many engines it was sent to."""
-        return len(self._engine_ids)
+        """How often that prompt was sent to engines that was sent most often."""
+        return max((prompt.num_attempts for prompt in self._sent), default=self._max_attempts)
+
+    @property
+    def engine_id(self) -> str:
+        """Where the prompt is that was begun last."""
+        return self._sent[-1].engine_id if self._sent else self._engine_id
 
     def end(self) -> None:
         """End the prompts in engines, and send no more: the request ends as aborted."""
         self._is_ended = True
-        for client, handles in list(self._sent):
-            client.end(handles)
+        for prompt in list(self._sent):
+            prompt.end()
 
     @contextlib.contextmanager
-    def sent(self, client: EngineClient, handles: list[int]) -> Iterator[None]:
-        """Know a prompt that is in an engine, inside of the block."""
-        self.engine_id = client.engine_id
-        self._engine_ids.add(client.engine_id)
-        place = (client, handles)
-        self._sent.append(place)
+    def sent(self, prompt: PooledPrompt) -> Iterator[None]:
+        """Know a prompt that is on its way, inside of the block. Raises Aborted after the request's end."""
+        if self._is_ended:
+            raise Aborted("the request was ended before its result was there")
+        self._sent.append(prompt)
         try:
             yield
         finally:
-            self._sent.remove(place)
+            self._engine_id = self.engine_id
+            self._max_attempts = max(self._max_attempts, self.num_attempts)
+            self._sent.remove(prompt)
 
     def note(self, pooled: Pooled) -> None:
         """Count a prompt that has its result."""
         self._num_left -= 1
         self.num_cached_tokens += pooled.num_cached_tokens
 
-    def check(self) -> None:
-        """Raise Aborted once it was ended."""
-        if self._is_ended:
-            raise Aborted("the request was ended before its result was there")
-
 
 class Pooling:
     """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
 
     def __init__(
-        self, directory: Directory, admission: Admission, requests: OpenRequests, drain: Drain
+        self,
+        directory: Directory,
+        failover: Failover,
+        admission: Admission,
+        requests: OpenRequests,
+        drain: Drain,
     ) -> None:
         self._directory = directory
+        self._failover = failover
         self._admission = admission
         self._requests = requests
         self._drain = drain
@@ -132,70 +221,42 @@ class Pooling:
                 prompts = await work.tokenize()
             num_tokens = sum(map(len, prompts))
             self._admission.add_prompt(ticket, num_tokens)
-            entries = [_entry(work, token_ids, trace, caller) for token_ids in prompts]
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
-            results = await self._run_all(work.model, entries, caller, ticket, progress)
+            on_their_way = [
+                PooledPrompt(
+                    self._failover,
+                    work.model,
+                    _entry(work, token_ids, trace, caller),
+                    caller,
+                    tracked.arrived_at,
+                    lambda move: trace.note_move(move, 0),
+                )
+                for token_ids in prompts
+            ]
+            results = await self._run_all(on_their_way, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
 
     async def _run_all(
-        self,
-        model: ServedModel,
-        entries: Sequence[add_pb2.AddEntry],
-        caller: Caller,
-        ticket: Ticket,
-        progress: PoolingProgress,
+        self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress
     ) -> list[Pooled]:
         places = asyncio.Semaphore(_MAX_SENT)
 
-        async def run_in_turn(entry: add_pb2.AddEntry) -> Pooled:
+        async def run_in_turn(prompt: PooledPrompt) -> Pooled:
             async with places:
-                pooled = await self._run_one(model, entry, caller, progress)
+                with progress.sent(prompt):
+                    pooled = await prompt.run()
             progress.note(pooled)
             self._admission.leave_queue(ticket)
             return pooled
 
-        tasks = [asyncio.ensure_future(run_in_turn(entry)) for entry in entries]
+        tasks = [asyncio.ensure_future(run_in_turn(prompt)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run_one(
-        self, model: ServedModel, entry: add_pb2.AddEntry, caller: Caller, progress: PoolingProgress
-    ) -> Pooled:
-        client = self._directory.pick(model, None)
-        try:
-            return await _send(client, entry, caller, progress)
-        except Unavailable as error:
-            # An engine that was lost may have been brought down by this very request.
-            if error.reason == ENGINE_LOST:
-                raise
-            entry.attempt = 1
-            other = self._directory.pick(model, None, avoided=client)
-            return await _send(other, entry, caller, progress)
-
-
-async def _send(
-    client: EngineClient, entry: add_pb2.AddEntry, caller: Caller, progress: PoolingProgress
-) -> Pooled:
-    progress.check()
-    remaining_ms = caller.remaining_ms()
-    if remaining_ms is not None:
-        entry.remaining_ms = remaining_ms
-    state = PoolingState()
-    handles = client.add([entry], [state])
-    try:
-        with progress.sent(client, handles):
-            return await state.result()
-    except Aborted as error:
-        if caller.is_late():
-            raise too_late() from error
-        raise
-    finally:
-        client.abort(handles, caller.abort_reason())
 
 
 def _entry(

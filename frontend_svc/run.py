@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import uvloop
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.config import Loaded
+from service_kit.process import end_at_once_on_signals
 from service_kit.server import AddressError, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
@@ -59,12 +61,21 @@ async def _serve(config: FrontendConfig) -> int:
             },
         )
 
+    async def drain() -> None:
+        # Health says at once that this frontend goes. Whoever spreads requests over several learns it from
+        # there, or from a list of endpoints, a moment later; what was sent until then is served.
+        await asyncio.sleep(config.drain_lag_s)
+        await frontend.drain()
+
     try:
-        return await run_server(
+        exit_code = await run_server(
             [frontend.public, frontend.admin],
-            on_drain=frontend.drain,
+            on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
         )
+        end_at_once_on_signals(exit_code)
+        return exit_code
     finally:
         await frontend.close()
+        gc.unfreeze()

@@ -10,6 +10,7 @@ from types import TracebackType
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from frontend_svc.failover import Move
 from frontend_svc.output.request_state import RequestState
 from service_kit.errors import ServiceError
 from service_kit.telemetry import bind_log_fields, context_from, traceparent_of, tracer
@@ -65,6 +66,18 @@ class RequestTrace:
         self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         for name in _SHOWN_PARAMETERS:
             self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
+
+    def note_move(self, move: Move, num_output_tokens: int) -> None:
+        """That it goes on in another engine, with so many tokens."""
+        self._span.add_event(
+            "moved",
+            {
+                "triptych.cause": move.cause.value,
+                "triptych.from": move.origin,
+                "triptych.to": move.target,
+                "triptych.num_output_tokens": num_output_tokens,
+            },
+        )
 
     def note_output(self, states: Sequence[RequestState], num_output_tokens: int, finish_reason: str) -> None:
         """What came of it. Makes the span `detokenize`, from the first output to the last."""

@@ -6,7 +6,6 @@ fork and exec in a parent is not safe.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,8 +16,7 @@ from service_kit.process import die_with_parent
 def main(argv: Sequence[str]) -> int:
     """Tie this process to its parent, then be a frontend."""
     parent_pid, *flags = argv
-    # Killed outright: a worker that drained on its own would keep the port from who takes the parent's place.
-    die_with_parent(int(parent_pid), signal.SIGKILL)
+    die_with_parent(int(parent_pid))
     return run_frontend(flags)
 
 

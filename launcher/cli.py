@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launcher.admin_verbs import admin
 from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services hands on what it is given: their own configurations know the flags and the help.
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+app.add_typer(admin, name="admin")
 
 
 def main() -> None:

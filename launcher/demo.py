@@ -70,8 +70,10 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
 
     print("starting coordinator, engine and frontend as three processes", flush=True)
     config = ServeConfig(port=0, startup_timeout_s=120.0, drain_deadline_s=5.0)
+    # Nobody else has its address: there is no late request to wait for.
+    flags = {"engine": embedded_engine(), "frontend": ("--drain-lag-s=0",)}
     supervisor = Supervisor(
-        plan_stack(Serving(config, flags={"engine": embedded_engine()})),
+        plan_stack(Serving(config, flags=flags)),
         environment,
         await_ready=await_ready,
         report=report,

@@ -15,6 +15,9 @@ _NUM_LAST_LINES = 20
 # One line of a child's log; a longer one is cut into pieces.
 _MAX_LINE_BYTES = 64 * 1024
 
+# When a child died: before it could serve.
+STARTING = "while it was starting"
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
@@ -40,11 +43,14 @@ class Announcement:
 
 
 class ChildDied(Exception):
-    """A child ended before it could serve."""
+    """A child ended that should not have. The message says which, how and, with `when`, at what moment."""
 
-    def __init__(self, child: ChildProcess) -> None:
-        last_lines = "".join(f"\n    {line}" for line in child.last_lines)
-        super().__init__(f"{child.plan.name} {child.ending}{last_lines and '; its last lines:' + last_lines}")
+    def __init__(self, child: ChildProcess, when: str = "") -> None:
+        words = [child.plan.name, child.ending, *([when] if when else [])]
+        last_lines = [line for line in child.last_lines if line.strip()]
+        reason = f": {last_lines.pop()}" if last_lines else ""
+        before = "".join(f"\n    {line}" for line in last_lines)
+        super().__init__(" ".join(words) + reason + (before and "\n  its lines before that:" + before))
 
 
 class ChildProcess:
@@ -97,7 +103,7 @@ class ChildProcess:
             transport.close()
         if not line:
             await self.wait()
-            raise ChildDied(self)
+            raise ChildDied(self, STARTING)
         record = json.loads(line)
         self.announcement = Announcement(record["pid"], record["address"], record.get("admin_address") or "")
         return self.announcement
@@ -117,8 +123,12 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs. A second one cuts its drain."""
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
         if self.is_running:
-            self._process.terminate()
+            self._process.send_signal(number)
 
     async def _copy_lines(self) -> None:
         stream = self._process.stdout

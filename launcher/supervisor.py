@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from launcher.process import ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.process import STARTING, ChildDied, ChildProcess, ProcessPlan, spawn
 
 # Resolves once the service at that address is ready for work; told the service and "host:port".
 AwaitReady = Callable[[str, str], Awaitable[None]]
@@ -63,6 +63,7 @@ class Supervisor:
         self._quiet = quiet
         # By process name. Kept while a process is down: it comes back where the others know it.
         self._addresses: dict[str, str] = {}
+        self._ready: set[str] = set()
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -74,7 +75,8 @@ class Supervisor:
                     for plan in self._plan.others:
                         group.create_task(self._start(plan))
         except TimeoutError as error:
-            raise StartTimeout(f"not everything was ready within {self._limits.startup_s:g} s") from error
+            late = [plan.name for plan in self._plans() if plan.name not in self._ready]
+            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {', '.join(late)}") from error
         except ExceptionGroup as failures:
             # The first to die is the cause; the others were cancelled for it or followed it.
             raise failures.exceptions[0] from failures
@@ -83,7 +85,7 @@ class Supervisor:
         """Restart what dies, until cancelled; raises ChildDied for a process that keeps dying."""
         try:
             async with asyncio.TaskGroup() as group:
-                for plan in (self._plan.coordinator, *self._plan.others):
+                for plan in self._plans():
                     group.create_task(self._keep(plan))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
@@ -109,12 +111,16 @@ class Supervisor:
         """Where a process listens, or will again once it has been restarted."""
         return self._addresses.get(name, "")
 
+    def _plans(self) -> tuple[ProcessPlan, ...]:
+        return (self._plan.coordinator, *self._plan.others)
+
     async def _start(self, plan: ProcessPlan) -> None:
         child, pipe_fd = await spawn(plan, self._flags_of(plan), self._environment, quiet=self._quiet)
         self.children[plan.name] = child
         address = (await child.announced(pipe_fd)).address
         self._addresses[plan.name] = address
         await self._until_ready(child, address)
+        self._ready.add(plan.name)
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
 
     async def _until_ready(self, child: ChildProcess, address: str) -> None:
@@ -123,7 +129,7 @@ class Supervisor:
         try:
             await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                raise ChildDied(child)
+                raise ChildDied(child, STARTING)
             await ready
         finally:
             ready.cancel()
@@ -141,19 +147,21 @@ class Supervisor:
     async def _keep(self, plan: ProcessPlan) -> None:
         loop = asyncio.get_running_loop()
         restarted_at: list[float] = []
+        limits = self._limits
         while True:
             child = self.children[plan.name]
             await child.wait()
             if self._is_stopping:
                 return
-            restarted_at = [at for at in restarted_at if loop.time() - at < self._limits.restart_window_s]
-            if len(restarted_at) == self._limits.max_restarts:
-                raise ChildDied(child)
-            delay_s = self._limits.restart_delay_s * 2 ** len(restarted_at)
+            restarted_at = [at for at in restarted_at if loop.time() - at < limits.restart_window_s]
+            if len(restarted_at) == limits.max_restarts:
+                tries = f"after {limits.max_restarts} restarts within {limits.restart_window_s:g} s"
+                raise ChildDied(child, tries)
+            delay_s = limits.restart_delay_s * 2 ** len(restarted_at)
             restarted_at.append(loop.time())
             self._report(
                 f"{plan.name} {child.ending}; starts again in {delay_s:g} s"
-                f" ({len(restarted_at)} of {self._limits.max_restarts})"
+                f" ({len(restarted_at)} of {limits.max_restarts})"
             )
             await asyncio.sleep(delay_s)
             await self._restart(plan)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 
 import grpc.aio
 
-from service_kit.errors import InvalidArgument
+from service_kit.errors import InvalidArgument, Unimplemented
 from service_kit.logs import set_log_level
 from service_kit.server import Registration
 from service_kit.telemetry import SpanRecord, recent_spans
@@ -34,18 +35,24 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Answers GetStatus, GetTrace and SetLogLevel; the rest of AdminService is UNIMPLEMENTED.
+    """Answers GetStatus, GetTrace and SetLogLevel, and Utility where there is a handler for it.
 
-    `status` tells the service's own facts and counters; its key `state`, if it has one, is one of starting,
-    serving, draining and stopped, and a service that does not tell is taken to be serving.
+    The rest of AdminService is UNIMPLEMENTED. `status` tells the service's own facts and counters; its key
+    `state`, if it has one, is one of starting, serving, draining and stopped, and who does not tell it is
+    taken to be serving. `utility` makes calls into the engine that this process is.
     """
 
     def __init__(
-        self, service: str, instance: str, status: Callable[[], Mapping[str, str | int | float]]
+        self,
+        service: str,
+        instance: str,
+        status: Callable[[], Mapping[str, str | int | float]],
+        utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
     ) -> None:
         self._service = service
         self._instance = instance
         self._status = status
+        self._utility = utility
         self._started_at = time.monotonic()
 
     def registration(self) -> Registration:
@@ -61,8 +68,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.GetStatusRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse],
     ) -> admin_pb2.GetStatusResponse:
-        """What this process is and how it does."""
-        values = dict(self._status())
+        """What this process is and how it does, and how many tasks its event loop has."""
+        values = {"num_tasks": len(asyncio.all_tasks()), **self._status()}
         state = _STATES[str(values.pop("state", "serving"))]
         return admin_pb2.GetStatusResponse(
             service=self._service,
@@ -102,6 +109,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         else:
             set_log_level(logging.getLevelName(_LEVELS[request.level]))
         return admin_pb2.SetLogLevelResponse(previous_level=_nearest_level(previous))
+
+    async def Utility(
+        self,
+        request: admin_pb2.UtilityRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.UtilityRequest, admin_pb2.UtilityResponse],
+    ) -> admin_pb2.UtilityResponse:
+        """Make a call into an engine, where this process is one."""
+        if self._utility is None:
+            raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
+        return await self._utility(request)
 
 
 def _version() -> str:

@@ -14,8 +14,6 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 * _MIB),
     ("grpc.max_send_message_length", 64 * _MIB),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 # A stopped process still acknowledges TCP, so only the ping timeout finds it, else after a minute.
@@ -26,7 +24,11 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
         ("grpc.keepalive_timeout_ms", 1500),
         ("grpc.http2.ping_timeout_ms", 1500),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        # Channels with equal options share their connections, and so the wait after a failed one.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
     ),
     "public": (
@@ -35,7 +37,9 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
         ("grpc.keepalive_timeout_ms", 5000),
         ("grpc.http2.ping_timeout_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
     ),
 }
 

@@ -286,7 +286,8 @@ def _entry(title: str, one: _Option) -> str:
     if one.default is MISSING:
         notes.append("required")
     elif one.default not in (None, ()):
-        notes.append(f"default {one.default}")
+        default = ",".join(map(str, one.default)) if one.kind.is_list else one.default
+        notes.append(f"default {default}")
     text = one.help + (f" ({', '.join(notes)})" if notes else "")
     gap = "" if len(title) < _HELP_COLUMN else "\n" + " " * (_HELP_COLUMN + 2)
     return f"  {title:<{_HELP_COLUMN}}{gap}{text}"

@@ -1,12 +1,17 @@
-"""What must be in the environment of a process before grpc is imported. Imports only the standard library."""
+"""What a process is before it is a service: its environment, its title, whom it ends with.
+
+Imports only the standard library at its own import, because grpc reads the environment when it is imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
-from typing import Literal
+from typing import Literal, NoReturn
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
@@ -28,15 +33,55 @@ def prepare_process(role: Role) -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
+def set_title(service: str, index: int | None = None, *parts: str | int) -> None:
+    """Let `ps` show this process as, say, `triptych-engine-0-rank-1` instead of its command line.
+
+    Without an index it is the only one of its kind, or the first.
+    """
+    # Here and not above: what prepares the environment must not wait for a package.
+    import setproctitle
+
+    words = ("triptych", service, *([] if index is None else [index]), *parts)
+    setproctitle.setproctitle("-".join(map(str, words)))
+
+
+def end_at_once_on_signals(exit_code: int) -> None:
+    """From now on SIGTERM and SIGINT end this process without delay, with `exit_code`.
+
+    For the time after the work, when there is nothing left that could be lost: whoever signals a second time
+    does not want to wait for the rest.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        os._exit(exit_code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
+def leave_process(exit_code: int) -> NoReturn:
+    """End this process with all that it has written, and without taking its interpreter apart."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may be gone.
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(exit_code)
+
+
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, for who starts others. Options are read through `load_config`."""
     return dict(os.environ)
 
 
-def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies; exits at once if it is dead already. Linux only."""
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent dies; exits at once if that is gone already. Linux.
+
+    Killed, not asked to end: a service that drained on its own would keep its port, and its device, from
+    whoever takes the parent's place.
+    """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(f"the parent process {parent_pid} is gone")

@@ -31,6 +31,7 @@ __all__ = [
     "INTERNAL",
     "PUBLIC",
     "AddressError",
+    "DrainCut",
     "Lifecycle",
     "LimitProfile",
     "Registration",
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 # Answers that are complete but not yet on the wire get this long after the service has said that it is done.
 _FLUSH_GRACE_S = 0.5
+# What a cut drain leaves gets this long to be ended in words of its own.
+_CUT_GRACE_S = 0.4
+# Whoever signals twice waits for neither.
+_HURRIED_GRACE_S = 0.2
 
 
 class ServiceState(Enum):
@@ -62,6 +67,13 @@ _TRANSITIONS: dict[ServiceState, frozenset[ServiceState]] = {
     ServiceState.DRAINING: frozenset({ServiceState.STOPPED}),
     ServiceState.STOPPED: frozenset(),
 }
+
+
+class DrainCut(Enum):
+    """What ended a drain before its work was done."""
+
+    DEADLINE = "deadline"
+    SIGNAL = "signal"
 
 
 class Lifecycle:
@@ -167,12 +179,15 @@ async def run_server(
     on_drain: Callable[[], Awaitable[None]],
     drain_deadline_s: float,
     announce: Callable[[list[str]], None],
+    on_cut: Callable[[DrainCut], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
 
     `announce` gets the bound addresses, in the order of `servers`. On a first signal health says NOT_SERVING
     at once and `on_drain` is awaited: it refuses new work and returns when running work is done and endless
-    streams are closed. The deadline or a second signal cuts it, and what is left is cancelled.
+    streams are closed. The deadline or a second signal cuts it: `on_cut` gets a moment to end what still
+    runs, so that its callers learn why, and what is left then is cancelled. Connections are told to go
+    (GOAWAY) only after all of that.
     """
     lifecycle = Lifecycle()
     grace_s = 0.0
@@ -184,8 +199,11 @@ async def run_server(
             lifecycle.move_to(ServiceState.DRAINING)
             for server in servers:
                 server.drain()
-            if await _drained(on_drain, received, drain_deadline_s):
+            cut = await _drained(on_drain, received, drain_deadline_s)
+            if cut is None:
                 grace_s = _FLUSH_GRACE_S
+            elif on_cut is not None:
+                grace_s = await _ended_in_words(on_cut, cut)
         finally:
             lifecycle.move_to(ServiceState.STOPPED)
             await asyncio.gather(*(server.stop(grace_s) for server in servers))
@@ -202,19 +220,31 @@ def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str
 
 async def _drained(
     on_drain: Callable[[], Awaitable[None]], received: asyncio.Queue[signal.Signals], deadline_s: float
-) -> bool:
+) -> DrainCut | None:
     draining = asyncio.ensure_future(on_drain())
     second_signal = asyncio.ensure_future(received.get())
     await asyncio.wait({draining, second_signal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
     is_done = draining.done()
-    if not is_done:
-        logger.warning("drain cut short", extra={"cause": "signal" if second_signal.done() else "deadline"})
+    cut = None if is_done else DrainCut.SIGNAL if second_signal.done() else DrainCut.DEADLINE
+    if cut is not None:
+        logger.warning("drain cut short", extra={"cause": cut.value})
     for task in (draining, second_signal):
         task.cancel()
     await asyncio.wait({draining, second_signal})
     if is_done:
         await draining
-    return is_done
+    return cut
+
+
+async def _ended_in_words(on_cut: Callable[[DrainCut], Awaitable[None]], cut: DrainCut) -> float:
+    """Let the service end what still runs; returns the grace its last messages get to leave."""
+    is_hurried = cut is DrainCut.SIGNAL
+    try:
+        async with asyncio.timeout(_HURRIED_GRACE_S if is_hurried else _CUT_GRACE_S):
+            await on_cut(cut)
+    except TimeoutError:
+        logger.warning("running work did not end in time")
+    return _HURRIED_GRACE_S if is_hurried else _FLUSH_GRACE_S
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine_svc.request import ContentSpan, Request
 
@@ -43,10 +43,14 @@ class BlockHasher:
             return
         parent = hashes[-1] if hashes else self.root(request.cache_salt, request.extra_keys)
         sha256, pack, spans = hashlib.sha256, self._tokens.pack, request.spans
+        num_passed = 0
         for start in range(first * block_size, end * block_size, block_size):
             content = parent + pack(*token_ids[start : start + block_size])
             if spans:
-                content += _span_bytes(spans, start, start + block_size)
+                # A long prompt may have a span for each block: not all of them are looked at for each.
+                while num_passed < len(spans) and _end(spans[num_passed]) <= start:
+                    num_passed += 1
+                content += _span_bytes(spans, num_passed, start, start + block_size)
             parent = sha256(content).digest()
             hashes.append(parent)
 
@@ -63,9 +67,15 @@ def span_keys(spans: Iterable[ContentSpan], start: int, end: int) -> list[tuple[
     ]
 
 
-def _span_bytes(spans: Iterable[ContentSpan], start: int, end: int) -> bytes:
-    parts = []
-    for key, offset in span_keys(spans, start, end):
+def _end(span: ContentSpan) -> int:
+    return span.start + span.num_tokens
+
+
+def _span_bytes(spans: Sequence[ContentSpan], first: int, start: int, end: int) -> bytes:
+    parts, stop = [], first
+    while stop < len(spans) and spans[stop].start < end:
+        stop += 1
+    for key, offset in span_keys(spans[first:stop], start, end):
         encoded = key.encode()
         parts.append(struct.pack("<Qq", len(encoded), offset) + encoded)
     return b"".join(parts)

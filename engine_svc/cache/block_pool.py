@@ -132,6 +132,16 @@ class BlockPool:
             if block.key is not None and block.ref_count == 0:
                 self._forget(block, block.key)
 
+    def disown(self, block_ids: Iterable[int]) -> None:
+        """Let the content of blocks not be found any more, whoever holds them.
+
+        Free ones keep their place in the order: they are reused as late as if they still had it.
+        """
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.key is not None:
+                self._forget(block, block.key)
+
     def reset(self) -> bool:
         """Forget all content. Refused, with no change, while anyone holds a block."""
         if len(self._free) != self.num_usable_blocks:

@@ -53,6 +53,7 @@ class KVCache:
         if self._caches:
             self._finder.require_matching_chunks()
         self.gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
+        self._registered: list[int] = []  # since they were last taken
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
         self.prefix_hits = 0  # of these, tokens found
@@ -159,7 +160,10 @@ class KVCache:
     def commit(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks of the first `num_tokens` tokens, known only after they were planned."""
         if num_tokens >= request.registers_at:
+            num_planned = len(self._registered)
             self._register(request, num_tokens)
+            # These are computed already, so that nobody has to disown them.
+            del self._registered[num_planned:]
 
     def release(self, request: Request, num_withdrawn_tokens: int = 0) -> None:
         """Take all blocks from `request`. What they hold can be found until they are handed out again.
@@ -175,6 +179,15 @@ class KVCache:
                 self.pool.forget(table.block_ids[first : table.num_registered])
         request.block_tables = []
         request.quiet_until = request.room_until = request.registers_at = 0
+
+    def take_registered(self) -> Sequence[int]:
+        """The blocks that can be found since the last call, and that the step being planned is to fill."""
+        registered, self._registered = self._registered, []
+        return registered
+
+    def disown(self, block_ids: Sequence[int]) -> None:
+        """Let the content of these blocks not be found: it was never computed. Who holds them keeps them."""
+        self.pool.disown(block_ids)
 
     def hold(self, request: Request) -> list[int]:
         """Keep the blocks of `request` from being handed out after its end, e.g. while they are sent.
@@ -335,7 +348,9 @@ class KVCache:
         num_hashes = block_size // self.hasher.block_size
         hashes = request.block_hashes[(first + 1) * num_hashes - 1 : end * num_hashes : num_hashes]
         keys = [content_key(block_hash, group) for block_hash in hashes]
-        self.pool.register(request.block_tables[group].block_ids[first:end], keys)
+        block_ids = request.block_tables[group].block_ids[first:end]
+        self.pool.register(block_ids, keys)
+        self._registered += block_ids
         if not self.pool.observers:
             return
         place = first * num_hashes

@@ -8,12 +8,12 @@ decides nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
-from engine_svc.request import Chunk, Request, RequestOutput
+from engine_svc.request import Chunk, FinishReason, Request, RequestOutput
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
@@ -30,10 +30,9 @@ class RecordedScheduler:
     """A scheduler with the verbs of the one inside, which does everything; what it decides is written down.
 
     The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
-    one with content keys, with output or with parameters unknown to it, a row with broken logits, a reset of
-    the cache. It also ends
-    after `max_steps` or `max_characters`. What was written up to there replays. Where the file cannot be
-    written, the engine goes on as well.
+    one with content keys, with output or with parameters unknown to it, a row with broken logits, a step that
+    failed, a reset of the cache. It also ends after `max_steps` or `max_characters`. What was written up to
+    there replays. Where the file cannot be written, the engine goes on as well.
     """
 
     def __init__(
@@ -109,12 +108,18 @@ class RecordedScheduler:
         """Take away what blocks a request. The recording ended when such a request came."""
         self._scheduler.unblock(request_id, name)
 
-    def abort(self, request_ids: Iterable[str], now: float, cause: str = "") -> list[RequestOutput]:
+    def abort(
+        self,
+        request_ids: Iterable[str],
+        now: float,
+        cause: str = "",
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[RequestOutput]:
         """End requests from outside."""
         if not self._case.is_open:
-            return self._scheduler.abort(request_ids, now, cause)
+            return self._scheduler.abort(request_ids, now, cause, reason)
         num_running = self._scheduler.stats().num_running
-        outputs = self._scheduler.abort(request_ids, now, cause)
+        outputs = self._scheduler.abort(request_ids, now, cause, reason)
         if outputs:
             ended = [output.request_id for output in outputs]
             num_running -= self._scheduler.stats().num_running
@@ -135,6 +140,15 @@ class RecordedScheduler:
         if was_reset or reset_running:
             self._end("a reset of the prefix cache")
         return was_reset
+
+    def withdraw(self, now: float) -> None:
+        """Take back the steps in flight, which yield nothing."""
+        self._end("a step that failed")
+        self._scheduler.withdraw(now)
+
+    def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
+        """Let only these requests run. The recording ended when a step failed."""
+        self._scheduler.restrict(only, now, max_num_tokens)
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step."""

@@ -1,4 +1,4 @@
-"""What the attention layers of one forward read and write beside their hidden states."""
+"""What one forward reads and writes beside its tokens and their hidden states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,25 @@ class LayerCache:
     value_cache: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """Tokens of a step that come as embeddings: their ids mean nothing.
+
+    places: [K] int64, of the step.  rows: [K, hidden], in the model's dtype.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """One step as attention sees it. `layers` is in the order in which a forward runs them.
 
-    slot_mappings: per group, [T] int64.  attention: per group.
+    slot_mappings: per group, [T] int64.  attention: per group.  embedded: None where all tokens have ids.
     """
 
     layers: Sequence[LayerCache]
     slot_mappings: Sequence[Tensor]
     attention: Sequence[AttentionBatch]
+    embedded: EmbeddedTokens | None = None

@@ -66,6 +66,7 @@ class ModelFacts:
     dtype: str  # "float32", "bfloat16" or "float16"
     num_parameters: int  # of the whole model, or of this rank's share of it
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
+    hidden_size: int = 0  # of the input embeddings; 0 where the model takes none in place of tokens
     # Of a pipeline stage: the whole model's, each with those of its layers that the stage has.
     stage_groups: tuple[LayerGroup, ...] | None = None
 

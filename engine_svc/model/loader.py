@@ -169,7 +169,10 @@ def _load(
         model, kv_shapes, num_parameters = load_transformers_model(
             chosen_class, config, reader, folder, dtype, device, ops
         )
-    return LoadedModel(model, replace(facts, kv_shapes=kv_shapes, num_parameters=num_parameters), ops, device)
+    facts = replace(
+        facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
+    )
+    return LoadedModel(model, facts, ops, device)
 
 
 def _is_native(config: PreTrainedConfig, wishes: LoadWishes, parallel: Parallel) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine_svc.model.context import ForwardContext
+from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.prepacked import prepack_projections
 from engine_svc.model.prepacked_calls import prepack_calls
@@ -68,6 +68,7 @@ class TransformersModel:
         self._layer = 0
         parameters = inspect.signature(module.forward).parameters
         self._takes_logit_rows = "logits_to_keep" in parameters
+        self._takes_embeds = "inputs_embeds" in parameters
         self._register()
         self._takes_positions = "position_ids" in parameters or not self._hand_positions_to_embeddings()
 
@@ -107,6 +108,30 @@ class TransformersModel:
         logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False, return_dict=True).logits[0]
         return logits
 
+    @property
+    def embedding_size(self) -> int:
+        """The width of an input embedding; 0 where the module takes none in place of a token."""
+        weight = getattr(self.module.get_input_embeddings(), "weight", None)
+        if not self._takes_embeds or not isinstance(weight, Tensor) or weight.dim() != 2:
+            return 0
+        return weight.shape[1]
+
+    def check_embeds(self, token_ids: Tensor) -> None:
+        """UnsupportedModel where a sequence is not the same to the module as its tokens' embeddings."""
+        same = False
+        if self.embedding_size:
+            self.give_back_attention()
+            try:
+                embeds = self._embed(token_ids)[None]
+                output = self.module(inputs_embeds=embeds, use_cache=False, return_dict=True)
+                same = torch.equal(output.logits[0], self.logits_alone(token_ids))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UnsupportedModel(f"{self.name} takes no embeddings for tokens: {error}") from error
+            finally:
+                self.take_over_attention()
+        if not same:
+            raise UnsupportedModel(f"{self.name} takes no embeddings in place of tokens")
+
     def forward_with(self, attend: Attend, make_mask: MakeMask, token_ids: Tensor) -> None:
         """Run one sequence with `attend` in place of paged attention; it returns [1, T, H, E].
 
@@ -128,10 +153,15 @@ class TransformersModel:
         """
         self._context = context
         self._layer = 0
-        logits = self._run(token_ids, positions, logit_rows)
+        logits = self._run(token_ids, positions, logit_rows, context.embedded)
         assert self._layer == len(context.layers)
         self._context = None
         return logits.float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden], as the module's first layer would get them."""
+        embeds: Tensor = self.module.get_input_embeddings()(token_ids)
+        return embeds
 
     def _register(self) -> None:
         # Some models drop keyword arguments on the way, so the step comes from this object, not the call.
@@ -186,15 +216,26 @@ class TransformersModel:
             embedding.register_forward_pre_hook(replace, with_kwargs=True)
         return bool(embeddings)
 
-    def _run(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embedded: EmbeddedTokens | None = None,
+    ) -> Tensor:
         options: dict[str, Tensor] = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
+        if embedded is None:
+            options["input_ids"] = token_ids[None]
+        else:
+            embeds = self._embed(token_ids)
+            options["inputs_embeds"] = embeds.index_copy(0, embedded.places, embedded.rows)[None]
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         if self._takes_positions:
             options["position_ids"] = positions[None]
         self._positions = positions
         try:
-            output = self.module(input_ids=token_ids[None], use_cache=False, return_dict=True, **options)
+            output = self.module(use_cache=False, return_dict=True, **options)
         finally:
             self._positions = None
         logits: Tensor = output.logits[0]

@@ -1,4 +1,4 @@
-"""What is asked of all ranks of an engine beside steps: sleep, wake, other weights, profiles.
+"""What is asked of all ranks of an engine beside steps: sleep, wake, other weights, profiles, memory.
 
 The engine's half is `RunnerControl`, a rank's half `runner_calls`; between them go plain values alone.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.executor import Call
+from engine_svc.runner.memory import num_bytes_in_use
 from engine_svc.runner.sleep import WakeTag
 
 _REFUSAL = "refusal"
@@ -86,6 +87,7 @@ def runner_calls(runner: ControlledRunner) -> dict[str, Call]:
         "reload_weights": reload_weights,
         "start_profile": start_profile,
         "stop_profile": stop_profile,
+        "memory": lambda arguments: {"num_bytes": num_bytes_in_use()},
     }
     return {name: _answering(call) for name, call in calls.items()}
 
@@ -126,6 +128,10 @@ class RunnerControl:
     def stop_profile(self) -> list[Path]:
         """End that, and write them."""
         return [Path(str(answer["file"])) for answer in self._ask("stop_profile")]
+
+    def num_bytes_in_use(self) -> list[int]:
+        """Memory that each rank holds: its GPU's, or on a CPU that of its process."""
+        return [int(str(answer["num_bytes"])) for answer in self._ask("memory")]
 
     def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
         answers = self._executor.call(name, arguments)

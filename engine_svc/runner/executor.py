@@ -45,6 +45,9 @@ class InlineExecutor:
         """Do now what goes by this name; the answer of the only rank."""
         return [self._calls[name](arguments)]
 
+    def drop(self) -> None:
+        """Nothing is kept of a step but what it did to the rows."""
+
     def shutdown(self) -> None:
         """Nothing runs outside the caller's thread, so nothing is left to end."""
 
@@ -75,14 +78,17 @@ class ThreadExecutor:
         # Both are as short as the steps that the loop has in flight.
         self._plans: SimpleQueue[StepPlan | _Called | None] = SimpleQueue()
         self._steps: SimpleQueue[LaunchedStep | _Failed] = SimpleQueue()
+        self._num_untaken = 0  # steps that were launched and whose results nobody has
+        self._failed: _Failed | None = None  # the thread's, but while it has nothing to do
         self.is_over = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run the plan behind those launched before."""
+        self._num_untaken += 1
         self._plans.put(plan)
-        return _QueuedStep(self._steps)
+        return _QueuedStep(self)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
         """Do what goes by this name behind the plans launched so far; the answer of the only rank.
@@ -96,6 +102,22 @@ class ThreadExecutor:
             raise answer.error
         return [answer]
 
+    def take_oldest(self) -> LaunchedStep:
+        """The oldest step whose result nobody has taken, once it is under way; the error that ended it."""
+        step = self._steps.get()
+        self._num_untaken -= 1
+        if isinstance(step, _Failed):
+            raise step.error
+        return step
+
+    def drop(self) -> None:
+        """Wait for the step that runs and take no result any more; plans that come are run again."""
+        while self._num_untaken:
+            self._steps.get()
+            self._num_untaken -= 1
+        # The thread waits for the next plan.
+        self._failed = None
+
     def shutdown(self) -> None:
         """Let the step that runs come to its end, and the thread with it; plans behind it fail.
 
@@ -106,14 +128,13 @@ class ThreadExecutor:
         self._thread.join()
 
     def _run(self) -> None:
-        failed: _Failed | None = None
         while (plan := self._plans.get()) is not None:
             try:
                 if isinstance(plan, _Called):
                     plan.answers.put(plan.call(plan.arguments))
-                elif self.is_over or failed is not None:
+                elif self.is_over or self._failed is not None:
                     # What a failed step left of the rows is nothing to go on from.
-                    self._steps.put(failed or _Failed(RuntimeError("the executor is shut down")))
+                    self._steps.put(self._failed or _Failed(RuntimeError("the executor is shut down")))
                 else:
                     # What it yielded is told in the loop's thread: here the next step waits.
                     self._steps.put(self._runner.execute(plan))
@@ -121,17 +142,14 @@ class ThreadExecutor:
                 if isinstance(plan, _Called):
                     plan.answers.put(_Failed(error))
                 else:
-                    failed = _Failed(error)
-                    self._steps.put(failed)
+                    self._failed = _Failed(error)
+                    self._steps.put(self._failed)
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedStep:
-    steps: SimpleQueue[LaunchedStep | _Failed]
+    executor: ThreadExecutor
 
     def result(self) -> StepResult:
         """The oldest result that nobody has taken; the error that ended its step is raised here."""
-        step = self.steps.get()
-        if isinstance(step, _Failed):
-            raise step.error
-        return step.result()
+        return self.executor.take_oldest().result()

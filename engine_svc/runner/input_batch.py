@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ Ints = npt.NDArray[np.int64]
 
 # Of 4 bytes or more each, so that a column begins at a multiple of 16 bytes.
 _ALIGNED_ITEMS = 4
+# Stands where an embedding does.
+NO_TOKEN = -1
 
 
 @dataclass(slots=True)
@@ -110,16 +112,21 @@ class InputBatch:
         self._changed_rows: set[int] = set()
         self._layout: _Layout | None = None
 
-    def apply(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, AdmittedRequest]], list[int]]:
-        """Release, admit and extend as the plan says.
-
-        Returns the rows that are free again, those that were entered, and the blocks that came without KV.
-        """
-        if plan.released or plan.admitted:
+    def release(self, request_ids: Iterable[str]) -> list[int]:
+        """Free the rows of requests; returns them. Passes over who has none, because a step failed."""
+        rows = [self.row_of.pop(request_id) for request_id in request_ids if request_id in self.row_of]
+        if rows:
             self._layout = None
-        left = [self.row_of.pop(request_id) for request_id in plan.released]
-        self._free_rows += left
-        entered = [(self._enter(admitted), admitted) for admitted in plan.admitted]
+            self._free_rows += rows
+        return rows
+
+    def enter(self, admitted: AdmittedRequest) -> int:
+        """Give a request a row; returns it."""
+        self._layout = None
+        return self._enter(admitted)
+
+    def extend(self, plan: StepPlan) -> list[int]:
+        """Append the blocks that rows of the plan gain; returns those that came without KV."""
         fresh: list[int] = []
         for index, block_ids in enumerate(plan.new_block_ids):
             if block_ids:
@@ -127,12 +134,15 @@ class InputBatch:
                 for group, gained in enumerate(block_ids):
                     if gained:
                         fresh += self._extend(group, row, gained, plan.num_computed_tokens[index])
-        return left, entered, fresh
+        return fresh
 
     def _enter(self, admitted: AdmittedRequest) -> int:
         assert admitted.request_id not in self.row_of, f"{admitted.request_id} is already in the batch"
         row = self.row_of[admitted.request_id] = self._free_rows.pop()
         known = torch.tensor(admitted.token_ids, dtype=torch.int32)
+        if admitted.prompt_embeds is not None:
+            # No token was seen there: none is what penalties and reasoning markers look for.
+            known[list(admitted.prompt_embeds.places)] = NO_TOKEN
         self.token_ids[row, : len(admitted.token_ids)] = known.to(self.device, non_blocking=True)
         for group, block_ids in enumerate(admitted.block_ids):
             self._tables[group, row, : len(block_ids)] = block_ids

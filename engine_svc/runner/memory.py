@@ -34,6 +34,15 @@ def free_host_memory(control_group: Path = _CONTROL_GROUP) -> FreeMemory:
     return FreeMemory(int(free * _HOST_SHARE), f"{_HOST_SHARE:.0%} of {free // _MIB} MiB free memory")
 
 
+def num_bytes_in_use() -> int:
+    """Memory that tensors of this process have on its GPU; of a process without one, all that is resident."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def _left_of_container(control_group: Path) -> int | None:
     """What the limit of the container, as it sees itself, leaves; None where there is none."""
     try:

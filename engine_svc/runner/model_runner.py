@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_svc.model.context import ForwardContext
+from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
+from engine_svc.runner.embedded_rows import EmbeddedRows
+from engine_svc.runner.failures import translated
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
 from engine_svc.runner.input_batch import InputBatch, Ints, StepInputs
 from engine_svc.runner.kv_tensors import KVTensors
@@ -29,6 +31,7 @@ from engine_svc.runner.sampler import Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.step import StepPlan
+from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
 
 
@@ -72,6 +75,7 @@ class ModelRunner:
             device=kv.device,
             processors=logits_processors,
         )
+        self._embedded = EmbeddedRows(kv.device, torch_dtype(facts.dtype))
         self._batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
@@ -90,9 +94,19 @@ class ModelRunner:
         """What rows wish, for who compares ranks."""
         return self._sampler
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> RunningStep:
-        """Do what the plan says; every row that samples yields one token. Never waits for the device."""
+        """Do what the plan says; every row that samples yields one token. Never waits for the device.
+
+        After an error the rows are to be released by the next plan, those of this one too, whether or not it
+        came to enter them. Raises DeviceLost and DeviceFull where no request is at fault.
+        """
+        try:
+            return self._execute(plan)
+        except (RuntimeError, MemoryError) as error:
+            raise translated(error) from error
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> RunningStep:
         model = self._resident.awake_model()
         if any(plan.draft_token_ids):
             raise ValueError(f"step {plan.step_number} has draft tokens, and nothing here verifies drafts")
@@ -110,8 +124,12 @@ class ModelRunner:
         if prompts:
             inputs = with_prompt_logits(inputs, prompts, self._kv.device)
         readers = self._sampler.readers(inputs.sampling_rows)
+        embedded = self._embedded.find(plan, inputs)
+        if embedded is not None:
+            # Models look the ids up, whatever stands there in the end.
+            inputs.token_ids.index_fill_(0, embedded.places, 0)
         with self._profiler.range("forward"):
-            found = self._forward(model, inputs, readers if not prompts else None)
+            found = self._forward(model, inputs, readers if not prompts else None, embedded)
         for hook in self._hooks:
             hook.after_forward(plan, self._batch)
         told: list[PromptPart] = []
@@ -169,20 +187,28 @@ class ModelRunner:
         return self._profiler.stop()
 
     def _apply(self, plan: StepPlan) -> None:
-        left, entered, fresh = self._batch.apply(plan)
-        for row in left:
+        # Row by row, so that after an error whoever has a row in the one has it in the other.
+        for row in self._batch.release(plan.released):
             self._sampler.leave(row)
-        for row, admitted in entered:
+            self._embedded.leave(row)
+        for admitted in plan.admitted:
+            row = self._batch.enter(admitted)
             self._sampler.enter(row, admitted)
+            self._embedded.enter(row, admitted.prompt_embeds)
+        fresh = self._batch.extend(plan)
         if self._needs_clean_blocks:
             self._kv.clear(fresh)
 
-    def _forward(self, model: Model, inputs: StepInputs, readers: Ints | None) -> Tensor | Largest:
+    def _forward(
+        self, model: Model, inputs: StepInputs, readers: Ints | None, embedded: EmbeddedTokens | None
+    ) -> Tensor | Largest:
         """Logits [N, V], or only those of `readers` where not all are read. None: they are read."""
         graphs = self._resident.graphs
-        if graphs is not None and inputs.is_decode and graphs.has_room(len(inputs.rows)):
+        # Recorded steps read ids alone.
+        is_recorded = embedded is None and inputs.is_decode
+        if graphs is not None and is_recorded and graphs.has_room(len(inputs.rows)):
             return graphs.forward(inputs)
-        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention, embedded)
         is_part_read = readers is not None and len(readers) < len(inputs.sampling_rows)
         # Recorded steps have all logits, and the others of their engine are few.
         if graphs is None and readers is not None and is_part_read and isinstance(model, GreedyModel):

@@ -206,6 +206,10 @@ class ProcessGroup:
             answers[rank] = _object_in(message, "answer")
         return [answers[rank] for rank in sorted(answers)]
 
+    def drop(self) -> None:
+        """Not possible: ranks do what they were told, each at its time, and an error ends them."""
+        raise self._give_up("was to drop a step")
+
     def shutdown(self) -> None:
         """End the ranks and free everything; a second time does nothing."""
         if not self._is_open:

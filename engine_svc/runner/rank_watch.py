@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from engine_svc.device_errors import DeviceLost
 from engine_svc.runner.progress_board import ProgressBoard
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _KILL_WAIT_S = 10.0
 RankMessage = dict[str, object]
 
 
-class RankLost(RuntimeError):
+class RankLost(DeviceLost):
     """A rank ended, hung or failed, so that the engine cannot go on; all its ranks are being ended."""
 
     def __init__(self, rank: int, why: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_svc.runner.failures import translated
 from engine_svc.runner.prompt_rows import PromptPart
 from engine_svc.runner.sampler import Sampled
 from engine_svc.step import PromptPlaces, StepPlan, StepResult
@@ -34,7 +35,13 @@ class RunningStep:
             self._done.record()
 
     def result(self) -> StepResult:
-        """What the step yielded; waits until it is done."""
+        """What the step yielded; waits until it is done. Raises DeviceLost and DeviceFull."""
+        try:
+            return self._result()
+        except (RuntimeError, MemoryError) as error:
+            raise translated(error) from error
+
+    def _result(self) -> StepResult:
         plan = self._plan
         if self._done is not None:
             self._done.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from engine_svc.request import Request, RequestStatus
 from engine_svc.sampling_params import SamplingParams
@@ -12,12 +13,21 @@ from engine_svc.sampling_params import SamplingParams
 class _Step:
     """The rows of one step. By request, not by id: an id may be used again."""
 
-    __slots__ = ("_row_of", "num_tokens", "rows", "step_number")
+    __slots__ = ("_row_of", "block_ids", "num_tokens", "released", "rows", "step_number")
 
-    def __init__(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        step_number: int,
+        rows: list[Request],
+        num_tokens: Sequence[int],
+        released: Sequence[str],
+        block_ids: Sequence[int],
+    ) -> None:
         self.step_number = step_number
         self.rows = rows
         self.num_tokens = num_tokens
+        self.released = released
+        self.block_ids = block_ids
         self._row_of: dict[Request, int] | None = None
 
     def num_tokens_of(self, request: Request) -> int:
@@ -38,6 +48,15 @@ class _Step:
         return self._row_of
 
 
+@dataclass(slots=True)
+class Withdrawn:
+    """What steps would have done that yield nothing after all."""
+
+    rows: dict[Request, None] = field(default_factory=dict)  # a set that keeps its order
+    released: list[str] = field(default_factory=list)  # rows that they were to free
+    block_ids: list[int] = field(default_factory=list)  # that they were to fill, and that can be found
+
+
 class StepsInFlight:
     """A queue of steps: results come in the order of the plans."""
 
@@ -52,9 +71,16 @@ class StepsInFlight:
         numbers = (step.step_number for step in reversed(self._steps) if step.num_tokens_of(request))
         return next(numbers, 0)
 
-    def push(self, step_number: int, rows: list[Request], num_tokens: Sequence[int]) -> None:
-        """A step was planned."""
-        self._steps.append(_Step(step_number, rows, num_tokens))
+    def push(
+        self,
+        step_number: int,
+        rows: list[Request],
+        num_tokens: Sequence[int],
+        released: Sequence[str] = (),
+        block_ids: Sequence[int] = (),
+    ) -> None:
+        """A step was planned, that frees the rows of `released`, and fills the blocks that can be found."""
+        self._steps.append(_Step(step_number, rows, num_tokens, released, block_ids))
 
     def pop(self, step_number: int) -> list[Request]:
         """The result of the oldest step is there: its rows."""
@@ -65,6 +91,18 @@ class StepsInFlight:
     def num_tokens_of(self, request: Request) -> int:
         """How many tokens of a request are being computed."""
         return sum(step.num_tokens_of(request) for step in self._steps)
+
+    def withdraw(self) -> Withdrawn:
+        """Take out every step: no result comes any more."""
+        withdrawn = Withdrawn()
+        for step in self._steps:
+            # In the order of admission, as rows are.
+            withdrawn.rows.update(dict.fromkeys(step.rows))
+            withdrawn.released += step.released
+            withdrawn.block_ids += step.block_ids
+        withdrawn.rows.pop(self._nobody, None)
+        self._steps.clear()
+        return withdrawn
 
     def forget(self, request: Request) -> None:
         """Drop what is in flight for a request: its rows yield tokens that nobody gets."""

@@ -21,10 +21,16 @@ class PlanBuilder:
         self._config = config
         self._overlaps = config.async_scheduling
         self._unknown_drafts = [UNKNOWN_DRAFT] * config.num_speculative_tokens
-        self._budgets = tuple(budgets)
+        self._own_budgets = tuple(budgets)
+        self._budgets = self._own_budgets
         self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
         self.rows: list[Request] = []  # parallel to the columns of the plan
+
+    def restrict(self, restriction: Budget | None) -> None:
+        """Have steps spend this too, in place of what was last given here; None: nothing more."""
+        extra = () if restriction is None else (restriction,)
+        self._budgets = (*self._own_budgets, *extra)
 
     @property
     def has_budgets(self) -> bool:
@@ -65,6 +71,7 @@ class PlanBuilder:
                 request.num_prompt_tokens,
                 request.sampling,
                 kept,
+                request.prompt_embeds,
             )
         )
 

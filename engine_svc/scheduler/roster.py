@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import FinishReason, Request, RequestStatus
+from engine_svc.request import FinishReason, Request, RequestOutput, RequestStatus
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.turns import INPUT
@@ -28,14 +28,14 @@ class Roster:
         self._holders: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Enter a new request."""
-        self.requests[request.request_id] = request
+        """Enter a new request. Where this raises, nothing of it is kept."""
         request.order_key = self._policy.order_key(request)
         for hook in self._hooks:
             hook.on_add(request)
         if not request.blockers:
             request.move_to(RequestStatus.WAITING)
         self._enqueue(request)
+        self.requests[request.request_id] = request
 
     def unblock(self, request: Request, name: str) -> None:
         """Take `name` off what blocks a request; without any it may be admitted."""
@@ -109,6 +109,27 @@ class Roster:
         is_broken = reason is FinishReason.ERROR
         self._kv_cache.release(request, request.num_computed_tokens if is_broken else 0)
 
+    def end_early(self, request: Request, reason: FinishReason, now: float) -> RequestOutput:
+        """End a request before its last token; returns its last output."""
+        self.finish(request, reason, now)
+        output = RequestOutput(request.request_id, [], reason)
+        if request.timeline.first_token_at is None:
+            output.num_cached_tokens = request.num_cached_tokens
+        return output
+
+    def end_broken(self, request: Request, now: float) -> RequestOutput:
+        """End a request whose logits mean nothing."""
+        output = self.end_early(request, FinishReason.ERROR, now)
+        output.message = "the model yielded logits that are not finite"
+        return output
+
+    def release_again(self, request_ids: Iterable[str]) -> None:
+        """Free these rows with the next plan, as it is not known whether the plan that said so was run.
+
+        Who runs plans passes over rows that it does not have.
+        """
+        self.released = list(dict.fromkeys((*request_ids, *self.released)))
+
     def _depart(self, request: Request) -> None:
         """Take a request out of where its status says it is."""
         if request.status is RequestStatus.RUNNING:
@@ -124,6 +145,13 @@ class Roster:
         if request.block_tables:
             self._holders[request.request_id] = request
         self.waiting.add(request)
+
+
+def note_first_token(request: Request, output: RequestOutput, now: float) -> None:
+    """Stamp the first token of a request, and tell with it what came from the prefix cache."""
+    request.timeline.first_token_at = now
+    request.timeline.events.append(("first_token", now))
+    output.num_cached_tokens = request.num_cached_tokens
 
 
 def _forget_progress(request: Request) -> None:

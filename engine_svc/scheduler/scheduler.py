@@ -6,12 +6,12 @@ more. Knows no tensors, no clock and no optional feature.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
-from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.budget import Budget, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.drafts import (
     DraftCounter,
@@ -25,10 +25,11 @@ from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.refusal import chunk_refusal, refusal
-from engine_svc.scheduler.roster import Roster
+from engine_svc.scheduler.roster import Roster, note_first_token
 from engine_svc.scheduler.stats import SchedulerStats, make_stats
 from engine_svc.scheduler.stopping import note_limits, why_stopped
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
+from engine_svc.scheduler.withdrawal import preempt_settled, withdraw_steps
 from engine_svc.step import StepPlan, StepResult
 
 
@@ -127,7 +128,7 @@ class Scheduler:
         waits = INPUT in request.blockers
         if chunk is None:
             request.is_resumable = False
-            return [self._end_early(request, FinishReason.ABORT, now)] if waits else []
+            return [self._roster.end_early(request, FinishReason.ABORT, now)] if waits else []
         if waits:
             begin_turn(request, chunk, self._config.max_model_len)
             self._roster.unblock(request, INPUT)
@@ -154,7 +155,7 @@ class Scheduler:
             if (request := self._roster.requests.get(request_id)) is not None:
                 request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
-                outputs.append(self._end_early(request, reason, now))
+                outputs.append(self._roster.end_early(request, reason, now))
         return outputs
 
     def set_pause(self, state: PauseState) -> None:
@@ -169,6 +170,25 @@ class Scheduler:
             while self._roster.reclaim():
                 continue
         return self._kv_cache.reset()
+
+    def withdraw(self, now: float) -> None:
+        """Take back every step in flight, as none yields anything; its requests compute its tokens anew."""
+        withdraw_steps(self._in_flight, self._roster, self._kv_cache, now)
+        # Nobody is to wait for tokens that never come.
+        self._updated_step_number = self._step_number
+
+    def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
+        """Let only these requests run, on so many tokens a step; the others wait, without blocks.
+
+        None: all again. No step may be in flight. The tokens are more where a row could not be divided.
+        """
+        limit = self._config.max_num_batched_tokens
+        if max_num_tokens is not None and self._config.enable_chunked_prefill:
+            limit = min(limit, max(max_num_tokens, 1 + self._config.num_speculative_tokens))
+        self._builder.restrict(None if only is None else Restriction(only, limit))
+        for request in reversed(self._roster.running.copy()):
+            if only is not None and request.request_id not in only:
+                preempt_settled(self._roster, request, now)
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
@@ -194,7 +214,8 @@ class Scheduler:
         if not rows:
             return plan
         plan.released, roster.released = roster.released, []
-        self._in_flight.push(plan.step_number, rows, plan.num_tokens)
+        registered = self._kv_cache.take_registered()
+        self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
         for hook in self._hooks:
             hook.on_plan(plan)
@@ -209,7 +230,7 @@ class Scheduler:
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
         broken = [rows[row] for row in sorted(set(result.non_finite)) if not rows[row].is_finished]
-        outputs = [self._end_early(request, FinishReason.ERROR, now) for request in broken]
+        outputs = [self._roster.end_broken(request, now) for request in broken]
         finished = RequestStatus.FINISHED
         for request, tokens, drafts in zip(rows, result.sampled, plan.draft_token_ids, strict=True):
             if not tokens or request.status is finished:
@@ -220,12 +241,9 @@ class Scheduler:
             output = RequestOutput(request.request_id, tokens)
             outputs.append(output)
             if request.timeline.first_token_at is None:
-                _note_first_token(request, output, now)
-            token_ids, end_token_ids, check_from = (
-                request.token_ids,
-                request.end_token_ids,
-                request.check_from,
-            )
+                note_first_token(request, output, now)
+            token_ids, end_token_ids = request.token_ids, request.end_token_ids
+            check_from = request.check_from
             num_before = len(token_ids)
             stopped = None
             for token in tokens:
@@ -380,16 +398,3 @@ class Scheduler:
         if request.chunks:
             begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
             self._roster.unblock(request, INPUT)
-
-    def _end_early(self, request: Request, reason: FinishReason, now: float) -> RequestOutput:
-        self._roster.finish(request, reason, now)
-        output = RequestOutput(request.request_id, [], reason)
-        if request.timeline.first_token_at is None:
-            output.num_cached_tokens = request.num_cached_tokens
-        return output
-
-
-def _note_first_token(request: Request, output: RequestOutput, now: float) -> None:
-    request.timeline.first_token_at = now
-    request.timeline.events.append(("first_token", now))
-    output.num_cached_tokens = request.num_cached_tokens

@@ -6,71 +6,56 @@ import asyncio
 import itertools
 import logging
 import random
-import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import grpc.aio
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
+from frontend_svc.engines.engine_state import TRANSITIONS, EngineState
+from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
+from frontend_svc.engines.line import EngineLine
 from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.engines.routing import EngineInfo
-from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamLost
+from frontend_svc.engines.step_watch import StepWatch
+from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.processor import OutputProcessor, Receiver, TokenCounts
+from frontend_svc.tensors.sender import TensorSender
+from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
+__all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
+
 logger = logging.getLogger(__name__)
 
-SCHEMA_REVISION = 1
 _CLOSE_DEADLINE_S = 1.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
+# An engine of another version is another one after an upgrade only.
+_INCOMPATIBLE_BACKOFF_S = 5.0
 # Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
 _MAX_ROWS_A_TURN = 32
 
 
-class EngineState(Enum):
-    """What this frontend can do with an engine."""
-
-    CONNECTING = "connecting"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    DOWN = "down"
-    CLOSED = "closed"
-
-
-_TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
-    EngineState.CONNECTING: frozenset({EngineState.LOADING, EngineState.DOWN, EngineState.CLOSED}),
-    EngineState.LOADING: frozenset(
-        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
-    ),
-    EngineState.READY: frozenset({EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}),
-    EngineState.DRAINING: frozenset({EngineState.DOWN, EngineState.CLOSED}),
-    EngineState.DOWN: frozenset({EngineState.CONNECTING, EngineState.CLOSED}),
-    EngineState.CLOSED: frozenset(),
+_LOSS_KINDS = {
+    # A stream that could not be replaced says no more of its engine than silence does.
+    StreamEnd.BROKEN: LossKind.SILENCE,
+    StreamEnd.SILENT: LossKind.SILENCE,
+    StreamEnd.LEFT: LossKind.LEFT,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendIdentity:
-    """Who this frontend process is, as it tells engines and the coordinator."""
-
-    frontend_id: str
-    epoch: int
 
 
 class EngineClient:
     """Keeps one Connect stream to one engine, for ever, and the state of each request that went down it.
 
-    A lost stream ends its requests with UNAVAILABLE. `on_change` is called after each change of state.
+    A stream that breaks is replaced, and its requests go on where they stood. Where that fails they are told
+    of a `Loss`; what the engine yields for them afterwards, should it come back, is dropped and counted.
+    `on_change` is called after each change of state.
     """
 
     def __init__(
@@ -89,17 +74,21 @@ class EngineClient:
         self.model: ServedModel | None = None
         self.engine_id = ""
         self.down_reason = ""  # why it went down last
-        self._identity = identity
+        self.stale_outputs = 0  # rows of requests that had gone on elsewhere
         self._artifacts = artifacts
         self._clock = clock
         self._on_change = on_change
-        self._heartbeat_s = heartbeat_s
-        self._connect = connect
         self._unreported: set[int] = set()
-        self._processor = OutputProcessor(on_end=self._unreported.discard)
+        self._processor = OutputProcessor(on_end=self._on_request_end)
+        self._tensors = TensorSender(identity.frontend_id, send=self._send_adds, fail=self._processor.fail)
+        self._line = EngineLine(
+            address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
+        )
         self._handles = itertools.count(1)
         self._stream: EngineStream | None = None
-        self._ack = session_pb2.HelloAck()
+        self._steps = StepWatch()
+        self._hung_step: int | None = None  # until the engine gets beyond it
+        self._is_loaded = False
         self._num_waiting = 0
         self._num_running = 0
         self._is_closing = False
@@ -112,7 +101,7 @@ class EngineClient:
 
     def has_room(self, num_requests: int) -> bool:
         """False when the engine would reject so many more requests of this session."""
-        limit = self._ack.max_inflight_adds
+        limit = self._line.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
 
     @property
@@ -123,13 +112,13 @@ class EngineClient:
     @property
     def dp_size(self) -> int:
         """How many data-parallel ranks there are beside this engine, itself included."""
-        return max(1, self._ack.dp_size)
+        return max(1, self._line.ack.dp_size)
 
     def info(self) -> EngineInfo:
         """What routing needs to know."""
         return EngineInfo(
             address=self.address,
-            dp_rank=self._ack.dp_rank,
+            dp_rank=self._line.ack.dp_rank,
             num_waiting=self._num_waiting,
             num_running=self._num_running,
             num_unreported=len(self._unreported),
@@ -138,7 +127,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begin to connect, and do so again whenever the stream is lost."""
-        self._task = asyncio.ensure_future(self._run(self._connect(self.address)))
+        self._task = asyncio.ensure_future(self._run())
 
     async def close(self) -> None:
         """Say goodbye, end what is in flight, stop for good."""
@@ -151,8 +140,13 @@ class EngineClient:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    def add(self, entries: Sequence[add_pb2.AddEntry], states: Sequence[Receiver]) -> list[int]:
-        """Send requests together; returns their handles.
+    def add(
+        self,
+        entries: Sequence[add_pb2.AddEntry],
+        states: Sequence[Receiver],
+        tensors: Iterable[WireTensor] = (),
+    ) -> list[int]:
+        """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
 
         The states are registered first: no output can come too early.
         """
@@ -164,7 +158,7 @@ class EngineClient:
             self._unreported.add(handle)
             entry.handle = handle
             handles.append(handle)
-        self._stream.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
+        self._tensors.send(entries, tensors, self._line.stub)
         return handles
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
@@ -179,43 +173,83 @@ class EngineClient:
         if running:
             self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
 
-    async def _run(self, channel: grpc.aio.Channel) -> None:
-        stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
+    async def _run(self) -> None:
         backoff_s = _MIN_BACKOFF_S
         try:
             while True:
-                was_ready = False
-                try:
-                    await self._session(stub)
-                except (StreamLost, MalformedStep, ArtifactError) as error:
-                    was_ready = self.state in (EngineState.READY, EngineState.DRAINING)
-                    self._end_session(str(error))
+                lost = await self._visit()
+                was_ready = self.state not in (EngineState.CONNECTING, EngineState.LOADING)
+                self._end_visit(lost)
                 if self._is_closing:
                     return
                 backoff_s = _MIN_BACKOFF_S if was_ready else min(2 * backoff_s, _MAX_BACKOFF_S)
+                if lost.end is StreamEnd.INCOMPATIBLE:
+                    backoff_s = _INCOMPATIBLE_BACKOFF_S
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
                 self._move_to(EngineState.CONNECTING)
         finally:
-            self._end_session("closed")
+            self._end_visit(StreamLost("closed", StreamEnd.LEFT))
             self._move_to(EngineState.CLOSED)
-            await channel.close(None)
 
-    async def _session(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
-        stream = EngineStream(stub, self._clock, heartbeat_s=self._heartbeat_s)
-        hello = session_pb2.Hello(
-            frontend_id=self._identity.frontend_id,
-            session_id=secrets.token_hex(16),
-            frontend_epoch=self._identity.epoch,
-            schema_revision=SCHEMA_REVISION,
-            min_peer_revision=SCHEMA_REVISION,
-            role=session_pb2.PEER_ROLE_FRONTEND,
-        )
-        self._ack = await stream.open(hello)
-        self.engine_id = self._ack.engine_id
-        self._stream = stream
+    async def _visit(self) -> StreamLost:
+        """Use the engine until it is lost, over as many streams as that takes."""
+        try:
+            stream = await self._open()
+            while True:
+                try:
+                    await self._use(stream)
+                except StreamLost as lost:
+                    if not self._can_resume(lost):
+                        return lost
+                    stream = await self._replace(lost)
+        except StreamLost as lost:
+            return lost
+        except (MalformedStep, ArtifactError) as error:
+            return StreamLost(str(error))
+        except Exception as error:
+            # A bug of ours. A client that ends by it would leave its engine unused for ever.
+            logger.exception("engine client failed", extra={"engine": self.address})
+            return StreamLost(f"internal error ({type(error).__name__})")
+        finally:
+            await self._line.hang_up()
+
+    async def _open(self) -> EngineStream:
+        epoch = self._line.ack.engine_epoch
+        stream, is_resumed = await self._line.open()
+        self.engine_id = self._line.ack.engine_id
+        if not is_resumed:
+            self._is_loaded = False
+        if self._line.ack.engine_epoch != epoch:
+            self._hung_step = None
         self._move_to(EngineState.LOADING)
-        if self._ack.state == session_pb2.ENGINE_STATE_DRAINING:
+        if self._line.is_draining:
             self._move_to(EngineState.DRAINING)
+        self._become_ready()
+        return stream
+
+    def _can_resume(self, lost: StreamLost) -> bool:
+        is_in_use = self.state in (EngineState.READY, EngineState.DRAINING)
+        is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT)
+        return is_wire and is_in_use and self._line.session.is_resumable and not self._is_closing
+
+    async def _replace(self, lost: StreamLost) -> EngineStream:
+        was_draining = self.state is EngineState.DRAINING
+        self._move_to(EngineState.RECONNECTING)
+        try:
+            stream = await self._line.replace(lost)
+        except StreamLost as final:
+            if was_draining and final.end is StreamEnd.REFUSED:
+                # It has gone as it said it would.
+                raise StreamLost(str(final), StreamEnd.LEFT) from final
+            raise
+        is_draining = was_draining or self._line.is_draining
+        self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
+        return stream
+
+    async def _use(self, stream: EngineStream) -> None:
+        """Read the stream until it is lost."""
+        stub = self._line.stub
+        self._stream = stream
         readies: asyncio.Queue[session_pb2.Ready] = asyncio.Queue()
         messages = asyncio.ensure_future(stream.run(lambda message: self._dispatch(message, readies)))
         loading = asyncio.ensure_future(self._load(readies, stub))
@@ -225,17 +259,23 @@ class EngineClient:
             for task in done:
                 task.result()
         finally:
+            self._stream = None
             messages.cancel()
             loading.cancel()
             await asyncio.gather(messages, loading, return_exceptions=True)
+            self._line.session.last_seq = stream.last_seq
 
     async def _load(
         self, readies: asyncio.Queue[session_pb2.Ready], stub: engine_pb2_grpc.EngineCoreServiceStub
     ) -> None:
         while True:
             self.model = await self._artifacts.model_of(await readies.get(), stub)
-            if self.state is EngineState.LOADING:
-                self._move_to(EngineState.READY)
+            self._is_loaded = True
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        if self.state is EngineState.LOADING and self._is_loaded and self._hung_step is None:
+            self._move_to(EngineState.READY)
 
     async def _dispatch(
         self, message: engine_pb2.ConnectResponse, readies: asyncio.Queue[session_pb2.Ready]
@@ -251,42 +291,96 @@ class EngineClient:
             rejected = message.add_rejected
             status = rejected.status
             error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
+            self._line.session.close([rejected.handle])
             self._processor.fail(rejected.handle, error)
+        elif kind == "heartbeat":
+            self._watch_steps(message.heartbeat)
+        elif kind == "already_finished":
+            self._line.session.close(message.already_finished.handles)
         elif kind == "ready":
             readies.put_nowait(message.ready)
         elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
             self._move_to(EngineState.DRAINING)
         elif kind == "dead":
-            raise StreamLost(f"the engine failed: {message.dead.reason}")
+            raise StreamLost(f"the engine failed: {message.dead.reason}", StreamEnd.FAILED)
 
     async def _take_step(self, step: step_pb2.Step) -> None:
         """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
-        for rows in read_step(step).slices(_MAX_ROWS_A_TURN):
+        columns = read_step(step)
+        self.stale_outputs += self._line.session.hear(columns)
+        for rows in columns.slices(_MAX_ROWS_A_TURN):
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
             await asyncio.sleep(0)
 
+        self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
+
+    def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
+        if self._hung_step is not None:
+            if heartbeat.step_number > self._hung_step or not heartbeat.has_work:
+                self._hung_step = None
+                self._become_ready()
+            return
+        hung_for_s = self._steps.hung_for_s(heartbeat)
+        if hung_for_s is not None:
+            self._hung_step = heartbeat.step_number
+            raise StreamLost(
+                f"its loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s", StreamEnd.HUNG
+            )
+
+    def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
+        # What waited for a tensor may have ended meanwhile.
+        entries = [entry for entry in entries if entry.handle in self._processor]
+        self._line.session.add(entries)
+        if entries and self._stream is not None:
+            self._stream.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
+
+    def _on_request_end(self, handle: int) -> None:
+        self._unreported.discard(handle)
+        self._tensors.forget(handle)
+
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
-        if self._stream is not None:
-            abort = engine_pb2.Abort(handles=handles, reason=reason)
+        # Without a stream it is told to the session alone, and sent by the next stream.
+        abort = self._line.session.abort(handles, reason)
+        if abort is not None and self._stream is not None:
             self._stream.send(engine_pb2.ConnectRequest(abort=abort))
 
-    def _end_session(self, reason: str) -> None:
-        if self._stream is not None and not self._is_closing:
-            logger.warning("engine stream lost", extra={"engine": self.address, "reason": reason})
-        self._stream = None
-        self.down_reason = reason
+    def _end_visit(self, lost: StreamLost) -> None:
+        """The engine is lost, and with it what it had of ours."""
+        if not self._is_closing and self.state not in (EngineState.CONNECTING, EngineState.DOWN):
+            logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
+        kind = _LOSS_KINDS.get(lost.end, LossKind.DEATH)
+        if lost.end is StreamEnd.BROKEN and not self._line.session.is_resumable:
+            kind = LossKind.DEATH
+        self.down_reason = str(lost)
         self._unreported.clear()
         self._num_waiting = self._num_running = 0
+        self._steps.forget()
+        self._line.lose(lost)
+        self._tensors.stop()
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
-        self._processor.lose_all(Loss(self.address, LossKind.DEATH, reason))
+        self._lose_all(Loss(self.address, kind, str(lost)))
+
+    def _lose_all(self, loss: Loss) -> None:
+        while len(self._processor):
+            num_before = len(self._processor)
+            try:
+                self._processor.lose_all(loss)
+            except Exception:
+                # A bug of ours, and one request's alone: the others still hear of the loss.
+                logger.exception("a request cannot be told of a loss", extra={"engine": self.address})
+            assert len(self._processor) < num_before, "who is told is forgotten"
 
     def _move_to(self, state: EngineState) -> None:
-        if state not in _TRANSITIONS[self.state]:
+        if state not in TRANSITIONS[self.state]:
             raise InvalidTransition(f"an engine cannot go from {self.state.value} to {state.value}")
         level = logging.DEBUG if state in (EngineState.CONNECTING, EngineState.LOADING) else logging.INFO
         logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})
         self.state = state
-        self._on_change(self)
+        try:
+            self._on_change(self)
+        except Exception:
+            # A bug of ours, and of those who listen: the engine stays in use.
+            logger.exception("change of an engine's state not taken", extra={"engine": self.address})

@@ -12,6 +12,7 @@ from frontend_svc.engines.loss import RETRY_AFTER_MS
 from frontend_svc.engines.routing import pick_engine
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import parse_target
+from service_kit.clock import Clock
 from service_kit.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,24 @@ class Directory:
 
     What this frontend's own stream says wins: an engine nobody tells of any more stays in use while its
     stream is up, so that a coordinator that restarts and has forgotten everything costs nothing.
+
+    A model whose last engine is not ready any more is expected back for `reconnect_window_s`.
     """
 
-    def __init__(self, make_client: ClientFactory, *, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        make_client: ClientFactory,
+        *,
+        on_change: Callable[[], None],
+        clock: Clock,
+        reconnect_window_s: float,
+    ) -> None:
         self._make_client = make_client
         self._on_change = on_change
+        self._clock = clock
+        self.reconnect_window_s = reconnect_window_s
+        self._ready_models: dict[str, ServedModel] = {}
+        self._expected: dict[str, tuple[ServedModel, float]] = {}
         self._told: dict[str, frozenset[str]] = {}
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,12 +81,14 @@ class Directory:
         }
 
     def model(self, name: str) -> ServedModel:
-        """The model served as `name`, or the only one for an empty name.
+        """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
         Raises NotFound, InvalidArgument for an empty name that could mean several, Unavailable when no
         engine is ready.
         """
-        models = self.models()
+        now = self._clock.now()
+        expected = {known: model for known, (model, until) in self._expected.items() if until > now}
+        models = expected | self.models()
         if not models:
             raise self._nothing_ready()
         if name in models:
@@ -90,20 +106,31 @@ class Directory:
             )
         return next(iter(models.values()))
 
+    def expected_until(self, model: ServedModel) -> float | None:
+        """Until when an engine of `model` is expected back; None while one is ready or since none came."""
+        _, until = self._expected.get(model.name, (None, 0.0))
+        return until if until > self._clock.now() else None
+
+    def ready_for(self, model: ServedModel, *, is_exact: bool = False) -> list[EngineClient]:
+        """The ready engines that serve `model`; with `is_exact` those that continue what another began."""
+        serves = _is_equal if is_exact else _serves
+        return [client for client in self._ready() if serves(client, model)]
+
     def pick(
         self,
         model: ServedModel,
         data_parallel_rank: int | None,
         *,
-        avoided: EngineClient | None = None,
         num_requests: int = 1,
+        is_exact: bool = False,
+        is_allowed: Callable[[EngineClient], bool] = lambda client: True,
     ) -> EngineClient:
-        """The engine that gets the next requests for `model`, all of them, not `avoided`.
+        """The engine that gets the next requests for `model`, all of them; see `ready_for` for `is_exact`.
 
         Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
         Unavailable when none is ready.
         """
-        ready = [client for client in self._ready() if _serves(client, model) and client is not avoided]
+        ready = list(filter(is_allowed, self.ready_for(model, is_exact=is_exact)))
         clients = {client.address: client for client in ready if client.has_room(num_requests)}
         infos = [client.info() for client in clients.values()]
         picked = pick_engine(infos, data_parallel_rank=data_parallel_rank, turn=self._turn)
@@ -142,11 +169,23 @@ class Directory:
 
     def _client_changed(self, client: EngineClient) -> None:
         self._drop_if_gone(client)
+        self._note_models()
         self._on_change()
+
+    def _note_models(self) -> None:
+        now, ready = self._clock.now(), self.models()
+        until = now + self.reconnect_window_s
+        lost = {name: (model, until) for name, model in self._ready_models.items() if name not in ready}
+        self._expected = {
+            name: expected
+            for name, expected in (self._expected | lost).items()
+            if name not in ready and expected[1] > now
+        }
+        self._ready_models = ready
 
     def _drop_if_gone(self, client: EngineClient) -> None:
         is_told = any(client.address in addresses for addresses in self._told.values())
-        is_up = client.state in (EngineState.LOADING, EngineState.READY, EngineState.DRAINING)
+        is_up = client.state not in (EngineState.CONNECTING, EngineState.DOWN, EngineState.CLOSED)
         if is_told or is_up or self._clients.get(client.address) is not client:
             return
         del self._clients[client.address]
@@ -171,6 +210,16 @@ def _serves(client: EngineClient, model: ServedModel) -> bool:
         and mine.name == model.name
         and mine.text_key == model.text_key
         and mine.max_model_len >= model.max_model_len
+    )
+
+
+def _is_equal(client: EngineClient, model: ServedModel) -> bool:
+    mine = client.model
+    return (
+        mine is not None
+        and _serves(client, model)
+        and mine.max_model_len == model.max_model_len
+        and mine.fingerprint == model.fingerprint
     )
 
 

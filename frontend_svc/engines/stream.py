@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from enum import Enum
 
 import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from service_kit.clock import Clock
+from service_kit.errors import from_status
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 HEARTBEAT_S = 0.5
@@ -18,61 +20,102 @@ _MAX_MISSED_HEARTBEATS = 3
 _HANDSHAKE_S = 10.0
 
 
+class StreamEnd(Enum):
+    """What the end of a stream says of the engine and of the session."""
+
+    BROKEN = "broken"  # by the wire, as far as can be seen: the session may go on over another stream
+    SILENT = "silent"  # nothing is heard any more
+    REFUSED = "refused"  # nobody listens there
+    LEFT = "left"  # the engine has ended it on purpose
+    FAILED = "failed"  # the engine has ended by a fault, or it is not the one that had the session
+    HUNG = "hung"  # the engine's loop does not get on
+    VOID = "void"  # one side does not keep the contract: the session cannot go on
+    INCOMPATIBLE = "incompatible"  # the two are of versions that do not work together
+
+
 class StreamLost(Exception):
     """The stream is over; the text says why."""
 
+    def __init__(self, text: str, end: StreamEnd = StreamEnd.VOID) -> None:
+        super().__init__(text)
+        self.end = end
+
 
 class EngineStream:
-    """A session with an engine from hello to its end, which is always a `StreamLost`."""
+    """A session with an engine from hello to the stream's end, which is always a `StreamLost`.
+
+    With `waits` it is opened when the engine begins to listen, else only where it listens now.
+    """
 
     def __init__(
-        self, stub: engine_pb2_grpc.EngineCoreServiceStub, clock: Clock, *, heartbeat_s: float = HEARTBEAT_S
+        self,
+        stub: engine_pb2_grpc.EngineCoreServiceStub,
+        clock: Clock,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        last_seq: int = 0,
+        waits: bool = True,
     ) -> None:
         # Waiting for the connection is free and ends the moment the engine listens, whoever starts first.
-        self._call = stub.Connect(wait_for_ready=True)
+        self._call = stub.Connect(wait_for_ready=waits)
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._is_closing = False
         self._outbox: deque[engine_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
-        self._last_seq = 0
-        self._acked_seq = 0
+        self._last_seq = self._acked_seq = last_seq
         self._ack_interval_messages = 0
+        self._ack_interval_s = heartbeat_s
+        self._ack_timer: asyncio.TimerHandle | None = None
         self._heard_at = 0.0
         self._is_handling = False
+        self._is_over = False
 
-    async def open(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
-        """Say hello and wait for the answer, without limit until a connection is there."""
+    @property
+    def last_seq(self) -> int:
+        """The last message that was handled whole."""
+        return self._last_seq
+
+    async def open(self, hello: session_pb2.Hello, *, limit_s: float | None = None) -> session_pb2.HelloAck:
+        """Say hello and wait for the answer; without `limit_s` until a connection is there, and then 10 s."""
         try:
-            return await self._shake_hands(hello)
+            async with asyncio.timeout(limit_s):
+                return await self._shake_hands(hello)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise StreamLost(await self._describe_end()) from error
-        except (TimeoutError, StreamLost) as error:
+            raise await self._lost() from error
+        except TimeoutError as error:
+            raise StreamLost(
+                f"no hello_ack within {limit_s or _HANDSHAKE_S:g} s", StreamEnd.SILENT
+            ) from error
+        except BaseException:
             self._call.cancel()
-            raise StreamLost(str(error) or f"no hello_ack within {_HANDSHAKE_S:g} s") from error
+            raise
 
     async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
         """Hand each message to `on_message` until the stream is lost, then raise StreamLost.
 
-        The next message is read when `on_message` is done with one. It is cancelled when the stream is lost
-        meanwhile, and never runs once this has ended.
+        The next message is read when `on_message` is done with one. One that it has begun with is handled to
+        its end, also where the stream is lost meanwhile; `on_message` never runs once this has ended.
         """
         self._heard_at = self._clock.now()
-        tasks = [
-            asyncio.ensure_future(self._read(on_message)),
-            asyncio.ensure_future(self._write()),
-            asyncio.ensure_future(self._watch()),
-        ]
+        reader = asyncio.ensure_future(self._read(on_message))
+        tasks = [reader, asyncio.ensure_future(self._write()), asyncio.ensure_future(self._watch())]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise StreamLost(await self._describe_end()) from error
-        finally:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # In order: what the engine has said itself counts before what a write has found.
             for task in tasks:
-                task.cancel()
+                if task.done():
+                    task.result()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._lost() from error
+        finally:
+            self._is_over = True
+            for task in tasks:
+                if task is not reader or not self._is_handling:
+                    task.cancel()
             self._call.cancel()
+            if self._ack_timer is not None:
+                self._ack_timer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, message: engine_pb2.ConnectRequest) -> None:
@@ -85,23 +128,25 @@ class EngineStream:
         self._is_closing = True
         self.send(engine_pb2.ConnectRequest(goodbye=goodbye))
 
+    def cancel(self) -> None:
+        """End the call, opened or not."""
+        self._call.cancel()
+
     async def _read(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
-        while True:
+        while not self._is_over:
             message = await self._call.read()
             if message is EOF:
-                raise StreamLost(await self._describe_end())
+                raise await self._lost()
             self._heard_at = self._clock.now()
             if message.seq != self._last_seq + 1:
                 raise StreamLost(f"message {message.seq} came after {self._last_seq}")
-            self._last_seq = message.seq
-            if (
-                self._ack_interval_messages
-                and self._last_seq - self._acked_seq >= self._ack_interval_messages
-            ):
-                self._ack()
             self._is_handling = True
-            await on_message(message)
-            self._is_handling = False
+            try:
+                await on_message(message)
+            finally:
+                self._is_handling = False
+            self._last_seq = message.seq
+            self._note_unacknowledged()
             # Nothing was read meanwhile, so nothing can be said of the peer's silence.
             self._heard_at = self._clock.now()
 
@@ -120,15 +165,16 @@ class EngineStream:
         limit_s = self._heartbeat_s * _MAX_MISSED_HEARTBEATS
         while True:
             slept_from = self._clock.now()
-            await asyncio.sleep(self._heartbeat_s)
+            wait_s = min(self._heartbeat_s, max(0.0, self._heard_at + limit_s - slept_from) + 0.001)
+            await asyncio.sleep(wait_s)
             now = self._clock.now()
-            if now - slept_from > 2 * self._heartbeat_s:
+            if now - slept_from > wait_s + self._heartbeat_s:
                 # We were not running ourselves; what came meanwhile is still to be read.
                 self._heard_at = now
-            if not self._is_handling and now - self._heard_at > limit_s:
-                raise StreamLost(f"no heartbeat for {now - self._heard_at:.1f} s")
-            if self._ack_interval_messages and self._acked_seq < self._last_seq:
-                self._ack()
+            if self._is_handling:
+                self._heard_at = now
+            if now - self._heard_at > limit_s:
+                raise StreamLost(f"no heartbeat for {now - self._heard_at:.1f} s", StreamEnd.SILENT)
 
     async def _shake_hands(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
         await self._call.write(engine_pb2.ConnectRequest(hello=hello))
@@ -136,17 +182,55 @@ class EngineStream:
         async with asyncio.timeout(_HANDSHAKE_S):
             answer = await self._call.read()
         if answer is EOF:
-            raise StreamLost(await self._describe_end())
+            raise await self._lost()
         if answer.WhichOneof("message") != "hello_ack":
             raise StreamLost("the engine's first message is no hello_ack")
         ack: session_pb2.HelloAck = answer.hello_ack
         self._ack_interval_messages = ack.ack_interval_messages
+        if ack.ack_interval_ms:
+            self._ack_interval_s = ack.ack_interval_ms / 1000
+        if not ack.resume_ok:
+            self._last_seq = self._acked_seq = 0
         return ack
+
+    def _note_unacknowledged(self) -> None:
+        if not self._ack_interval_messages:
+            return
+        if self._last_seq - self._acked_seq >= self._ack_interval_messages:
+            self._ack()
+        elif self._ack_timer is None:
+            loop = asyncio.get_running_loop()
+            self._ack_timer = loop.call_later(self._ack_interval_s, self._ack_late)
+
+    def _ack_late(self) -> None:
+        self._ack_timer = None
+        if self._acked_seq < self._last_seq:
+            self._ack()
 
     def _ack(self) -> None:
         self._acked_seq = self._last_seq
         self.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=self._last_seq)))
 
-    async def _describe_end(self) -> str:
+    async def _lost(self) -> StreamLost:
+        """How the call has ended, in the engine's words or in those of the wire."""
         code = await self._call.code()
-        return f"{code.name}: {await self._call.details() or 'the engine ended the stream'}"
+        details = await self._call.details() or "the engine ended the stream"
+        trailers = dict(await self._call.trailing_metadata() or ())
+        packed = trailers.get("grpc-status-details-bin", b"")
+        reason = from_status(code.value[0], details, packed).reason if isinstance(packed, bytes) else ""
+        return StreamLost(f"{code.name}: {details}", _end_of(code, details, reason if packed else ""))
+
+
+def _end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:
+    if code is grpc.StatusCode.OK or reason == "ENGINE_DRAINED":
+        return StreamEnd.LEFT
+    if reason == "ENGINE_DEAD":
+        return StreamEnd.FAILED
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return StreamEnd.INCOMPATIBLE
+    if reason:
+        return StreamEnd.VOID
+    # The wire's own words are all there is to tell a process that is gone from one that is cut off.
+    if code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower():
+        return StreamEnd.REFUSED
+    return StreamEnd.BROKEN

@@ -18,11 +18,14 @@ def make_states(
     n: int,
     *,
     markers: frozenset[str],
+    num_leading_places: int = 0,
 ) -> list[RequestState]:
     """What each output needs to become what the client asked for with `sampling`.
 
-    The special tokens `markers` are in the text also where the others are left out.
+    The special tokens `markers` are in the text also where the others are left out. The output's text goes on
+    from the tokens of the prompt that stand behind `num_leading_places`, among which some are none.
     """
+    context = prompt_token_ids[num_leading_places:]
     skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
     has_spaces = (
         not sampling.HasField("spaces_between_special_tokens") or sampling.spaces_between_special_tokens
@@ -35,7 +38,7 @@ def make_states(
         detokenizer = None
         if has_text:
             detokenizer = model.tokenizer.detokenizer(
-                prompt_token_ids,
+                context,
                 skip_special_tokens=skips_special,
                 spaces_between_special_tokens=has_spaces,
                 markers=markers,
@@ -49,7 +52,7 @@ def make_states(
                 include_stop=include,
                 min_tokens=sampling.min_tokens,
                 index=index,
-                logprobs=LogprobReader(texts, prompt_token_ids) if _wants_logprobs(sampling) else None,
+                logprobs=LogprobReader(texts, context) if _wants_logprobs(sampling) else None,
                 prompt_logprobs=LogprobReader(texts) if tells_prompt else None,
                 prompt_token_ids=prompt_token_ids,
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from frontend_svc.engines.loss import Loss
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns
-from service_kit.errors import Aborted, Internal, ServiceError
+from service_kit.errors import Aborted, Internal, ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 
 
@@ -21,9 +22,12 @@ class Pooled:
 
 
 class PoolingState:
-    """Takes what steps say of a pooling request. Made in the event loop; its one reader awaits `result`."""
+    """Takes what steps say of a pooling request. Made in the event loop; its one reader awaits `result`.
 
-    __slots__ = ("_num_cached", "_result", "_tensor")
+    `on_lost` is called when its engine is lost, or refuses it where another may not: it can be sent again.
+    """
+
+    __slots__ = ("_num_cached", "_result", "_tensor", "on_lost")
 
     # It yields no tokens, so it neither begins nor counts among prompts that do.
     has_begun = wants_logprobs = False
@@ -33,6 +37,7 @@ class PoolingState:
         self._result: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()
         self._tensor: tensor_pb2.Tensor | None = None
         self._num_cached = 0
+        self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
 
     async def result(self) -> Pooled:
         """The result, once it is here. Raises what ended the request instead."""
@@ -64,10 +69,20 @@ class PoolingState:
         return ending
 
     def lose(self, loss: Loss) -> None:
-        """End, as its engine is lost."""
-        self.fail(loss.error())
+        """Go on elsewhere, or end with the loss's error."""
+        if self.on_lost is None:
+            self.end_with(loss.error())
+        else:
+            self.on_lost(loss.kind, loss.error())
 
     def fail(self, error: ServiceError) -> None:
-        """End with `error`."""
+        """End with `error`, or go on elsewhere where that may help."""
+        if self.on_lost is not None and isinstance(error, Unavailable):
+            self.on_lost(LossKind.REFUSED, error)
+        else:
+            self.end_with(error)
+
+    def end_with(self, error: ServiceError) -> None:
+        """End with `error`, whatever may help."""
         if not self._result.done():
             self._result.set_exception(error)

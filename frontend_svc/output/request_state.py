@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from time import perf_counter_ns, time_ns
 
-from frontend_svc.engines.loss import Loss
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import ServiceError
+from service_kit.errors import ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 
 
 class RequestState:
     """One request in flight, the output `index` of its collector.
 
-    Owned by the `OutputProcessor` it is registered with, until it ends.
+    Owned by the `OutputProcessor` it is registered with, until it ends or its engine is lost. Then `on_lost`
+    is called, as it is for a refusal that another engine may not have, and the state can go on with what it
+    has. `on_output` is called at the next output, once.
     """
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_num_output", "_prompt",
-        "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns",
-        "last_output_at_ns", "num_prompt_tokens",
+        "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_prompt",
+        "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended",
+        "keeps_cached", "last_output_at_ns", "num_prompt_tokens", "num_prompt_told", "on_lost", "on_output",
+        "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -47,7 +52,13 @@ class RequestState:
         self._logprobs = logprobs
         self._prompt = prompt_logprobs
         self._prompt_token_ids = prompt_token_ids or []
-        self._num_output = 0
+        self.num_prompt_told = 0  # places of the prompt whose log probabilities are told
+        self.output_token_ids = array("I")
+        self.has_ended = False
+        # Once the prompt's share from the cache was told, it stays what the first engine said.
+        self.keeps_cached = False
+        self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
+        self.on_output: Callable[[], None] | None = None
         # Counted once for a sampling group, whose prompt is the same.
         self.num_prompt_tokens = 0 if index else len(self._prompt_token_ids)
         self.detokenize_ns = 0
@@ -62,12 +73,12 @@ class RequestState:
     @property
     def has_begun(self) -> bool:
         """True once there was output."""
-        return self._num_output > 0
+        return len(self.output_token_ids) > 0
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens so far, read or not."""
-        return self._num_output
+        return len(self.output_token_ids)
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
@@ -83,7 +94,8 @@ class RequestState:
             text, stop = self._text_of(self._detokenizer, token_ids, ending)
             if stop is not None:
                 ending = Ending(EndReason.STOP, stop_string=stop)
-        self._num_output += len(token_ids)
+        self.output_token_ids.extend(token_ids)
+        self.has_ended = ending is not None
         if self._logprobs is None or columns is None or not token_ids:
             self.collector.put(self._index, text, token_ids, ending)
         else:
@@ -94,28 +106,46 @@ class RequestState:
         if not self.first_output_at_ns:
             self.first_output_at_ns = self.last_output_at_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
+        if self.on_output is not None:
+            on_output, self.on_output = self.on_output, None
+            on_output()
         return ending
 
     def note_cached(self, num_cached_tokens: int) -> None:
         """Take how much of the prompt came from the prefix cache."""
-        self.collector.note_cached(num_cached_tokens)
+        if not self.keeps_cached:
+            self.collector.note_cached(num_cached_tokens)
 
     def fail(self, error: ServiceError) -> None:
-        """End with `error`, which the reader gets next."""
-        self.collector.fail(error)
+        """End with `error`, which the reader gets next, or go on elsewhere where that may help."""
+        if self.on_lost is not None and isinstance(error, Unavailable):
+            self.on_lost(LossKind.REFUSED, error)
+        else:
+            self.collector.fail(error)
 
     def lose(self, loss: Loss) -> None:
-        """End, as its engine is lost."""
-        self.fail(loss.error())
+        """Go on elsewhere, or end with the loss's error."""
+        if self.on_lost is None:
+            self.collector.fail(loss.error())
+        else:
+            self.on_lost(loss.kind, loss.error())
 
     def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Pass over a result of pooling: nobody asked for one."""
 
     def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
-        """Take what a step tells of the prompt's places from `first_position` on."""
-        if self._prompt is not None:
-            ids = self._prompt_token_ids[first_position : first_position + len(columns.ranks)]
-            self.collector.add_prompt_logprobs(self._prompt.read(ids, columns))
+        """Take what a step tells of the prompt's places from `first_position` on.
+
+        Places that another engine has told before it was lost are passed over.
+        """
+        num_places = len(columns.ranks)
+        num_told = max(0, self.num_prompt_told - first_position)
+        if self._prompt is None or num_told >= num_places:
+            return
+        self.num_prompt_told = first_position + num_places
+        ids = self._prompt_token_ids[first_position + num_told : self.num_prompt_told]
+        new = columns.part(num_told, num_places) if num_told else columns
+        self.collector.add_prompt_logprobs(self._prompt.read(ids, new))
 
     def _text_of(
         self, detokenizer: Detokenizer, token_ids: list[int], ending: Ending | None
@@ -130,7 +160,7 @@ class RequestState:
         if self._stops is None:
             return text, None
         # The first `min_tokens` tokens cannot complete a stop string; text flushed at the end can.
-        num_exempt = self._min_tokens - self._num_output
+        num_exempt = self._min_tokens - len(self.output_token_ids)
         num_scanned_chars = sum(map(len, pieces[num_exempt:])) if num_exempt > 0 else len(text)
         text, stop = self._stops.push(text, num_scanned_chars)
         if ending is not None and stop is None:

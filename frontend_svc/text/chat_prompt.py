@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from frontend_svc.text.conversation import check_conversation, check_tool_choice, conversation_of
+from frontend_svc.text.embeds import EmbeddedPlaces
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2
@@ -52,3 +53,7 @@ class ChatPrompt:
         self.text += suffix
         # The end of the template and the suffix may share a token.
         return await model.tokenizer.encode(self.text, add_special_tokens=False)
+
+    async def embedded(self) -> EmbeddedPlaces | None:
+        """None: all of a conversation is tokens."""
+        return None

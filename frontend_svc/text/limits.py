@@ -52,6 +52,11 @@ class Violations:
     def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
 
+    @property
+    def num_found(self) -> int:
+        """Breaches so far, at most as many as are kept."""
+        return len(self._found)
+
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
         if len(self._found) < _MAX_FOUND:

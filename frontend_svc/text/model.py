@@ -67,6 +67,8 @@ class ServedModel:
     supported_tasks: tuple[str, ...] = ()
     class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
+    hidden_size: int = 0  # of the input embeddings; 0 where it is not known
+    takes_prompt_embeds: bool = False
     parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
 
     @property

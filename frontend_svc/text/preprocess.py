@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from frontend_svc.parsers.registry import reasoning_parser
+from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.bad_words import bad_word_sequences
 from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits, Violations
@@ -30,10 +31,15 @@ AnyRequest: TypeAlias = "generate_pb2.GenerateRequest | chat_message_pb2.ChatReq
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What can be sent: an ADD for each of n outputs, without handles and trace; and the prompt's ids."""
+    """What can be sent: an ADD for each of n outputs, without handles and trace; and the prompt's ids.
+
+    The ADDs refer to `tensors` by digest. Places of the prompt up to `num_leading_places` are not all tokens.
+    """
 
     entries: list[add_pb2.AddEntry]
     prompt_token_ids: list[int]
+    tensors: tuple[WireTensor, ...] = ()
+    num_leading_places: int = 0
 
 
 def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
@@ -82,7 +88,13 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
     entry = _entry(request, token_ids, sequences, model, limits)
     if has_thinking_budget(request.sampling):
         entry.reasoning_options.CopyFrom(await _reasoning_markers(model))
-    return Prepared(_group(entry, max(1, request.sampling.n)), token_ids)
+    embedded = await prompt.embedded()
+    if embedded is not None:
+        embedded.fill(entry)
+    entries = _group(entry, max(1, request.sampling.n))
+    if embedded is None:
+        return Prepared(entries, token_ids)
+    return Prepared(entries, token_ids, (embedded.tensor,), embedded.num_leading_places)
 
 
 async def _reasoning_markers(model: ServedModel) -> add_pb2.ReasoningOptions:

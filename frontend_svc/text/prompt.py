@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from frontend_svc.text.embeds import EmbeddedPlaces, check_embeds, embedded_places, embedded_token_ids
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.sampling import check_token_ids
@@ -34,9 +35,13 @@ class Prompt(Protocol):
         """Its token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early."""
         ...
 
+    async def embedded(self) -> EmbeddedPlaces | None:
+        """What stands where it has no tokens, if there are such places."""
+        ...
+
 
 class RequestPrompt:
-    """The prompt of a GenerateRequest: a text, or ids."""
+    """The prompt of a GenerateRequest: a text, ids, or embeddings."""
 
     markers: frozenset[str] = frozenset()
 
@@ -46,7 +51,7 @@ class RequestPrompt:
 
     @property
     def field(self) -> str:
-        """`prompt` or `token_ids`, whichever is set."""
+        """`prompt`, `token_ids` or `embeds`, whichever is set."""
         return self._kind or "input"
 
     def check(self, model: ServedModel, violations: Violations) -> None:
@@ -64,23 +69,29 @@ class RequestPrompt:
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
             if violations.need_count("token_ids", len(ids), "ids", 0, model.max_text_chars):
                 check_token_ids("token_ids", ids, model.vocab_size, violations)
+        elif self._kind == "embeds":
+            check_embeds(request, model, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The ids. Raises Unimplemented for embeddings and media, InvalidArgument for too long a text."""
+        """The ids. Raises Unimplemented for media, InvalidArgument for too long a text."""
         request = self._request
-        unserved = [name for name in ("embeds", "media") if name == self._kind or _has_media(request, name)]
-        if unserved:
-            shown = ", ".join(unserved)
+        if request.media:
             raise Unimplemented(
-                f"not served yet: {shown}", reason="PARAMETER_NOT_SERVED", metadata={"fields": shown}
+                "not served yet: media", reason="PARAMETER_NOT_SERVED", metadata={"fields": "media"}
             )
         if self._kind == "token_ids":
             return list(request.token_ids.ids)
+        if self._kind == "embeds":
+            return embedded_token_ids(request.embeds)
         if not may_be_long:
             check_fits("prompt", request.prompt, model)
         check_text("prompt", request.prompt, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
+
+    async def embedded(self) -> EmbeddedPlaces | None:
+        """The embeddings that count, of a checked prompt."""
+        return await embedded_places(self._request.embeds) if self._kind == "embeds" else None
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:
@@ -105,7 +116,3 @@ def too_long(field: str, shown: str, num_tokens: int, limit: int) -> InvalidArgu
         reason="CONTEXT_LENGTH_EXCEEDED",
         metadata={"num_tokens": str(num_tokens), "max_model_len": str(limit)},
     )
-
-
-def _has_media(request: generate_pb2.GenerateRequest, name: str) -> bool:
-    return name == "media" and len(request.media) > 0

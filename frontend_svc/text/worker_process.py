@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from frontend_svc.text.memory_limit import extra_memory
 from frontend_svc.text.text_files import TextRefused
 from frontend_svc.text.worker_frames import Frame, FrameReader, pack_head, pack_numbers, unpack_numbers
+from service_kit.process import die_with_parent, set_title
 
 if TYPE_CHECKING:
     from frontend_svc.text.chat_template import ChatTemplate
@@ -184,6 +185,9 @@ def _send(fd: int, content: bytes) -> None:
 
 def main() -> int:
     """Serve the frontend that started this process, until it closes the pipe. Returns the exit code."""
+    set_title("text-worker")
+    # A busy worker would see only after its work that nobody waits for it any more.
+    die_with_parent(os.getppid())
     # Ctrl-C reaches the whole group; the frontend decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output_fd = os.dup(1)

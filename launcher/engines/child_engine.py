@@ -97,7 +97,9 @@ def flags_of(config: EngineConfig) -> list[str]:
         if field.name in ("model", "port") or value == field.default or value is None:
             continue
         spelling = field.name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            flags.append(f"--{spelling}={','.join(map(str, value))}")
+        elif isinstance(value, bool):
             flags.append(f"--{spelling}" if value else f"--no-{spelling}")
         else:
             flags.append(f"--{spelling}={value}")

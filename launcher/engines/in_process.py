@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine_svc import convert
 from engine_svc.build import build_engine, build_served_engine
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Clock, Engine
+from engine_svc.engine import Engine
 from engine_svc.facts import LoadProgress
 from engine_svc.mailbox import Abort, Add, Inbox, Outbox
 from engine_svc.served_engine import LoadedCore
@@ -17,6 +17,7 @@ from engine_svc.session import MAX_INFLIGHT_ADDS, MAX_OUTBOX_BYTES
 from engine_svc.step_output import StepOutput
 from frontend_svc.engines.columns import read_step
 from launcher.engines.core_client import CoreOutput, EngineDead, no_rows
+from service_kit.clock import Clock
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from triptych.engine.v1 import add_pb2, engine_pb2
 

@@ -23,6 +23,7 @@ SHARED = {
     "log_level",
     "reflection",
     "drain_deadline_s",
+    "plugins",
 }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine_svc.build import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan, StepResult
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
@@ -49,6 +50,7 @@ class FakeExecutor:
         self.gate = threading.Event()
         self.gate.set()
         self.num_launched = 0
+        self.num_drops = 0
         self.hold_at = -1
         self._has_launched = threading.Condition()
         self.is_shut_down = False
@@ -59,7 +61,8 @@ class FakeExecutor:
         """Compute the step at once; the gate decides when its result can be had."""
         self.on_launch(plan)
         for request_id in plan.released:
-            del self._rows[request_id]
+            if self._rows.pop(request_id, None) is None and not self.num_drops:
+                raise ValueError(f"{request_id} is not in the batch")
         for admitted in plan.admitted:
             if admitted.request_id in self._rows:
                 raise ValueError(f"{admitted.request_id} is in the batch already")
@@ -83,6 +86,10 @@ class FakeExecutor:
             if not self._has_launched.wait_for(lambda: self.num_launched >= num_steps, 10):
                 raise TimeoutError(f"only {self.num_launched} of {num_steps} steps were launched")
 
+    def drop(self) -> None:
+        """From now on rows may be missing."""
+        self.num_drops += 1
+
     def shutdown(self) -> None:
         """Remember that the loop let go of it."""
         self.is_shut_down = True
@@ -103,13 +110,18 @@ class FakePendingStep:
 
 
 def make_scheduler(
-    *, num_blocks: int = 65, block_size: int = 4, max_num_seqs: int = 16, max_num_batched_tokens: int = 64
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    hooks: Sequence[SchedulerHook] = (),
 ) -> Scheduler:
     """A real scheduler over a small pool; one of its blocks is the cache's placeholder."""
     config = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    return build_core(config, CacheConfig(num_blocks, (FullAttention(block_size),))).scheduler
+    return build_core(config, CacheConfig(num_blocks, (FullAttention(block_size),)), hooks=hooks).scheduler
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -19,12 +20,16 @@ from engine_svc.mailbox import Board, Inbox, KVEventLog
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.served_engine import LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer
+from engine_svc.tensors.source import TensorDoor
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.server import INTERNAL, Registration, Server
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, FakeExecutor, make_scheduler
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+
+if TYPE_CHECKING:
+    from engine_svc.controls import EngineControls
 
 _PATIENCE_S = 20.0
 
@@ -54,9 +59,15 @@ class ServiceRig:
         artifacts: tuple[Artifact, ...] = (),
         scheduler: Scheduler | None = None,
         max_outbox_bytes: int = 1_000_000,
+        max_replay_bytes: int = 1_000_000,
         kv_event_log: KVEventLog | None = None,
+        controls: Callable[[Engine, Scheduler], EngineControls] | None = None,
+        facts: EngineFacts | None = None,
+        tensors: TensorDoor | None = None,
     ) -> None:
+        self._facts = facts or make_facts()
         self.executor = FakeExecutor()
+        self._make_controls = controls
         self.scheduler = scheduler or make_scheduler()
         self.load_error: Exception | None = None
         self.engine = ServedEngine(
@@ -68,8 +79,11 @@ class ServiceRig:
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
+            tensors=tensors or TensorDoor(),
         )
-        self.servicer = EngineCoreServicer(self.engine, max_outbox_bytes=max_outbox_bytes)
+        self.servicer = EngineCoreServicer(
+            self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes
+        )
         self.server = Server(
             listen="127.0.0.1:0",
             registrations=[
@@ -117,7 +131,10 @@ class ServiceRig:
             clock=self.engine.clock,
             lockstep=NoLockstep(),
         )
-        return engine, LoadedCore(make_facts(), refusal=self.scheduler.refusal, prepare=lambda request: None)
+        controls = None if self._make_controls is None else self._make_controls(engine, self.scheduler)
+        return engine, LoadedCore(
+            self._facts, refusal=self.scheduler.refusal, prepare=lambda request: None, controls=controls
+        )
 
 
 async def _next_change(engine: ServedEngine) -> None:

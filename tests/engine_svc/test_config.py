@@ -34,6 +34,8 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
         (["--pipeline-parallel-size", "0"], "--pipeline-parallel-size"),
         (["--expert-parallel"], "--expert-parallel is True"),
+        (["--enable-prompt-embeds", "--tensor-parallel-size", "2"], "--enable-prompt-embeds is True"),
+        (["--enable-prompt-embeds", "--pipeline-parallel-size", "2"], "--enable-prompt-embeds is True"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

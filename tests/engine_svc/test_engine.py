@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from engine_svc.device_errors import DeviceLost
 from engine_svc.engine import Engine, NoLockstep
 from engine_svc.mailbox import Abort, Add, Board, Call, Inbox, Outbox, Stop
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
+from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.step import PromptPlaces, StepPlan, TokenLogprobs
 from engine_svc.step_output import StepOutput
 from service_kit.clock import FakeClock
@@ -56,10 +58,11 @@ class Rig:
         on_launch: Callable[[StepPlan], None] = lambda plan: None,
         max_in_flight: int = 1,
         executor: FakeExecutor | None = None,
+        hooks: Sequence[SchedulerHook] = (),
     ) -> None:
         self.clock = FakeClock()
         self.executor = executor or FakeExecutor(on_launch)
-        self.scheduler = make_scheduler()
+        self.scheduler = make_scheduler(hooks=hooks)
         self.inbox, self.board = Inbox(max_commands=1000), Board()
         self.frontend = Frontend()
         self.error: RuntimeError | None = None
@@ -72,7 +75,7 @@ class Rig:
             lockstep=NoLockstep(),
             max_in_flight=max_in_flight,
         )
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def add(
         self,
@@ -295,9 +298,9 @@ def test_an_idle_call_runs_once_when_the_last_request_has_ended():
     assert calls == [3]
 
 
-def test_an_error_in_a_step_ends_the_loop_and_lets_go_of_the_device():
+def test_a_lost_device_ends_the_loop_which_lets_go_of_it():
     def fail(plan: StepPlan) -> None:
-        raise RuntimeError("device lost")
+        raise DeviceLost("device lost")
 
     rig = Rig(on_launch=fail)
     rig.add(1)

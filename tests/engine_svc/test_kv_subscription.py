@@ -11,6 +11,7 @@ import grpc.aio
 from engine_svc.build import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.device_errors import DeviceLost
 from engine_svc.features.kv_events import KVEvents
 from engine_svc.mailbox import KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
@@ -318,7 +319,7 @@ async def test_a_loop_that_raises_ends_subscriptions_as_unavailable():
         assert await follower.read()
 
         def fail(plan: object) -> None:
-            raise RuntimeError("secret path")
+            raise DeviceLost("secret path")
 
         rig.executor.on_launch = fail
         client = StreamClient(stub, "f")

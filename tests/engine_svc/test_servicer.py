@@ -11,6 +11,7 @@ import pytest
 
 from engine_svc.artifacts import read_artifacts
 from engine_svc.lifecycle import EngineState
+from engine_svc.mailbox import Fail
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.service_rig import (
     LENGTH,
@@ -66,11 +67,11 @@ async def test_a_loop_that_raises_says_dead_to_every_session_with_what_is_lost()
         await one.until(lambda: "ready" in one.kinds())
         await two.until(lambda: "ready" in two.kinds())
 
-        def fail(plan: object) -> None:
-            raise RuntimeError("secret path")
-
-        rig.executor.on_launch = fail
-        await one.add(make_entry(4))
+        rig.executor.gate.clear()
+        await one.add(make_entry(4, max_tokens=100))
+        await asyncio.to_thread(rig.executor.wait_for_launches, 1)
+        rig.engine.inbox.put(Fail(RuntimeError("secret path")))
+        rig.executor.gate.set()
         for client, handles in ((one, [4]), (two, [])):
             await client.until(lambda client=client: client.is_over)
             dead = client.heard[-1].dead
@@ -151,8 +152,9 @@ async def test_draining_refuses_new_requests_and_finishes_the_running_ones():
         ({"frontend_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"session_id": "x" * 200}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"min_peer_revision": 9}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"schema_revision": 0}, grpc.StatusCode.FAILED_PRECONDITION),
     ],
-    ids=["no frontend_id", "long session_id", "newer contract"],
+    ids=["no frontend_id", "long session_id", "newer contract", "older contract"],
 )
 async def test_a_wrong_hello_ends_the_stream(hello, code):
     rig = ServiceRig()
@@ -164,12 +166,15 @@ async def test_a_wrong_hello_ends_the_stream(hello, code):
         await rig.load()
 
 
-async def test_a_stream_that_does_not_begin_with_hello_ends():
+async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came():
     rig = ServiceRig()
     async with serving(rig) as stub:
         call = stub.Connect()
         await call.write(engine_pb2.ConnectRequest(ack=engine_pb2.Ack()))
-        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        details = await call.details()
+        assert "ack came" in details
+        assert "this engine has 1" in details
 
 
 async def test_a_newer_process_of_a_frontend_ends_the_older_session():

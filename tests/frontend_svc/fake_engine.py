@@ -39,6 +39,11 @@ class FakeRequest:
         """The prompt's ids."""
         return array("I", self.entry.prompt_token_ids).tolist()
 
+    @property
+    def output(self) -> list[int]:
+        """The ids of the output that it continues."""
+        return array("I", self.entry.output_token_ids).tolist()
+
 
 class FakeSession:
     """One frontend's stream: numbers what is sent."""
@@ -52,6 +57,13 @@ class FakeSession:
         """Send one message of the stream."""
         self._seq += 1
         self.outgoing.put_nowait(engine_pb2.ConnectResponse(seq=self._seq, **content))
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send one message of a contract that this one does not know."""
+        self._seq += 1
+        message = engine_pb2.ConnectResponse.FromString(content)
+        message.seq = self._seq
+        self.outgoing.put_nowait(message)
 
     def skip(self) -> None:
         """Lose a message."""
@@ -74,10 +86,14 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         max_model_len: int = MAX_MODEL_LEN,
         supported_tasks: Sequence[str] = ("generate",),
         config: dict | None = None,
+        fingerprint: str = "f",
+        schema_revision: int = 1,
+        min_peer_revision: int = 0,
     ) -> None:
         self.script = script
         self.model = model
         self.dp_rank = dp_rank
+        self.fingerprint = fingerprint
         self.is_ready = is_ready
         self.max_inflight_adds = max_inflight_adds
         self.max_model_len = max_model_len
@@ -92,7 +108,11 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.sessions: list[FakeSession] = []
         self.num_connects = 0
         self.num_downloads = 0
+        self.schema_revision = schema_revision
+        self.min_peer_revision = min_peer_revision
         self.has_heartbeat = True
+        self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
+        self.num_heartbeats = 0  # since the newest session
         self.num_acks = 0
         self.goodbyes: list[str] = []
         self.address = ""
@@ -113,6 +133,17 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+
+    def leave(self) -> None:
+        """End every stream behind what was sent, as after a drain. The engine can be reached again."""
+        for session in self.sessions:
+            session.outgoing.put_nowait(None)
+
+    def die(self) -> None:
+        """End every stream behind what was sent, as an engine does that fails. It can be reached again."""
+        for session in self.sessions:
+            session.send(dead={"reason": "it is killed"})
+        self.leave()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until something that came made `condition` true."""
@@ -174,6 +205,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         first = await anext(aiter(request_iterator))
         session.hello = first.hello
         self.num_connects += 1
+        self.num_heartbeats = 0
         reader = asyncio.ensure_future(self._read(session, request_iterator))
         heart = asyncio.ensure_future(self._beat(session))
         yield engine_pb2.ConnectResponse(
@@ -185,6 +217,8 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
                 max_inflight_adds=self.max_inflight_adds,
                 ack_interval_messages=4,
+                schema_revision=self.schema_revision,
+                min_peer_revision=self.min_peer_revision,
             )
         )
         if self.is_ready:
@@ -234,7 +268,9 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             if self.has_heartbeat:
-                session.send(heartbeat=session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY))
+                session.send(heartbeat=self.heartbeat)
+                self.num_heartbeats += 1
+                self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -243,7 +279,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def _ready(self) -> session_pb2.Ready:
         return session_pb2.Ready(
             model_name=self.model,
-            fingerprint=session_pb2.Fingerprint(digest="f"),
+            fingerprint=session_pb2.Fingerprint(digest=self.fingerprint),
             artifacts=self._artifacts(),
             max_model_len=self.max_model_len,
             vocab_size=VOCAB_SIZE,

@@ -128,6 +128,8 @@ async def serving(
             "port": 0,
             "engine": tuple(engine.address for engine in engines),
             "text_workers": 1,
+            # Short, so that what finds no other engine ends soon; who is to wait for one says how long.
+            "reconnect_window_s": 0.5,
             **options,
         }
     )

@@ -24,6 +24,7 @@ def test_engines_are_repeatable_and_need_no_coordinator():
         (("--engine", "a:1", "--port", "70000"), "port 70000"),
         (("--engine", "a:1", "--max-queued-requests", "0"), "max_queued_requests 0"),
         (("--engine", "a:1", "--slow-reader-s=-1"), "slow_reader_s"),
+        (("--engine", "a:1", "--reconnect-window-s=-1"), "reconnect_window_s"),
         (("--engine", "a:1", "--workers", "0"), "workers 0"),
         (("--engine", "a:1", "--workers", "65"), "workers 65"),
         (("--engine", "a:1", "--workers", "3", "--admin-port", "65534"), "admin_port 65534"),

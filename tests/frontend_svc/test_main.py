@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from service_kit.channel import open_channel
-from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, read_all
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
 
 
 async def start(*argv: str) -> tuple[asyncio.subprocess.Process, dict]:
@@ -39,7 +39,7 @@ async def start(*argv: str) -> tuple[asyncio.subprocess.Process, dict]:
 async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
     engine = FakeEngine()
     await engine.start()
-    process, announced = await start("--engine", engine.address)
+    process, announced = await start("--engine", engine.address, "--drain-lag-s=0")
     async with open_channel(announced["address"], profile="public") as channel:
         client = Client(channel)
         await client.wait_ready()
@@ -54,6 +54,21 @@ async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
         assert (await read_all(running))[2] == [5]
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
     assert (announced["service"], announced["index"]) == ("frontend", 0)
+    await engine.kill()
+
+
+async def test_for_a_moment_after_sigterm_what_is_sent_by_who_does_not_know_is_served():
+    engine = FakeEngine(answer("x"))
+    await engine.start()
+    process, announced = await start("--engine", engine.address, "--drain-lag-s=60", "--drain-deadline-s=60")
+    async with open_channel(announced["address"], profile="public") as channel:
+        client = Client(channel)
+        await client.wait_ready()
+        process.send_signal(signal.SIGTERM)
+        await client.wait_ready(is_ready=False)
+        assert (await read_all(client.generate()))[1] == "x"
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
     await engine.kill()
 
 

@@ -39,7 +39,7 @@ async def workers(engine: FakeEngine, *flags: str) -> AsyncGenerator[tuple[async
     read_fd, write_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "frontend_svc.main", "--workers=2", "--engine", engine.address, "--port=0"),
-        *(f"--announce-fd={write_fd}", "--text-workers=1", *flags),
+        *(f"--announce-fd={write_fd}", "--text-workers=1", "--drain-lag-s=0", *flags),
         pass_fds=[write_fd],
         env=environment(),
         stderr=asyncio.subprocess.DEVNULL,

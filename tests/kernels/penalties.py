@@ -45,3 +45,9 @@ def penalty_case(
     return PenaltyCase(
         wide.to(device)[:, 5 : vocab_size + 5], token_ids.to(device), penalised, lengths.to(device)
     )
+
+
+def without_tokens(case: PenaltyCase) -> None:
+    """Leave the prompts no token, as those have that are embeddings."""
+    for row, num_prompt_tokens in zip(case.penalised.rows, case.penalised.num_prompt_tokens, strict=True):
+        case.token_ids[row, :num_prompt_tokens] = -1

@@ -132,10 +132,17 @@ async def triptych(
 
 def children_of(pid: int, service: str) -> list[int]:
     """The processes of a service, or of any, that the launcher of that id has started."""
-    marker = f"launcher.child\0{pid}\0{service}".encode()
+    # Before and after it has given itself a title.
+    markers = (f"launcher.child\0{pid}\0{service}".encode(), f"triptych-{service}".encode())
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if marker in (folder / "cmdline").read_bytes():
+            command = (folder / "cmdline").read_bytes()
+            if parent_of(folder) == pid and any(marker in command for marker in markers):
                 found.append(int(folder.name))
     return found
+
+
+def parent_of(folder: Path) -> int:
+    """The parent of the process that a folder of /proc is about."""
+    return int((folder / "stat").read_text().rpartition(")")[2].split()[1])

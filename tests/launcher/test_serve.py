@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,7 @@ def is_running(pid: int) -> bool:
 
 def workers_of(parent: int) -> list[int]:
     """The frontends that share the port of a frontend that only looks after them."""
-    marker = f"frontend_svc.workers_main\0{parent}\0".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if marker in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+    return children_of(parent, "frontend")
 
 
 async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
@@ -121,6 +115,24 @@ async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
 
 
+async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file) as stack:
+        killed = stack.pid_of("engine")
+        os.kill(killed, signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        before, after = stack.ready["processes"], json.loads(ready_file.read_text())["processes"]
+        assert [one["address"] for one in after] == [one["address"] for one in before]
+        pids = zip(before, after, strict=True)
+        assert [one["service"] for one, other in pids if one["pid"] != other["pid"]] == ["engine"]
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+            # The frontend may be about to dial it.
+            assert "UNAVAILABLE" in answered.err
+        assert len(json.loads(answered.out)["token_ids"]) == 5
+
+
 async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(
     tmp_path: Path,
 ) -> None:
@@ -152,9 +164,17 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
 async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
     outcome = await triptych("serve", str(tmp_path), "--port=0")
     assert outcome.exit_code == 1
-    death = outcome.err.partition("[serve] engine-0 (pid ")[2]
-    assert "exited with code 2; its last lines:" in death
+    death = outcome.err.partition("[serve] engine-0 (pid ")[2].splitlines()[0]
+    assert "exited with code 2 while it was starting: triptych engine: " in death
     assert "it has no config.json" in death
+
+
+async def test_a_frontend_that_cannot_start_is_named_with_its_reason() -> None:
+    outcome = await triptych("serve", "--port=0", "--tokenizer=/nowhere")
+    assert outcome.exit_code == 1
+    death = outcome.err.partition("[serve] frontend-0 (pid ")[2].splitlines()[0]
+    assert "exited with code 2 while it was starting: triptych frontend: " in death
+    assert "/nowhere" in death
 
 
 async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
@@ -169,7 +189,7 @@ async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) 
     os.kill(engine, signal.SIGKILL)
     _, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
-    assert f"[serve] engine-0 (pid {engine}) was killed by SIGKILL" in err.decode()
+    assert f"[serve] engine-0 (pid {engine}) was killed by SIGKILL while it was starting: " in err.decode()
     assert not (tmp_path / "ready").exists()
     assert not children_of(process.pid, "")
 

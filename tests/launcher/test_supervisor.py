@@ -98,15 +98,19 @@ async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines
     tmp_path: Path, flag: str
 ) -> None:
     one = stack(tmp_path, {"engine-1": (f"{flag}=3",)})
-    with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3") as died:
+    with pytest.raises(
+        ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3 while it was starting"
+    ) as died:
         await one.supervisor.start()
-    assert "something went wrong\n    with this model" in str(died.value)
+    assert "starting: with this model\n  its lines before that:\n    something went wrong" in str(died.value)
     await one.supervisor.stop()
 
 
 async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     one = stack(tmp_path, startup_s=0.0)
-    with pytest.raises(StartTimeout, match="not everything was ready within 0 s"):
+    with pytest.raises(
+        StartTimeout, match="not ready within 0 s: coordinator-0, engine-0, engine-1, frontend-0"
+    ):
         await one.supervisor.start()
     await one.supervisor.stop()
 
@@ -177,12 +181,21 @@ async def test_a_child_is_read_on_when_nobody_reads_what_is_copied(tmp_path: Pat
     assert child.last_lines[-1] == "the end"
 
 
-async def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
-    one = stack(tmp_path, max_restarts=0)
+async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_up(tmp_path: Path) -> None:
+    one = stack(tmp_path, max_restarts=3)
     await one.supervisor.start()
+    others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    for _ in range(3):
+        one.restarted.clear()
+        os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+    assert {name: one.supervisor.children[name].pid for name in others} == others
     os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-    with pytest.raises(ChildDied, match="engine-0"):
-        await asyncio.wait_for(one.supervisor.keep_running(), 30)
+    with pytest.raises(ChildDied, match=r"engine-0 .* was killed by SIGKILL after 3 restarts within 60 s"):
+        await asyncio.wait_for(keeping, 30)
+    delays = [line.partition("starts again in ")[2] for line in one.reports if "starts again" in line]
+    assert delays == ["0.01 s (1 of 3)", "0.02 s (2 of 3)", "0.04 s (3 of 3)"]
     await one.supervisor.stop()
 
 

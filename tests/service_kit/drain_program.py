@@ -1,6 +1,8 @@
 """A service for drain tests: streams one message at once and another when stdin gets a line.
 
-Announces its address and serves until its streams are done after SIGTERM. Run as a program, never imported.
+Announces its address and serves until its streams are done after SIGTERM. A third argument says what it does
+about a drain that is cut: it "ends" the streams by an error that names the cause, or "hangs" for ever.
+Run as a program, never imported.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any  # noqa: E402
 
 import uvloop  # noqa: E402
 
+from service_kit.errors import Unavailable  # noqa: E402
 from service_kit.limits import PUBLIC  # noqa: E402
-from service_kit.server import Server, run_server, write_announcement  # noqa: E402
+from service_kit.server import DrainCut, Server, run_server, write_announcement  # noqa: E402
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry  # noqa: E402
 from tests.service_kit.fakes import SERVICE_NAME, FakeService  # noqa: E402
 
@@ -26,6 +29,8 @@ async def serve(fd: int) -> int:
     """Run until drained."""
     loop = asyncio.get_running_loop()
     go_on, idle = asyncio.Event(), asyncio.Event()
+    manner = sys.argv[3] if len(sys.argv) > 3 else ""
+    causes: list[DrainCut] = []
     idle.set()
 
     def on_line() -> None:
@@ -38,11 +43,19 @@ async def serve(fd: int) -> int:
         idle.clear()
         yield b"first"
         await go_on.wait()
+        if causes:
+            raise Unavailable(f"moved on, because of the {causes[0].value}", reason="MOVED")
         yield b"last"
         idle.set()
 
     async def drained() -> None:
         await idle.wait()
+
+    async def cut(cause: DrainCut) -> None:
+        if manner == "hangs":
+            await asyncio.Event().wait()
+        causes.append(cause)
+        go_on.set()
 
     server = Server(
         listen="127.0.0.1:0",
@@ -56,7 +69,11 @@ async def serve(fd: int) -> int:
         write_announcement(fd, {"service": "fake", "index": 0, "address": addresses[0]})
 
     return await run_server(
-        [server], on_drain=drained, drain_deadline_s=float(sys.argv[2]), announce=announce
+        [server],
+        on_drain=drained,
+        drain_deadline_s=float(sys.argv[2]),
+        announce=announce,
+        on_cut=cut if manner else None,
     )
 
 

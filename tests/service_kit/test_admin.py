@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service_kit.admin import SERVICE_NAME, AdminServicer
-from service_kit.errors import from_rpc_error
+from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.limits import ADMIN
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry, tracer
 from tests.service_kit.fakes import serving
@@ -47,10 +47,10 @@ async def test_status(admin: admin_pb2_grpc.AdminServiceStub) -> None:
     assert (status.service, status.instance, status.pid) == ("engine", "engine-0", os.getpid())
     assert status.state == admin_pb2.SERVICE_STATE_DRAINING
     assert status.version
-    assert [(value.key, value.text, value.number) for value in status.values] == [
-        ("model", "tiny", 0.0),
-        ("num_running", "", 3.0),
-    ]
+    values = {value.key: value.text or value.number for value in status.values}
+    assert list(values) == sorted(values)
+    assert values.pop("num_tasks") > 0
+    assert values == {"model": "tiny", "num_running": 3.0}
 
 
 async def test_the_newest_trace(admin: admin_pb2_grpc.AdminServiceStub) -> None:
@@ -96,3 +96,31 @@ async def test_the_rest_is_unimplemented(admin: admin_pb2_grpc.AdminServiceStub)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await admin.ListPins(admin_pb2.ListPinsRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_service_without_an_engine_takes_no_utility_calls(
+    admin: admin_pb2_grpc.AdminServiceStub,
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await admin.Utility(admin_pb2.UtilityRequest())
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_utility_calls_go_to_whoever_serves_them(telemetry: None) -> None:
+    async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
+        if not request.call.call_id:
+            raise FailedPrecondition("no call_id")
+        response = admin_pb2.UtilityResponse()
+        response.result.call_id = request.call.call_id
+        return response
+
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, utility=serve)
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        request = admin_pb2.UtilityRequest()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Utility(request)
+        request.call.call_id = 9
+        answer = await stub.Utility(request)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert answer.result.call_id == 9

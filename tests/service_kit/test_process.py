@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,65 @@ def test_a_copy_of_the_environment_changes_nothing() -> None:
     copy["TRIPTYCH_TEST_ONLY"] = "1"
     assert "TRIPTYCH_TEST_ONLY" not in process_environment()
     assert copy["PATH"] == os.environ["PATH"]
+
+
+def run(program: str) -> subprocess.Popen[str]:
+    """A Python process with its stdin and stdout as pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "title"),
+    [
+        ("set_title('coordinator')", "triptych-coordinator"),
+        ("set_title('frontend', None)", "triptych-frontend"),
+        ("set_title('engine', 0)", "triptych-engine-0"),
+        ("set_title('engine', 2, 'rank', 1)", "triptych-engine-2-rank-1"),
+    ],
+)
+def test_a_title_is_what_ps_shows(call: str, title: str) -> None:
+    program = f"from service_kit.process import set_title; {call}; print('set', flush=True); input()"
+    with run(program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "set\n"
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        process.communicate("\n")
+    assert shown.rstrip(b"\0") == title.encode()
+
+
+def test_a_title_does_not_change_the_environment() -> None:
+    program = (
+        "import os; from service_kit.process import set_title; before = dict(os.environ); "
+        "set_title('engine', 0); print(before == dict(os.environ))"
+    )
+    assert run(program).communicate()[0] == "True\n"
+
+
+def test_a_process_that_leaves_has_said_everything_and_tidies_up_nothing() -> None:
+    program = (
+        "import atexit; from service_kit.process import leave_process; print('said'); "
+        "atexit.register(print, 'tidied up'); leave_process(3)"
+    )
+    with run(program) as process:
+        assert process.communicate()[0] == "said\n"
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_its_work_a_signal_ends_a_process_at_once_with_the_code_of_its_work(
+    number: signal.Signals,
+) -> None:
+    program = (
+        "import sys; from service_kit.process import end_at_once_on_signals; end_at_once_on_signals(7)\n"
+        "print('set', flush=True)\n"
+        "try: input()\n"
+        "finally: print('took its time')"
+    )
+    with run(program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "set\n"
+        process.send_signal(number)
+        assert process.wait(30) == 7
+        assert process.stdout.read() == ""

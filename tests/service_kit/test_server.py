@@ -62,10 +62,17 @@ class RunningProgram:
 
 
 @asynccontextmanager
-async def program(drain_deadline_s: float) -> AsyncIterator[RunningProgram]:
+async def program(drain_deadline_s: float, *manner: str) -> AsyncIterator[RunningProgram]:
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.service_kit.drain_program", str(writer), str(drain_deadline_s)],
+        [
+            sys.executable,
+            "-m",
+            "tests.service_kit.drain_program",
+            str(writer),
+            str(drain_deadline_s),
+            *manner,
+        ],
         cwd=ROOT,
         pass_fds=[writer],
         stdin=subprocess.PIPE,
@@ -117,6 +124,30 @@ async def test_a_second_signal_cuts_the_drain() -> None:
 
 async def test_the_deadline_cuts_the_drain() -> None:
     async with program(drain_deadline_s=0.1) as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.terminate()
+        assert await running.ended() == 0
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("deadline_s", "cause"), [(60.0, "signal"), (0.1, "deadline"), (0.0, "deadline")])
+async def test_what_a_cut_drain_leaves_ends_in_the_services_own_words(deadline_s: float, cause: str) -> None:
+    async with program(deadline_s, "ends") as running:
+        call = running.channel.unary_stream(STREAM)(b"")
+        assert await call.read() == b"first"
+        running.process.terminate()
+        if cause == "signal":
+            await running.not_serving()
+            running.process.terminate()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.details() == f"moved on, because of the {cause}"
+        assert await running.ended() == 0
+
+
+async def test_a_service_that_cannot_end_what_a_cut_drain_leaves_is_stopped_all_the_same() -> None:
+    async with program(0.0, "hangs") as running:
         call = running.channel.unary_stream(STREAM)(b"")
         assert await call.read() == b"first"
         running.process.terminate()

@@ -87,6 +87,7 @@ class PagedRunner:
         self._broken_row_share = broken_row_share
         self.identities: dict[str, Identity] = {}  # of requests that were added
         self.rows: dict[str, Row] = {}
+        self.has_lost_plans = False  # since the last step: of the rows that they entered some are not there
         # Per group what each block holds. All groups have the same memory: who writes wipes out the others'.
         self._memories: list[dict[int, tuple[int, ...]]] = [{} for _ in kinds]
         self.num_rejected_drafts = 0
@@ -96,8 +97,9 @@ class PagedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
         rows = self.rows
+        has_lost, self.has_lost_plans = self.has_lost_plans, False
         for request_id in plan.released:
-            if rows.pop(request_id, None) is None:
+            if rows.pop(request_id, None) is None and not has_lost:
                 raise BrokenInvariant("order", f"{request_id} is released but not in the batch")
         for admitted in plan.admitted:
             request_id = admitted.request_id

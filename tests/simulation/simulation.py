@@ -100,8 +100,20 @@ class Simulation:
             world.abort(chosen)
         elif draw < 0.75:
             world.set_pause(rng.choice(_PAUSES))
-        else:
+        elif draw < 0.95:
             world.reset(reset_running=draw < 0.9)
+        else:
+            self._lose_steps()
+
+    def _lose_steps(self) -> None:
+        """A step fails: half of the requests go on alone for a step, on few tokens, then the others again."""
+        world = self.world
+        world.lose_steps()
+        world.check()
+        world.restrict([request_id for request_id in world.histories if self._rng.random() < 0.5], 3)
+        if world.launch().request_ids:
+            world.finish_oldest()
+        world.restrict(None)
 
     def _help(self) -> None:
         """End what holds up requests: pauses, blockers, sessions without input, blocks still being sent."""

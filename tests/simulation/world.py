@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.build import build_core
 from engine_svc.request import Chunk, Request, RequestOutput, RequestStatus
@@ -61,6 +61,7 @@ class World:
         self.num_steps = 0
         self.max_preemptions = 0  # of any request
         self.pause = PauseState.NONE
+        self.is_restricted = False
         self.histories: dict[str, History] = {}  # of requests that have not ended, by id
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.ended: list[Request] = []  # for the caller to take
@@ -201,9 +202,34 @@ class World:
             self._note_preempted(plan.preempted)
         if plan.request_ids:
             self.in_flight.append((plan, self.runner.run(plan)))
-        elif had_work and not (plan.preempted or self.in_flight or self.features.is_busy):
+        elif had_work and not (
+            plan.preempted or self.in_flight or self.features.is_busy or self.is_restricted
+        ):
             raise BrokenInvariant("progress", "there is work, but a step does nothing")
         return plan
+
+    def lose_steps(self) -> None:
+        """Plan as many steps as may be in flight; the new ones are never run, and nothing comes of any."""
+        while len(self.in_flight) < self.setup.scheduler.max_steps_in_flight:
+            plan = self.scheduler.schedule(self.now)
+            self._note("lost plan", plan)
+            if not plan.request_ids:
+                break
+            self.in_flight.append((plan, StepResult(plan.step_number, [])))
+            self._note_preempted(plan.preempted)
+        self.seen["lost_step"] += len(self.in_flight)
+        self.in_flight.clear()
+        self.runner.has_lost_plans = True
+        self.scheduler.withdraw(self.now)
+
+    def restrict(self, only: Collection[str] | None, max_num_tokens: int | None = None) -> None:
+        """Let only these run, all of them without a row for the others; None: everybody."""
+        self._note("restrict", only, max_num_tokens)
+        self.is_restricted = only is not None
+        self.scheduler.restrict(only, self.now, max_num_tokens)
+        if only is not None and not set(self.scheduler.running_ids) <= set(only):
+            raise BrokenInvariant("order", f"{self.scheduler.running_ids} run where only {only} may")
+        self.seen["restrict"] += self.is_restricted
 
     def finish_oldest(self) -> list[RequestOutput]:
         """Hand in what the oldest step in flight has yielded."""

@@ -25,7 +25,13 @@ class Stack:
     """A set of service processes that end with the test, however it ends."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # Nobody but the test sends requests, and it knows when it stops a frontend.
+            "TRIPTYCH_FRONTEND_DRAIN_LAG_S": "0",
+            **(environment or {}),
+        }
         self.children: list[ChildProcess] = []
         self._channels: list[grpc.aio.Channel] = []
 

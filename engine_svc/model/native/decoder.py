@@ -52,6 +52,11 @@ class NativeDecoder:
     num_parameters: int
     num_bytes: int  # of this rank's parameters
 
+    @property
+    def embedding_size(self) -> int:
+        """The width of an input embedding."""
+        return self.hidden_size
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
@@ -87,7 +92,7 @@ class NativeDecoder:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         """[N, hidden] that the head reads. A stage that is not the last has sent on what it computed."""
-        residual = self._enter(token_ids)
+        residual = self._enter(token_ids, context)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None
         last = len(self.layers) - 1
@@ -103,7 +108,10 @@ class NativeDecoder:
             return residual
         return self.ops.add_rms_norm(x, residual, self.final_norm, self.layers[-1].eps)
 
-    def _enter(self, token_ids: Tensor) -> Tensor:
+    def _enter(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.embedding is not None:
-            return self.embedding(token_ids)
+            x = self.embedding(token_ids)
+            if context.embedded is not None:
+                x.index_copy_(0, context.embedded.places, context.embedded.rows)
+            return x
         return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)

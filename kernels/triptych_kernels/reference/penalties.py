@@ -14,7 +14,8 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
     The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
     0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
     and presence once if it stands there at all.
-    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the vocabulary.
+    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the
+    vocabulary; in prompts also -1, which is passed over.
     lengths: [P] int64.
     """
     columns = zip(
@@ -28,7 +29,7 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
     for place, row, num_prompt_tokens, length, (presence, frequency, repetition) in columns:
         seen = token_ids[row, :length].long()
         counts = torch.bincount(seen[num_prompt_tokens:], minlength=logits.shape[1])
-        ids = seen.unique()
+        ids = seen[seen >= 0].unique()
         values, counts = logits[place, ids], counts[ids]
         values = torch.where(values > 0.0, values / repetition, values * repetition)
         values = values - frequency * counts

@@ -47,10 +47,10 @@ def _penalise_kernel(
     tl.debug_barrier()
     for start in range(0, length, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
-        token = tl.load(seen + place, mask=place < length, other=0)
+        token = tl.load(seen + place, mask=place < length, other=-1)
         # Whoever comes to a token first changes its logit, and the others find a count below 0.
-        count = tl.atomic_xchg(counts + token, -1, mask=place < length)
-        is_first = (place < length) & (count >= 0)
+        count = tl.atomic_xchg(counts + token, -1, mask=token >= 0)
+        is_first = (token >= 0) & (count >= 0)
         value = tl.load(logits + token, mask=is_first, other=0.0)
         value = tl.where(value > 0.0, tl.math.div_rn(value, repetition), value * repetition)
         value = value - frequency * count.to(tl.float32)
@@ -59,8 +59,8 @@ def _penalise_kernel(
     tl.debug_barrier()
     for start in range(0, length, BLOCK_L):
         place = start + tl.arange(0, BLOCK_L)
-        token = tl.load(seen + place, mask=place < length, other=0)
-        tl.store(counts + token, 0, mask=place < length)
+        token = tl.load(seen + place, mask=place < length, other=-1)
+        tl.store(counts + token, 0, mask=token >= 0)
 
 
 def penalise(
@@ -76,7 +76,8 @@ def penalise(
     The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
     0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
     and presence once if it stands there at all.
-    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the vocabulary.
+    logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the
+    vocabulary; in prompts also -1, which is passed over.
     lengths: [P] int64.  max_counts: counts that are kept at once, but those of one row at least.
     """
     num_rows, vocab_size = lengths.shape[0], logits.shape[1]

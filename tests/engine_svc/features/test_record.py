@@ -14,6 +14,7 @@ import pytest
 
 from engine_svc.build import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.device_errors import DeviceLost
 from engine_svc.engine import Engine, NoLockstep
 from engine_svc.features.record import RecordedScheduler
 from engine_svc.features.recorded_case import CaseFile
@@ -278,7 +279,7 @@ def test_the_file_is_complete_however_the_loop_ends(ending: str, tmp_path: Path)
         if plan.step_number == 6:
             inbox.put(Stop())
             if ending == "error":
-                raise RuntimeError("device lost")
+                raise DeviceLost("device lost")
 
     engine = Engine(
         scheduler=recording.scheduler,

@@ -26,7 +26,7 @@ class TinyModel:
     theirs: PreTrainedModel
     ours: LoadedModel
 
-    def runner(self, *, logits_processors: tuple = ()) -> ModelRunner:
+    def runner(self, *, logits_processors: tuple = (), hooks: tuple = ()) -> ModelRunner:
         sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
         config = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
         kv = KVTensors(self.ours.facts, sizing)
@@ -34,7 +34,13 @@ class TinyModel:
         for stack in kv.stacks:
             stack.fill_(float("nan"))
         return ModelRunner(
-            self.ours.model, self.ours.facts, kv, config, self.ours.ops, logits_processors=logits_processors
+            self.ours.model,
+            self.ours.facts,
+            kv,
+            config,
+            self.ours.ops,
+            logits_processors=logits_processors,
+            hooks=hooks,
         )
 
     def driver(self, *, logits_processors: tuple = ()) -> PlanDriver:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from engine_svc.prompt_embeds import PromptEmbeds
+from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan, StepResult
+
+
+def apply(batch: InputBatch, plan: StepPlan) -> list[int]:
+    """Release, enter and extend rows as a plan says; returns the blocks that came without KV."""
+    batch.release(plan.released)
+    for admitted in plan.admitted:
+        batch.enter(admitted)
+    return batch.extend(plan)
 
 
 @dataclass
@@ -21,6 +31,7 @@ class DrivenRequest:
     block_ids: list[list[int]] = field(default_factory=list)  # per group of layers
     num_computed_tokens: int = 0
     is_admitted: bool = False
+    prompt_embeds: PromptEmbeds | None = None
 
     @property
     def num_pending_tokens(self) -> int:
@@ -92,6 +103,7 @@ class PlanDriver:
                     request.num_prompt_tokens,
                     request.sampling,
                     [list(table) for table in request.block_ids],
+                    request.prompt_embeds,
                 )
             )
         for table, gained in zip(request.block_ids, new_blocks, strict=True):

@@ -10,6 +10,7 @@ import torch
 from engine_svc.runner.cuda_graphs import DecodeGraphs, decode_sizes
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.runner.test_input_batch import admitted, plan
 
 NUM_ROWS = 6
@@ -60,7 +61,7 @@ def decode(batch: InputBatch, lengths: list[int]):
             for name, length in zip(names, lengths, strict=True)
         ],
     )
-    batch.apply(step)
+    apply(batch, step)
     return batch.gather(step)
 
 

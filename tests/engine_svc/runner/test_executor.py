@@ -73,6 +73,31 @@ def test_an_error_in_the_thread_is_raised_to_who_waits_and_ends_the_steps_behind
     executor.shutdown()
 
 
+def test_an_executor_goes_on_after_its_steps_were_dropped():
+    runner = RecordingRunner()
+    executor = ThreadExecutor(runner)
+    steps = [executor.launch(StepPlan(number)) for number in (12, 13, 14, 15)]
+    assert steps[0].result().step_number == 12
+    with pytest.raises(RuntimeError, match="bad luck"):
+        steps[1].result()
+    executor.drop()
+    after = [executor.launch(StepPlan(number)) for number in (16, 17)]
+    assert [step.result().step_number for step in after] == [16, 17]
+    assert runner.steps == [12, 16, 17]
+    executor.shutdown()
+
+
+def test_a_drop_waits_for_the_steps_that_run():
+    runner = RecordingRunner()
+    executor = ThreadExecutor(runner)
+    for number in (1, 2):
+        executor.launch(StepPlan(number))
+    executor.drop()
+    assert runner.steps == [1, 2]
+    assert executor.launch(StepPlan(3)).result().step_number == 3
+    executor.shutdown()
+
+
 def test_a_shutdown_waits_for_the_step_that_runs_and_no_other():
     runner = RecordingRunner()
     runner.gate.clear()

@@ -9,6 +9,7 @@ import torch
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan
+from tests.engine_svc.runner.fakes import apply
 
 
 def small_batch(**sizes: int) -> InputBatch:
@@ -45,7 +46,7 @@ def test_tokens_of_all_rows_lie_flat_with_their_positions_and_slots():
         admitted=[admitted("a", 6), admitted("b", 6)],
         samples=[False, True],
     )
-    batch.apply(step)
+    apply(batch, step)
     inputs = batch.gather(step)
     assert inputs.token_ids.tolist() == [10, 11, 12, 14, 15]
     assert inputs.positions.tolist() == [0, 1, 2, 4, 5]
@@ -61,29 +62,30 @@ def test_blocks_that_hold_computed_tokens_are_not_fresh():
     step = plan(
         [("a", 2, 8, [2]), ("b", 5, 0, [6, 7])], admitted=[admitted("a", 10, [3, 1]), admitted("b", 5)]
     )
-    assert batch.apply(step)[2] == [2, 6, 7]
-    assert batch.apply(plan([("a", 1, 10, []), ("b", 1, 5, [])]))[2] == []
-    assert batch.apply(plan([("b", 1, 8, [9])]))[2] == [9]
+    assert apply(batch, step) == [2, 6, 7]
+    assert apply(batch, plan([("a", 1, 10, []), ("b", 1, 5, [])])) == []
+    assert apply(batch, plan([("b", 1, 8, [9])])) == [9]
 
 
 def test_appended_tokens_are_the_next_steps_input():
     batch = small_batch()
-    batch.apply(plan([("a", 4, 0, [0])], admitted=[admitted("a", 4)]))
+    apply(batch, plan([("a", 4, 0, [0])], admitted=[admitted("a", 4)]))
     step = plan([("a", 4, 0, [])])
     inputs = batch.gather(step)
     assert inputs.sampling_positions.tolist() == [4]
     batch.append(inputs.sampling_rows, inputs.sampling_positions, torch.tensor([44]))
     later = plan([("a", 1, 4, [8])])
-    batch.apply(later)
+    apply(batch, later)
     assert batch.gather(later).token_ids.tolist() == [44]
 
 
 def test_a_released_row_is_entered_by_the_next_request_without_what_was_in_it():
     batch = small_batch(max_num_seqs=1)
-    batch.apply(plan([("a", 8, 0, [0, 1])], admitted=[admitted("a", 8)]))
+    apply(batch, plan([("a", 8, 0, [0, 1])], admitted=[admitted("a", 8)]))
     step = plan([("b", 2, 0, [6])], released=["a"], admitted=[admitted("b", 2)])
-    left, entered, fresh = batch.apply(step)
-    assert (left, [row for row, _ in entered], fresh) == ([0], [0], [6])
+    assert batch.release(step.released) == [0]
+    assert batch.enter(step.admitted[0]) == 0
+    assert batch.extend(step) == [6]
     assert batch.gather(step).slot_mappings[0].tolist() == [24, 25]
     assert batch.table(0, 0) == [6]
 
@@ -93,7 +95,7 @@ def test_every_group_of_layers_has_block_tables_of_its_own():
     step = plan([("a", 5, 0, [])], admitted=[admitted("a", 5)])
     step.new_block_ids = [[[7, 2], [3, 5]]]
     step.admitted[0].block_ids = [[], []]
-    assert batch.apply(step)[2] == [7, 2, 3, 5]
+    assert apply(batch, step) == [7, 2, 3, 5]
     inputs = batch.gather(step)
     assert [slots.tolist() for slots in inputs.slot_mappings] == [[28, 29, 30, 31, 8], [12, 13, 14, 15, 20]]
     assert [each.block_tables.tolist() for each in inputs.attention] == [[[7, 2]], [[3, 5]]]
@@ -101,7 +103,7 @@ def test_every_group_of_layers_has_block_tables_of_its_own():
 
 def test_a_request_may_leave_and_return_in_one_plan():
     batch = small_batch(max_num_seqs=1)
-    batch.apply(plan([("a", 2, 0, [0])], admitted=[admitted("a", 2)]))
+    apply(batch, plan([("a", 2, 0, [0])], admitted=[admitted("a", 2)]))
     step = plan([("a", 3, 0, [5])], released=["a"], admitted=[admitted("a", 3)])
-    assert batch.apply(step)[2] == [5]
+    assert apply(batch, step) == [5]
     assert batch.gather(step).slot_mappings[0].tolist() == [20, 21, 22]

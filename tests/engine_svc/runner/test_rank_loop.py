@@ -16,6 +16,7 @@ from engine_svc.runner.rank_loop import EarlyStage, RankLoop, Reporter, Silent, 
 from engine_svc.runner.result_codec import decode_result, encode_result
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
+from tests.engine_svc.runner.fakes import apply
 
 SIZES = {"max_num_seqs": 4, "num_groups": 1}
 
@@ -69,7 +70,7 @@ class FakeRunner:
     plans: list[StepPlan] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> FakeStep:
-        self.batch.apply(plan)
+        apply(self.batch, plan)
         self.plans.append(plan)
         return FakeStep(StepResult(plan.step_number, [[plan.step_number] for _ in plan.request_ids]))
 

@@ -193,6 +193,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Admissions, or all steps, are held back, or go on."""
         self.world.set_pause(state)
 
+    @rule()
+    def lose_steps(self) -> None:
+        """Steps fail."""
+        self.world.lose_steps()
+
+    @precondition(lambda self: not self.world.in_flight)
+    @rule(shares=SHARES, max_num_tokens=st.sampled_from((None, 1, 4)))
+    def step_of_some(self, shares: list[float], max_num_tokens: int | None) -> None:
+        """Only some requests may run in the next step."""
+        some = [self._any(share).request_id for share in shares] if self.world.histories else []
+        self.world.restrict(some, max_num_tokens)
+        if self.world.launch().request_ids:
+            self.world.finish_oldest()
+        self.world.restrict(None)
+
     @rule(reset_running=st.sampled_from((False, False, True)))
     def reset(self, reset_running: bool) -> None:
         """Cached content is forgotten."""

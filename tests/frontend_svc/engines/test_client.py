@@ -8,6 +8,8 @@ import json
 import grpc
 import pytest
 
+from frontend_svc.engines.client import EngineClient, EngineState, FrontendIdentity
+from service_kit.clock import MonotonicClock
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
@@ -73,32 +75,32 @@ async def test_steps_of_many_rows_reach_every_request_in_order():
     assert sorted(told) == [[row, row + 1, row + 2] for row in range(len(calls))]
 
 
-async def test_a_gap_in_the_sequence_ends_the_stream():
+async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.skip()
         engine.step({request: [5]})
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(call)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        _, second = await engine.wait_for_requests(2)
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
 
 
-async def test_a_malformed_step_ends_the_stream():
+async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(step=step_pb2.Step(handles=b"xyz"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(call)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        _, second = await engine.wait_for_requests(2)
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
 
 
 async def test_a_draining_engine_finishes_and_gets_no_more():
     engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving(engine, reconnect_window_s=0.0) as (client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
@@ -109,15 +111,17 @@ async def test_a_draining_engine_finishes_and_gets_no_more():
         assert (await read_all(call))[2] == [5]
 
 
-async def test_a_dying_engines_last_words_reach_the_client():
+async def test_a_dying_engines_last_words_are_known():
     engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving(engine) as (client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(call)
-    assert "out of memory" in (caught.value.details() or "")
+        _, second = await engine.wait_for_requests(2)
+        (engine_client,) = frontend.directory.clients()
+        assert "out of memory" in engine_client.down_reason
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
 
 
 async def test_messages_are_acknowledged():
@@ -192,3 +196,64 @@ async def test_model_defaults_are_read_from_files():
         await read_all(client.generate())
     assert engine.requests[0].entry.sampling.temperature == 0.0
     assert engine.requests[0].entry.sampling.max_tokens == 7
+
+
+async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go_on():
+    engine = FakeEngine()
+    async with serving(engine, reconnect_window_s=0.0) as (client, frontend):
+        call = client.generate()
+        await engine.wait_for_requests(1)
+        engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=7, step_started_age_ms=6000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert "hangs" in (caught.value.details() or "")
+        # It is there, it says that it is ready, and gets nothing.
+        await engine.wait(lambda: engine.num_connects >= 2)
+        await engine.wait(lambda: engine.num_heartbeats >= 3)
+        (engine_client,) = frontend.directory.clients()
+        assert engine_client.state is not EngineState.READY
+        engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=8)
+        engine.script = answer("again")
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "again"
+        assert engine.num_connects == 2
+
+
+@pytest.mark.parametrize(
+    "revisions",
+    [{"schema_revision": 2, "min_peer_revision": 2}, {"schema_revision": 0}],
+    ids=["newer", "older"],
+)
+async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(revisions):
+    engine = FakeEngine(**revisions)
+    down = asyncio.Event()
+    client = EngineClient(
+        await engine.start(),
+        FrontendIdentity("f", 1),
+        None,  # type: ignore[arg-type]
+        MonotonicClock(),
+        on_change=lambda client: down.set() if client.state is EngineState.DOWN else None,
+    )
+    client.start()
+    async with asyncio.timeout(WAIT_S):
+        await down.wait()
+    assert (
+        f"engine has contract revision {revisions['schema_revision']}, this frontend 1" in client.down_reason
+    )
+    await client.close()
+    await engine.kill()
+
+
+async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
+    engine = FakeEngine(schema_revision=2)
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        # A message in a field that this contract does not have, and a field in one that it has.
+        request.session.send_bytes(b"\xca\x06\x02hi")
+        request.session.send_bytes(
+            engine_pb2.ConnectResponse(stats=session_pb2.Stats(num_running=1)).SerializeToString()
+            + b"\xc8\x06\x01"
+        )
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        assert (await read_all(call))[2] == [5]

@@ -49,6 +49,7 @@ async def test_a_pinned_rank_is_used():
 
 async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
+    # Who asked for a rank is not moved to another one.
     async with serving(*engines) as (client, _):
         await client.until_engines_are_ready(2)
         calls = {rank: client.generate(data_parallel_rank=rank) for rank in (0, 1)}

@@ -8,15 +8,24 @@ import grpc
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
-from frontend_svc.engines.stream import EngineStream, StreamLost
+from frontend_svc.engines.stream import EngineStream, StreamEnd, StreamLost
 from service_kit.clock import FakeClock
+from service_kit.errors import (
+    FailedPrecondition,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    to_parts,
+)
 from triptych.engine.v1 import engine_pb2, session_pb2
 
 
 class FakeCall:
     """The call of a stream: what the engine sends is put into `incoming`, EOF ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: ServiceError | None = None) -> None:
+        self.error = error
+        self.acks_told: asyncio.Queue[int] = asyncio.Queue()
         self.incoming: asyncio.Queue[object] = asyncio.Queue()
         self.num_reads = 0
         self.is_broken = asyncio.Event()
@@ -24,6 +33,8 @@ class FakeCall:
     async def write(self, message: engine_pb2.ConnectRequest) -> None:
         if self.is_broken.is_set():
             raise asyncio.InvalidStateError("the call is over")
+        if message.HasField("ack"):
+            self.acks_told.put_nowait(message.ack.last_seq)
 
     async def read(self) -> object:
         self.num_reads += 1
@@ -33,10 +44,13 @@ class FakeCall:
         return ()
 
     async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+        return grpc.StatusCode.UNAVAILABLE if self.error is None else self.error.code
 
     async def details(self) -> str:
         return "gone"
+
+    async def trailing_metadata(self) -> list[tuple[str, bytes]]:
+        return [] if self.error is None else [("grpc-status-details-bin", to_parts(self.error)[2])]
 
     def cancel(self) -> bool:
         return True
@@ -67,9 +81,9 @@ class Taker:
         self.told.append(f"{message.seq} ends")
 
 
-async def opened_stream(call: FakeCall) -> EngineStream:
+async def opened_stream(call: FakeCall, **ack: int) -> EngineStream:
     stream = EngineStream(FakeStub(call), FakeClock(), heartbeat_s=3600.0)  # type: ignore[arg-type]
-    call.incoming.put_nowait(engine_pb2.ConnectResponse(hello_ack=session_pb2.HelloAck()))
+    call.incoming.put_nowait(engine_pb2.ConnectResponse(hello_ack=session_pb2.HelloAck(**ack)))
     await stream.open(session_pb2.Hello())
     for seq in (1, 2):
         call.incoming.put_nowait(engine_pb2.ConnectResponse(seq=seq))
@@ -92,16 +106,75 @@ async def test_the_next_message_waits_until_one_is_taken_whole():
     assert taker.told == ["1 begins", "1 ends", "2 begins", "2 ends"]
 
 
-async def test_a_stream_that_is_lost_while_a_message_is_taken_leaves_the_rest_of_it():
+async def test_a_message_is_taken_to_its_end_though_the_stream_is_lost_meanwhile_and_none_after_it():
     call, taker = FakeCall(), Taker()
     stream = await opened_stream(call)
     running = asyncio.ensure_future(stream.run(taker.take))
     await taker.has_begun.wait()
     call.is_broken.set()
     stream.send(engine_pb2.ConnectRequest())
-    with pytest.raises(StreamLost, match="UNAVAILABLE: gone"):
-        await running
-    taker.may_go_on.set()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert taker.told == ["1 begins"]
+    assert not running.done()
+    taker.may_go_on.set()
+    with pytest.raises(StreamLost, match="UNAVAILABLE: gone") as caught:
+        await running
+    assert taker.told == ["1 begins", "1 ends"]
+    # Another stream goes on behind it: no more and no less than this was handled.
+    assert (caught.value.end, stream.last_seq) == (StreamEnd.BROKEN, 1)
+
+
+async def test_only_what_was_handled_whole_is_acknowledged():
+    call, taker = FakeCall(), Taker()
+    stream = await opened_stream(call, ack_interval_messages=1)
+    running = asyncio.ensure_future(stream.run(taker.take))
+    await taker.has_begun.wait()
+    assert call.acks_told.empty()
+    taker.may_go_on.set()
+    async with asyncio.timeout(10):
+        assert [await call.acks_told.get(), await call.acks_told.get()] == [1, 2]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_stream_of_a_resumed_session_goes_on_behind_what_was_handled():
+    call, taker = FakeCall(), Taker()
+    taker.may_go_on.set()
+    stream = EngineStream(FakeStub(call), FakeClock(), heartbeat_s=3600.0, last_seq=7)  # type: ignore[arg-type]
+    ack = session_pb2.HelloAck(resume_ok=True)
+    for message in (engine_pb2.ConnectResponse(hello_ack=ack), engine_pb2.ConnectResponse(seq=8), EOF):
+        call.incoming.put_nowait(message)
+    await stream.open(session_pb2.Hello())
+    with pytest.raises(StreamLost, match="gone"):
+        await stream.run(taker.take)
+    assert (taker.told, stream.last_seq) == (["8 begins", "8 ends"], 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (None, StreamEnd.BROKEN),
+        (Unavailable("left", reason="ENGINE_DRAINED"), StreamEnd.LEFT),
+        (Unavailable("dead", reason="ENGINE_DEAD"), StreamEnd.FAILED),
+        (FailedPrecondition("old", reason="REVISION_TOO_OLD"), StreamEnd.INCOMPATIBLE),
+        (ResourceExhausted("slow", reason="SLOW_READER"), StreamEnd.VOID),
+    ],
+    ids=["wire", "drained", "dead", "revision", "slow reader"],
+)
+async def test_how_a_stream_ends_says_what_becomes_of_its_requests(error, end):
+    call = FakeCall(error)
+    stream = await opened_stream(call)
+    call.incoming.put_nowait(EOF)
+    taker = Taker()
+    taker.may_go_on.set()
+    with pytest.raises(StreamLost) as caught:
+        await stream.run(taker.take)
+    assert caught.value.end is end
+
+
+async def test_who_does_not_answer_a_hello_in_time_is_silent():
+    stream = EngineStream(FakeStub(FakeCall()), FakeClock(), waits=False)  # type: ignore[arg-type]
+    with pytest.raises(StreamLost, match=r"no hello_ack within 0\.01 s") as caught:
+        await stream.open(session_pb2.Hello(), limit_s=0.01)
+    assert caught.value.end is StreamEnd.SILENT

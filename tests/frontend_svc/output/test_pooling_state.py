@@ -62,3 +62,16 @@ async def test_what_comes_after_its_reader_has_gone_changes_nothing():
     assert processor.fail(7, Unavailable("too late"))
     assert state.advance([], AT_STOP) == AT_STOP
     assert reader.cancelled()
+
+
+async def test_a_loss_or_a_refusal_for_now_is_told_and_another_engine_may_end_it():
+    processor, state, _ = registered()
+    told = []
+    state.on_lost = lambda cause, error: told.append(cause)
+    processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
+    processor.register(8, state)
+    assert processor.fail(8, Unavailable("drains"))
+    processor.register(9, state)
+    processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, pooled={0: TENSOR}))
+    assert (await state.result()).tensor == TENSOR
+    assert told == [LossKind.DEATH, LossKind.REFUSED]

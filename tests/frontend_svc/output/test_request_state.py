@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
+import pytest
+
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
+from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
+from service_kit.errors import InvalidArgument, Unavailable
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 
 TOKENIZER = byte_level_tokenizer()
@@ -90,3 +97,69 @@ async def test_held_back_text_comes_out_at_the_end():
 async def test_no_text_without_detokenizing():
     output = await run(state(detokenize=False), letters("ab"), ending=Ending(EndReason.LENGTH))
     assert (output.text, output.token_ids) == ("", letters("ab"))
+
+
+async def test_all_ids_are_kept_whatever_was_read():
+    request = state()
+    request.advance(letters("ab"), None)
+    await request.collector.get()
+    request.advance(letters("c"), None)
+    assert (request.output_token_ids.tolist(), request.has_ended) == (letters("abc"), False)
+    request.advance([], Ending(EndReason.LENGTH))
+    assert request.has_ended
+
+
+async def test_a_loss_and_a_refusal_for_now_are_told_and_leave_the_output_as_it_is():
+    request, told = state("bcd"), []
+    request.on_lost = lambda cause, error: told.append((cause, error.reason))
+    request.advance(letters("ab"), None)
+    request.lose(Loss("engine:1", LossKind.SILENCE, "reset"))
+    request.fail(Unavailable("drains", reason="DRAINING"))
+    assert told == [(LossKind.SILENCE, "ENGINE_LOST"), (LossKind.REFUSED, "DRAINING")]
+    output = await run(request, letters("cf"), ending=Ending(EndReason.LENGTH))
+    assert (output.text, output.token_ids) == ("abcf", letters("abcf"))
+
+
+async def test_what_no_engine_would_take_ends_it():
+    request = state()
+    request.on_lost = lambda cause, error: pytest.fail("it is not to be sent on")
+    request.fail(InvalidArgument("too long"))
+    with pytest.raises(InvalidArgument):
+        await request.collector.get()
+
+
+async def test_the_next_output_is_told_once():
+    request, told = state(), []
+    request.on_output = lambda: told.append(request.num_output_tokens)
+    request.advance(letters("ab"), None)
+    request.advance(letters("c"), None)
+    assert told == [2]
+
+
+async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
+    request = state()
+    request.note_cached(16)
+    request.keeps_cached = True
+    request.note_cached(32)
+    assert request.collector.num_cached_tokens == 16
+
+
+def prompt_columns(*places: int) -> LogprobColumns:
+    return LogprobColumns(array("f", [-1.0 * place for place in places]), array("I", places))
+
+
+async def test_places_of_the_prompt_that_were_told_are_not_told_again():
+    collector = Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None)
+    request = RequestState(
+        collector, None, None, include_stop=False, min_tokens=0,
+        prompt_logprobs=LogprobReader(None), prompt_token_ids=[10, 11, 12, 13],
+    )  # fmt: skip
+    request.tell_prompt(0, prompt_columns(0, 1))
+    # Another engine begins anew, and cuts the prompt elsewhere.
+    request.tell_prompt(0, prompt_columns(0))
+    request.tell_prompt(1, prompt_columns(1, 2))
+    request.tell_prompt(3, prompt_columns(3))
+    request.advance([5], Ending(EndReason.LENGTH))
+    told = (await collector.get()).prompt_logprobs
+    assert told is not None
+    assert (told.token_ids, told.logprobs) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.penalties import penalty_case
+from tests.kernels.penalties import penalty_case, without_tokens
 from triptych_kernels import REFERENCE
 from triptych_kernels.triton.penalties import penalise
 
@@ -42,3 +42,12 @@ def test_logits_in_columns_are_refused(device):
     case = penalty_case(3, 63, 2, 9, device=device)
     with pytest.raises(ValueError, match="columns must be contiguous"):
         penalise(case.logits.t().contiguous().t(), case.token_ids, case.penalised, case.lengths)
+
+
+def test_places_of_a_prompt_without_a_token_count_for_nothing(device):
+    case = penalty_case(3, 63, 3, 129, device=device)
+    without_tokens(case)
+    expected = case.logits.clone()
+    REFERENCE.penalise(expected, case.token_ids, case.penalised, case.lengths)
+    penalise(case.logits, case.token_ids, case.penalised, case.lengths)
+    torch.testing.assert_close(case.logits, expected, rtol=1e-6, atol=1e-6)

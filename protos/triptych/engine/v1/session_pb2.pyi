@@ -79,7 +79,7 @@ class ResumePoint(_message.Message):
     def __init__(self, engine_epoch: _Optional[int] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision")
+    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision", "host_probe")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class HelloAck(_message.Message):
     MAX_INFLIGHT_ADDS_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_PEER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    HOST_PROBE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     dp_rank: int
@@ -110,10 +111,17 @@ class HelloAck(_message.Message):
     max_inflight_adds: int
     schema_revision: int
     min_peer_revision: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ...) -> None: ...
+    host_probe: str
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., host_probe: _Optional[str] = ...) -> None: ...
+
+class HostProof(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "parallel_config_hash", "default_sampling")
+    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "parallel_config_hash", "default_sampling", "hidden_size", "takes_prompt_embeds")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +140,8 @@ class Ready(_message.Message):
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     fingerprint: Fingerprint
     artifacts: _containers.RepeatedCompositeFieldContainer[Artifact]
@@ -150,7 +160,9 @@ class Ready(_message.Message):
     data_parallel_size: int
     parallel_config_hash: str
     default_sampling: SamplingDefaults
-    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
+    hidden_size: int
+    takes_prompt_embeds: bool
+    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "repetition_penalty")

@@ -1,0 +1,23 @@
+"""The stream that carries a session at a time. Knows no message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+# How long a stream may take to see that another carries its session.
+_MAX_TAKEOVER_S = 1.0
+
+
+class Carrier:
+    """A stream that carries a session, until it breaks or another takes its place.
+
+    `abandon` ends the call, also where it waits in a write that nobody takes.
+    """
+
+    def __init__(self, abandon: Callable[[], object]) -> None:
+        self.abandon = abandon
+
+    def replace(self) -> None:
+        """Another carries the session now. This one ends by itself, unless it waits in such a write."""
+        asyncio.get_running_loop().call_later(_MAX_TAKEOVER_S, self.abandon)

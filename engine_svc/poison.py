@@ -1,0 +1,173 @@
+"""Whose fault a failed step is: suspects run apart until it is known. Knows no scheduler and no device.
+
+A failed step is taken back, with those in flight, and its requests run again in groups, alone: first the
+newer half, then the older. A group that fails is halved; who fails alone is accused. Whoever samples a token
+in a step that comes back is free. An error that does not come back is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from engine_svc.step import StepPlan
+
+# What people are told of a request that ended so.
+OFFENDER = "every step that computes this request fails"
+UNREADY = "the request could not be prepared"
+
+# So often may steps of the same requests fail, or suspects fail alone with nothing in between that works.
+MAX_FAILURES = 3
+# After so many steps that worked, another failure has nothing to do with the one before.
+_MEMORY_STEPS = 100
+# Logits of a few rows say nothing of the device: their requests may be the cause.
+_MIN_BROKEN_ROWS = 4
+_MIN_BROKEN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What the loop is to do now."""
+
+    only: frozenset[str] | None = None  # who may run; None: everybody
+    max_num_tokens: int | None = None  # in a step; None: as ever
+    offenders: tuple[str, ...] = ()  # to be ended with an error
+    is_fatal: bool = False  # nobody can be blamed, or everybody: the engine has to end
+
+
+GO_ON = Ruling()
+END = Ruling(is_fatal=True)
+
+
+class Inquiry:
+    """The suspects of failed steps. Open from a failure until the last of them has been heard.
+
+    Requests are known by their ids; who is gone meanwhile is a suspect no more. Suspects are given with the
+    newest first.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[list[str]] = []  # still to be heard, the newest first
+        self._group: list[str] = []  # that runs now
+        self._unheard: set[str] = set()  # of the group: has not sampled since
+        self._max_num_tokens: int | None = None  # that the group runs on, because the device was full
+        self._accused: list[str] = []  # failed alone; ended once a step shows that others can run
+        self._num_convicted = 0  # in this inquiry
+        self._num_lone_failures = 0  # since a step came back
+        self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
+        self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
+        self._num_steps = 0  # that came back since the last failure
+        self._num_broken_steps = self._num_broken_rows = 0  # in a row, in which no row had a finite logit
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody is still to be heard."""
+        return bool(self._group)
+
+    def failed(self, suspects: Sequence[str], num_tokens: int, *, is_full: bool = False) -> Ruling:
+        """A step of these requests failed, with so many tokens; `is_full`: because the device was full."""
+        if not suspects:
+            # Whoever was in it has gone meanwhile, or it was a step of nobody's.
+            self._num_lone_failures += 1
+            return END if self._num_lone_failures >= MAX_FAILURES else self._present()
+        if self.is_open:
+            return self._narrow()
+        is_repeated = self._num_steps < _MEMORY_STEPS and not self._suspects.isdisjoint(suspects)
+        self._num_unsolved = self._num_unsolved if is_repeated else 0
+        self._num_steps = 0
+        self._suspects = frozenset(suspects)
+        self._num_convicted = 0
+        if self._num_unsolved + 1 >= MAX_FAILURES:
+            if not is_full:
+                return END
+            # Together they are too much: with one less the others get on.
+            self._num_unsolved = 0
+            return Ruling(offenders=(suspects[0],))
+        if is_full and num_tokens > 1:
+            self._max_num_tokens = num_tokens // 2
+            self._begin([*suspects])
+            return self._present()
+        self._groups = _halves(suspects)
+        return self._next()
+
+    def came_back(self, plan: StepPlan, num_broken: int) -> Ruling | None:
+        """A step worked, in which so many rows had broken logits. None: go on as before."""
+        self._num_steps += 1
+        self._num_lone_failures = 0
+        if (num_broken or self._num_broken_steps) and self._is_all_broken(plan, num_broken):
+            return END
+        if not self._group:
+            return None
+        columns = zip(plan.request_ids, plan.samples, strict=True)
+        self._unheard.difference_update(request_id for request_id, samples in columns if samples)
+        if not self._unheard:
+            return self._next()
+        if self._max_num_tokens is not None and len(self._unheard) < len(self._group):
+            # So few tokens are not for all at once; whoever has had some makes room.
+            self._begin([request_id for request_id in self._group if request_id in self._unheard])
+            return self._present()
+        return self._convict(frozenset(self._group)) if self._accused else None
+
+    def review(self, known: Collection[str]) -> Ruling | None:
+        """Some may have gone meanwhile: `known` are there. None: nothing changes."""
+        if self._unheard and not self._unheard.isdisjoint(known):
+            return None
+        self._groups = [[name for name in group if name in known] for group in self._groups]
+        self._groups = [group for group in self._groups if group]
+        return self._next()
+
+    def _is_all_broken(self, plan: StepPlan, num_broken: int) -> bool:
+        num_sampling = sum(plan.samples)
+        if num_broken < num_sampling:
+            self._num_broken_steps = self._num_broken_rows = 0
+        elif num_broken:
+            self._num_broken_steps += 1
+            self._num_broken_rows += num_broken
+        return self._num_broken_steps >= _MIN_BROKEN_STEPS and self._num_broken_rows >= _MIN_BROKEN_ROWS
+
+    def _present(self) -> Ruling:
+        return Ruling(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON
+
+    def _narrow(self) -> Ruling:
+        """The group that runs alone has failed."""
+        self._num_steps = 0
+        if self._max_num_tokens is not None:
+            # Fewer tokens were no help.
+            self._groups = _halves(self._group)
+        elif len(self._group) > 1:
+            self._groups[:0] = _halves(self._group)
+        else:
+            self._accused += self._group
+            self._num_lone_failures += 1
+            if self._num_lone_failures >= MAX_FAILURES:
+                return END
+        return self._next()
+
+    def _next(self) -> Ruling:
+        """Hear the next group; where there is none, the inquiry is over."""
+        self._max_num_tokens = None
+        if self._groups:
+            # The oldest are the most and the least suspect: if they fail as well, it may be the device.
+            place = -1 if self._accused and self._num_lone_failures else 0
+            self._begin(self._groups.pop(place))
+            return self._convict(frozenset(self._group))
+        self._group, self._unheard = [], set()
+        ruling = self._convict(None, at_last=True)
+        self._num_unsolved = 0 if self._num_convicted else self._num_unsolved + 1
+        return ruling
+
+    def _begin(self, group: list[str]) -> None:
+        self._group, self._unheard = group, set(group)
+
+    def _convict(self, only: frozenset[str] | None, *, at_last: bool = False) -> Ruling:
+        """Let `only` run; end the accused if a step has worked since, or nobody is left to show that."""
+        if self._num_lone_failures and not at_last:
+            return Ruling(only=only)
+        offenders, self._accused = tuple(self._accused), []
+        self._num_convicted += len(offenders)
+        return Ruling(only=only, offenders=offenders)
+
+
+def _halves(suspects: Sequence[str]) -> list[list[str]]:
+    middle = len(suspects) // 2
+    return [group for group in ([*suspects[:middle]], [*suspects[middle:]]) if group]

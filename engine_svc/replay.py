@@ -1,0 +1,59 @@
+"""The messages of a session that its frontend has not acknowledged: sent again where its stream broke.
+
+Belongs to the event loop. Knows no stream and no request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from triptych.engine.v1 import engine_pb2
+
+MAX_REPLAY_BYTES = 8 * 1024 * 1024
+
+
+class ReplayRing:
+    """Numbered messages from the first that is not acknowledged to the newest, without gaps."""
+
+    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:
+        self.size_bytes = 0  # of everything that is kept, serialized
+        self._max_bytes = max_bytes
+        self._kept: deque[tuple[engine_pb2.ConnectResponse, int]] = deque()
+        self._acknowledged = 0
+        self._newest_seq = 0
+        self._newest_bytes = 0
+
+    @property
+    def acknowledged(self) -> int:
+        """The highest seq that the frontend has processed, as far as it has said so."""
+        return self._acknowledged
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether too much is unacknowledged. The newest does not count: nobody can have read it faster."""
+        return self.size_bytes - self._newest_bytes > self._max_bytes
+
+    def keep(self, message: engine_pb2.ConnectResponse) -> None:
+        """Remember `message`, whose seq follows that of the one before."""
+        assert message.seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
+        self._newest_seq = message.seq
+        self._newest_bytes = message.ByteSize()
+        self.size_bytes += self._newest_bytes
+        self._kept.append((message, self._newest_bytes))
+
+    def acknowledge(self, last_seq: int) -> None:
+        """Forget what the frontend has processed. What was not sent yet cannot be acknowledged."""
+        kept, last_seq = self._kept, min(last_seq, self._newest_seq)
+        while self._acknowledged < last_seq:
+            self._acknowledged += 1
+            self.size_bytes -= kept.popleft()[1]
+        if not kept:
+            self._newest_bytes = 0
+
+    def covers(self, last_seq: int) -> bool:
+        """Whether everything behind `last_seq` is still here."""
+        return self._acknowledged <= last_seq <= self._newest_seq
+
+    def messages(self) -> list[engine_pb2.ConnectResponse]:
+        """Everything that is kept, oldest first."""
+        return [message for message, _ in self._kept]

@@ -1,0 +1,63 @@
+"""Rows whose prompts have embeddings in place of tokens, and which of these a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine_svc.model.context import EmbeddedTokens
+from engine_svc.prompt_embeds import PromptEmbeds
+from engine_svc.runner.input_batch import StepInputs
+from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.step import StepPlan
+from engine_svc.tensors.to_torch import to_torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """places: [N] of the prompt, rising, on the host.  embeds: [N, hidden], on the device."""
+
+    places: npt.NDArray[np.int64]
+    embeds: Tensor
+
+
+class EmbeddedRows:
+    """The embeddings of the rows that have any, in the model's dtype, from entering until leaving."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._held: dict[int, _Held] = {}
+
+    def enter(self, row: int, content: PromptEmbeds | None) -> None:
+        """Keep what a row has, if anything."""
+        if content is not None:
+            embeds = to_torch(content.embeds).to(self._device, self._dtype)
+            self._held[row] = _Held(np.array(content.places, dtype=np.int64), embeds)
+
+    def leave(self, row: int) -> None:
+        """Forget a row."""
+        self._held.pop(row, None)
+
+    def find(self, plan: StepPlan, inputs: StepInputs) -> EmbeddedTokens | None:
+        """The tokens of the step that come as embeddings; None where none does."""
+        if not self._held:
+            return None
+        places, rows = [], []
+        starts = (inputs.counts.cumsum() - inputs.counts).tolist()
+        for index, row in enumerate(inputs.rows.tolist()):
+            held = self._held.get(row)
+            if held is None:
+                continue
+            computed = plan.num_computed_tokens[index]
+            first, end = np.searchsorted(held.places, [computed, computed + plan.num_tokens[index]]).tolist()
+            if first < end:
+                places.append(held.places[first:end] - computed + starts[index])
+                rows.append(held.embeds[first:end])
+        if not places:
+            return None
+        return EmbeddedTokens(to_device(np.concatenate(places), self._device), torch.cat(rows))

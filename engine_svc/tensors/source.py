@@ -1,0 +1,247 @@
+"""Where the bytes of a tensor come from: the message, a blob, or shared memory of a proven neighbour."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import secrets
+from collections.abc import AsyncIterator
+
+from engine_svc.tensors.blobs import BlobStore, BlobUploads
+from engine_svc.tensors.host_tensor import BadTensor, HostTensor, size_bytes
+from engine_svc.tensors.memory import TensorMemory
+from engine_svc.wire_checks import unserved
+from service_kit import shared_memory
+from service_kit.clock import Clock, MonotonicClock
+from service_kit.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+    Unimplemented,
+)
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import engine_pb2
+
+MAX_TENSOR_BYTES = 64 * 1024 * 1024
+_MAX_STORE_BYTES = 512 * 1024 * 1024
+_MAX_HELD_BYTES = 512 * 1024 * 1024
+_RETRY_AFTER_MS = 1000
+_SECRET_BYTES = 32
+# Heartbeats between two looks for what dead processes left: 1 s.
+_BEATS_A_SWEEP = 2
+
+_DTYPES = {
+    tensor_pb2.D_TYPE_FP32: "float32",
+    tensor_pb2.D_TYPE_FP16: "float16",
+    tensor_pb2.D_TYPE_BF16: "bfloat16",
+    tensor_pb2.D_TYPE_FP8: "float8_e4m3fn",
+    tensor_pb2.D_TYPE_INT64: "int64",
+    tensor_pb2.D_TYPE_INT32: "int32",
+    tensor_pb2.D_TYPE_UINT8: "uint8",
+    tensor_pb2.D_TYPE_INT8: "int8",
+    tensor_pb2.D_TYPE_BOOL: "bool",
+}
+
+
+class TensorDoor:
+    """What one engine has for tensors: a store of blobs, a limit for what requests hold, its segments.
+
+    One that is not open takes nothing. Belongs to the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_open: bool = False,
+        clock: Clock | None = None,
+        max_held_bytes: int = _MAX_HELD_BYTES,
+    ) -> None:
+        self.is_open = is_open
+        self.blobs = BlobStore(clock or MonotonicClock(), _MAX_STORE_BYTES)
+        self.memory = TensorMemory(max_held_bytes)
+        self._uploads = BlobUploads(self.blobs, MAX_TENSOR_BYTES)
+        self._owner_id = secrets.token_hex(16)
+        self._numbers = itertools.count()
+        self._num_beats = 0
+        self._has_shared_memory = is_open and shared_memory.is_available()
+        if self._has_shared_memory:
+            shared_memory.sweep()
+
+    async def upload(
+        self, requests: AsyncIterator[engine_pb2.UploadBlobRequest]
+    ) -> engine_pb2.UploadBlobResponse:
+        """Serve one UploadBlob; see BlobUploads.receive."""
+        if not self.is_open:
+            raise Unimplemented("this engine takes no tensors: start it with --enable-prompt-embeds")
+        return await self._uploads.receive(requests)
+
+    def source(self, frontend_id: str, session_id: str) -> TensorSource:
+        """The tensors of one session."""
+        probe = None
+        if self._has_shared_memory:
+            name = shared_memory.segment_name(self._owner_id, next(self._numbers))
+            probe = HostProbe.make(name, session_id)
+        return TensorSource(self, frontend_id, probe)
+
+    def beat(self) -> None:
+        """Forget blobs whose time is over, and now and then what killed frontends left in shared memory."""
+        self.blobs.expire()
+        self._num_beats += 1
+        if self._has_shared_memory and self._num_beats % _BEATS_A_SWEEP == 0:
+            shared_memory.sweep()
+
+
+class HostProbe:
+    """A secret that only processes of this host and user can read."""
+
+    def __init__(self, segment: shared_memory.Segment, proof: bytes) -> None:
+        self.name = segment.name
+        self._segment = segment
+        self._proof = proof
+
+    @classmethod
+    def make(cls, name: str, session_id: str) -> HostProbe | None:
+        """A new one for a session; None where the host has no room for it."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        try:
+            segment = shared_memory.create(name, secret)
+        except OSError:
+            return None
+        return cls(segment, hmac.digest(secret, session_id.encode(), "sha256"))
+
+    def is_proof(self, digest: bytes) -> bool:
+        """Whether whoever sent this has read it."""
+        return hmac.compare_digest(digest, self._proof)
+
+    def close(self) -> None:
+        """Take it away."""
+        self._segment.close()
+
+
+class TensorSource:
+    """The tensors of one session, taken when their request is added."""
+
+    def __init__(self, door: TensorDoor, frontend_id: str, probe: HostProbe | None) -> None:
+        self._door = door
+        self._frontend_id = frontend_id
+        self._probe = probe
+        self._is_neighbour = False
+        # Of the message at hand: the requests of a sampling group share their tensor.
+        self._taken: dict[tuple[str, int], HostTensor] = {}
+
+    @property
+    def probe_name(self) -> str:
+        """What hello_ack offers; empty where there is nothing to prove, or no more."""
+        return "" if self._probe is None else self._probe.name
+
+    def prove(self, digest: bytes) -> bool:
+        """Take a frontend's proof that it shares this host; there is one attempt. False: it is none."""
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+            self._is_neighbour = probe.is_proof(digest)
+        return self._is_neighbour
+
+    def take(self, tensor: tensor_pb2.Tensor, field: str) -> HostTensor:
+        """The tensor with its bytes, in this process's memory. Errors name `field`, never the content."""
+        if not self._door.is_open:
+            raise unserved(field)
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise InvalidArgument(f"{field}.dtype is {tensor.dtype}, which is none", field=f"{field}.dtype")
+        shape = tuple(tensor.shape)
+        try:
+            num_bytes = size_bytes(dtype, shape)
+            if num_bytes > MAX_TENSOR_BYTES:
+                raise BadTensor(f"shape {list(shape)} is {num_bytes} bytes, it takes {MAX_TENSOR_BYTES}")
+            match tensor.WhichOneof("payload"):
+                case "inline":
+                    return self._counted(HostTensor(dtype, shape, tensor.inline))
+                case "blob":
+                    return self._from_blob(dtype, shape, tensor.blob, field)
+                case "shm":
+                    return self._from_shared_memory(dtype, shape, tensor.shm, num_bytes, field)
+                case "remote":
+                    raise Unimplemented(
+                        f"{field}.remote: no transport is registered",
+                        reason="UNIMPLEMENTED_FIELD",
+                        metadata={"field": f"{field}.remote"},
+                    )
+        except BadTensor as error:
+            raise InvalidArgument(f"{field}: {error}", field=field) from error
+        raise InvalidArgument(f"{field} has no payload, it needs one", field=field)
+
+    def release(self) -> None:
+        """The message at hand is over: remove what was taken from shared memory, which tells its owner."""
+        for name, _ in self._taken:
+            shared_memory.remove(name)
+        self._taken.clear()
+
+    def close(self) -> None:
+        """The session is over."""
+        self.release()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _from_blob(
+        self, dtype: str, shape: tuple[int, ...], reference: tensor_pb2.BlobReference, field: str
+    ) -> HostTensor:
+        data = self._door.blobs.get(reference.sha256)
+        if data is None:
+            raise Unavailable(
+                f"{field}.blob is not here (any more): upload it first", reason="BLOB_NOT_FOUND"
+            )
+        if reference.size != len(data):
+            raise InvalidArgument(
+                f"{field}.blob.size is {reference.size}, the blob has {len(data)}", field=f"{field}.blob.size"
+            )
+        tensor = HostTensor(dtype, shape, data)
+        self._door.blobs.pin(reference.sha256, tensor)
+        return tensor
+
+    def _from_shared_memory(
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        reference: tensor_pb2.SharedMemoryReference,
+        num_bytes: int,
+        field: str,
+    ) -> HostTensor:
+        # Never from a peer that may be on another host: it would be told apart by what it makes us read.
+        if not self._is_neighbour:
+            raise PermissionDenied(
+                f"{field}.shm is taken from frontends alone that have proven to share the host",
+                reason="HOST_NOT_PROVEN",
+            )
+        name = reference.name
+        if not shared_memory.is_name_of(name, self._frontend_id):
+            raise InvalidArgument(
+                f"{field}.shm.name is no segment of this frontend", field=f"{field}.shm.name"
+            )
+        if reference.size != num_bytes:
+            raise BadTensor(f"shm.size is {reference.size}, the shape takes {num_bytes}")
+        taken = self._taken.get((name, reference.offset))
+        if taken is not None and (taken.dtype, taken.shape) == (dtype, shape):
+            return taken
+        self._require_room(num_bytes)
+        try:
+            data = shared_memory.read(name, reference.offset, reference.size)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidArgument(f"{field}.shm cannot be read: {reason}", field=f"{field}.shm") from error
+        self._taken[name, reference.offset] = tensor = HostTensor(dtype, shape, data)
+        self._door.memory.count(tensor)
+        return tensor
+
+    def _counted(self, tensor: HostTensor) -> HostTensor:
+        self._require_room(len(tensor.data))
+        self._door.memory.count(tensor)
+        return tensor
+
+    def _require_room(self, num_bytes: int) -> None:
+        if not self._door.memory.has_room(num_bytes):
+            raise ResourceExhausted(
+                "requests hold as many bytes of tensors as the engine takes", retry_after_ms=_RETRY_AFTER_MS
+            )

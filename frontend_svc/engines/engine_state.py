@@ -1,0 +1,34 @@
+"""What becomes of an engine as this frontend sees it: the states and the moves between them. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class EngineState(Enum):
+    """What this frontend can do with an engine."""
+
+    CONNECTING = "connecting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    RECONNECTING = "reconnecting"  # its stream broke; its requests may go on over another
+    DOWN = "down"
+    CLOSED = "closed"
+
+
+TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.CONNECTING: frozenset({EngineState.LOADING, EngineState.DOWN, EngineState.CLOSED}),
+    EngineState.LOADING: frozenset(
+        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.READY: frozenset(
+        {EngineState.DRAINING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.DRAINING: frozenset({EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}),
+    EngineState.RECONNECTING: frozenset(
+        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.DOWN: frozenset({EngineState.CONNECTING, EngineState.CLOSED}),
+    EngineState.CLOSED: frozenset(),
+}

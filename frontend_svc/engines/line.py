@@ -1,0 +1,144 @@
+"""The way to one engine: a channel and a stream at a time, and the session that outlives them.
+
+Knows no states, no requests and no steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from frontend_svc.engines.handshake import RESUME, FrontendIdentity, make_hello, refusal
+from frontend_svc.engines.session import EngineSession
+from frontend_svc.engines.stream import EngineStream, StreamEnd, StreamLost
+from service_kit.clock import Clock
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
+# A lost stream is replaced at once or not at all: until then its requests stand still.
+_RESUME_S = 0.5
+_RESUME_PAUSE_S = 0.05
+_MAX_REPLACING_S = 1.0
+# So many streams in a row may break before they have brought anything.
+_MAX_BARREN_STREAMS = 10
+# Ends after which the engine may still run what the session has.
+_KEEPING_ENDS = (StreamEnd.BROKEN, StreamEnd.SILENT, StreamEnd.HUNG)
+
+# What a stream begins with, for what the engine said, in which session, and whether that goes on.
+Greet = Callable[[session_pb2.HelloAck, str, bool], engine_pb2.ConnectRequest | None]
+
+
+class EngineLine:
+    """Opens streams to one engine, one after the other, each for the session before it where it can."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: FrontendIdentity,
+        clock: Clock,
+        *,
+        heartbeat_s: float,
+        connect: Callable[[str], grpc.aio.Channel],
+        greet: Greet,
+    ) -> None:
+        self.ack = session_pb2.HelloAck()  # what the engine has said last of itself
+        self.session = EngineSession()
+        self._address = address
+        self._identity = identity
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._connect = connect
+        self._greet = greet
+        self._channel: grpc.aio.Channel | None = None
+        self._num_barren = 0
+        self._replaced_at_seq = 0
+
+    @property
+    def stub(self) -> engine_pb2_grpc.EngineCoreServiceStub:
+        """For calls beside the stream, over the same connection."""
+        assert self._channel is not None, "there is a stream"
+        return engine_pb2_grpc.EngineCoreServiceStub(self._channel)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine has begun its handshake by saying that it leaves."""
+        return self.ack.state == session_pb2.ENGINE_STATE_DRAINING
+
+    async def open(self) -> tuple[EngineStream, bool]:
+        """A stream, as soon as the engine listens, and whether it goes on with the session or begins one."""
+        self._channel = self._connect(self._address)
+        await self._channel.channel_ready()
+        stream, is_resumed = await self._shake_hands(limit_s=_HANDSHAKE_S)
+        if is_resumed:
+            self._go_on(stream)
+        else:
+            self.session = EngineSession(self.session.session_id)
+            self.session.begin(self.ack.engine_epoch, is_resumable=RESUME in self.ack.features)
+        return stream, is_resumed
+
+    async def replace(self, lost: StreamLost) -> EngineStream:
+        """Another stream for the same session in place of one that broke. StreamLost where that cannot be."""
+        logger.info("engine stream broke", extra={"engine": self._address, "reason": str(lost)})
+        self._num_barren = self._num_barren + 1 if self.session.last_seq == self._replaced_at_seq else 0
+        self._replaced_at_seq = self.session.last_seq
+        if self._num_barren >= _MAX_BARREN_STREAMS:
+            raise lost
+        give_up_at = self._clock.now() + _MAX_REPLACING_S
+        while True:
+            await self.hang_up()
+            # A channel of its own each time: an older one may cling to its connection, or wait for its turn.
+            self._channel = self._connect(self._address)
+            try:
+                stream, is_resumed = await self._shake_hands(limit_s=_RESUME_S)
+                break
+            except StreamLost as again:
+                if again.end is not StreamEnd.BROKEN or self._clock.now() + _RESUME_PAUSE_S > give_up_at:
+                    raise StreamLost(f"{lost}; {again}", again.end) from again
+            await asyncio.sleep(_RESUME_PAUSE_S)
+        if not is_resumed:
+            stream.cancel()
+            end = StreamEnd.LEFT if self.is_draining else StreamEnd.FAILED
+            raise StreamLost(f"{lost}; the engine does not have the session any more", end)
+        self._go_on(stream)
+        return stream
+
+    def lose(self, lost: StreamLost) -> None:
+        """What the session has goes on elsewhere. The session stays where the engine may still run it."""
+        if self.session.is_resumable and lost.end in _KEEPING_ENDS:
+            self.session.move_all()
+        else:
+            self.session = EngineSession()
+
+    async def hang_up(self) -> None:
+        """Close the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+
+    async def _shake_hands(self, *, limit_s: float) -> tuple[EngineStream, bool]:
+        session = self.session
+        stream = EngineStream(
+            self.stub, self._clock, heartbeat_s=self._heartbeat_s, last_seq=session.last_seq, waits=False
+        )
+        hello = make_hello(self._identity, session.session_id, session.resume_point())
+        ack = await stream.open(hello, limit_s=limit_s)
+        reason = refusal(ack)
+        if reason is not None:
+            stream.cancel()
+            raise StreamLost(reason, StreamEnd.INCOMPATIBLE)
+        self.ack = ack
+        is_resumed = session.is_resumed_by(ack)
+        greeting = self._greet(ack, session.session_id, is_resumed)
+        if greeting is not None:
+            stream.send(greeting)
+        return stream, is_resumed
+
+    def _go_on(self, stream: EngineStream) -> None:
+        logger.info("engine session resumed", extra={"engine": self._address})
+        for message in self.session.unanswered():
+            stream.send(message)

@@ -1,0 +1,111 @@
+"""What outlives a stream: which session it carried, how far it was read, what the engine may not have got.
+
+Knows no stream and no client of a request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from frontend_svc.output.processor import StepColumns
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
+
+
+@dataclass(slots=True)
+class _Open:
+    """An ADD that has not had its end from the engine. `entry` is kept until the engine has surely got it."""
+
+    attempt: int
+    entry: add_pb2.AddEntry | None
+    abort_reason: engine_pb2.AbortReason | None = None
+    is_moved: bool = False
+
+
+class EngineSession:
+    """One session with an engine process, over as many streams as it takes."""
+
+    def __init__(self, session_id: str = "") -> None:
+        self.session_id = session_id or secrets.token_hex(16)
+        self.engine_epoch = 0
+        self.is_resumable = False
+        self.last_seq = 0
+        self._open: dict[int, _Open] = {}
+        self._num_moved = 0
+
+    def begin(self, engine_epoch: int, *, is_resumable: bool) -> None:
+        """The engine has begun it."""
+        self.engine_epoch = engine_epoch
+        self.is_resumable = is_resumable
+
+    def resume_point(self) -> session_pb2.ResumePoint | None:
+        """Where it goes on over another stream, if it does."""
+        if not self.is_resumable:
+            return None
+        return session_pb2.ResumePoint(engine_epoch=self.engine_epoch, last_seq=self.last_seq)
+
+    def is_resumed_by(self, ack: session_pb2.HelloAck) -> bool:
+        """Whether the engine that answered is the same process, and goes on with the session."""
+        return self.is_resumable and ack.resume_ok and ack.engine_epoch == self.engine_epoch
+
+    def add(self, entries: Iterable[add_pb2.AddEntry]) -> None:
+        """Remember requests that are sent."""
+        for entry in entries:
+            self._open[entry.handle] = _Open(entry.attempt, entry)
+
+    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> engine_pb2.Abort | None:
+        """The message that ends requests; None where the engine has ended them all."""
+        abort = engine_pb2.Abort(reason=reason)
+        for handle in handles:
+            request = self._open.get(handle)
+            if request is not None:
+                request.abort_reason = request.abort_reason or reason
+                abort.handles.append(handle)
+                abort.attempts.append(request.attempt)
+        return abort if abort.handles else None
+
+    def hear(self, columns: StepColumns) -> int:
+        """Take note of what a step answers; returns how many rows are of requests that have moved on."""
+        num_stale = 0
+        if self._num_moved:
+            num_stale = sum(self._has_moved(handle) for handle in columns.handles)
+        for row in columns.cached:
+            request = self._open.get(columns.handles[row])
+            if request is not None:
+                request.entry = None
+        self.close(columns.handles[row] for row in columns.endings)
+        return num_stale
+
+    def close(self, handles: Iterable[int]) -> None:
+        """The engine has ended these requests."""
+        for handle in handles:
+            request = self._open.pop(handle, None)
+            if request is not None:
+                self._num_moved -= request.is_moved
+
+    def move_all(self) -> None:
+        """What the engine still runs goes on elsewhere: nothing of it counts any more."""
+        for request in self._open.values():
+            request.is_moved = True
+            request.abort_reason = request.abort_reason or engine_pb2.ABORT_REASON_MIGRATED
+        self._num_moved = len(self._open)
+
+    def unanswered(self) -> Iterator[engine_pb2.ConnectRequest]:
+        """What another stream begins with: the engine takes each ADD once and each abort any number of times.
+
+        An ADD that has been aborted is sent too: without it, an abort of it would have no answer.
+        """
+        entries = [request.entry for request in self._open.values() if request.entry is not None]
+        if entries:
+            yield engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries))
+        by_reason: dict[engine_pb2.AbortReason, list[int]] = {}
+        for handle, request in self._open.items():
+            if request.abort_reason is not None:
+                by_reason.setdefault(request.abort_reason, []).append(handle)
+        for reason, handles in by_reason.items():
+            yield engine_pb2.ConnectRequest(abort=self.abort(handles, reason))
+
+    def _has_moved(self, handle: int) -> bool:
+        request = self._open.get(handle)
+        return request is not None and request.is_moved

@@ -1,0 +1,186 @@
+"""How the tensors of requests get to one engine: in the ADD, by shared memory, or uploaded before it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from frontend_svc.tensors.wire_tensor import WireTensor
+from service_kit import shared_memory
+from service_kit.errors import ServiceError, from_rpc_error
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 256 * 1024
+MAX_SHARED_BYTES = 256 * 1024 * 1024
+_SECRET_BYTES = 32
+_CHUNK_BYTES = 1024 * 1024
+_UPLOAD_DEADLINE_S = 30.0
+# How long memory may stay that an engine has taken already.
+_REAP_S = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    """A segment, and the requests that it was sent for and that have not ended."""
+
+    segment: shared_memory.Segment
+    handles: set[int]
+
+
+class TensorSender:
+    """Sends ADDs that have tensors, to one engine. Those without pass through.
+
+    `send` gets the ADDs as they are to go over the wire: at once, or when their tensors were uploaded. `fail`
+    gets the handle of a request whose tensor cannot be sent.
+    """
+
+    def __init__(
+        self,
+        frontend_id: str,
+        *,
+        send: Callable[[Sequence[add_pb2.AddEntry]], None],
+        fail: Callable[[int, ServiceError], object],
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+    ) -> None:
+        self._frontend_id = frontend_id
+        self._send = send
+        self._fail = fail
+        self._max_shared_bytes = max_shared_bytes
+        self._is_neighbour = False
+        self._lent: list[_Lent] = []
+        self._reaper: asyncio.TimerHandle | None = None
+        self._uploads: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_neighbour(self) -> bool:
+        """Whether the engine has been shown that it shares this host."""
+        return self._is_neighbour
+
+    def greet(
+        self, ack: session_pb2.HelloAck, session_id: str, is_resumed: bool
+    ) -> engine_pb2.ConnectRequest | None:
+        """What to answer an engine that asks whether it shares this host; None where it does not."""
+        self._is_neighbour = self._is_neighbour and is_resumed
+        if not ack.host_probe:
+            return None
+        try:
+            secret = shared_memory.read(ack.host_probe, 0, _SECRET_BYTES)
+        except (OSError, ValueError):
+            return None
+        self._is_neighbour = True
+        digest = hmac.digest(secret, session_id.encode(), "sha256")
+        return engine_pb2.ConnectRequest(host_proof=session_pb2.HostProof(digest=digest))
+
+    def send(
+        self,
+        entries: Sequence[add_pb2.AddEntry],
+        tensors: Iterable[WireTensor],
+        stub: engine_pb2_grpc.EngineCoreServiceStub,
+    ) -> None:
+        """Send requests together, with `tensors`, to which they refer by digest."""
+        by_digest = {tensor.digest: tensor for tensor in tensors}
+        if not by_digest:
+            self._send(entries)
+            return
+        wire = []
+        for entry in entries:
+            copy = add_pb2.AddEntry()
+            copy.CopyFrom(entry)
+            wire.append(copy)
+        uploads = [tensor for tensor in by_digest.values() if not self._place(tensor, wire)]
+        if not uploads:
+            self._send(wire)
+            return
+        task = asyncio.ensure_future(self._upload_and_send(wire, uploads, stub))
+        self._uploads.add(task)
+        task.add_done_callback(self._uploads.discard)
+
+    def forget(self, handle: int) -> None:
+        """A request has ended: nobody takes its tensors any more."""
+        for lent in self._lent:
+            lent.handles.discard(handle)
+        self._reap()
+
+    def stop(self) -> None:
+        """The engine is lost: give up what is on its way."""
+        for task in self._uploads:
+            task.cancel()
+
+    def _place(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
+        """Put a tensor where the engine finds it; False where it has to be uploaded."""
+        mine = [entry for entry in entries if entry.prompt_embeds.blob.sha256 == tensor.digest]
+        if len(tensor.data) <= INLINE_BYTES:
+            for entry in mine:
+                entry.prompt_embeds.inline = tensor.data
+            return True
+        segment = self._lend(tensor.data) if self._is_neighbour else None
+        if segment is None:
+            return False
+        self._lent.append(_Lent(segment, {entry.handle for entry in mine}))
+        reference = tensor_pb2.SharedMemoryReference(
+            name=segment.name, size=len(tensor.data), owner=self._frontend_id
+        )
+        for entry in mine:
+            entry.prompt_embeds.shm.CopyFrom(reference)
+        return True
+
+    def _lend(self, data: bytes) -> shared_memory.Segment | None:
+        self._reap()
+        if sum(lent.segment.size_bytes for lent in self._lent) + len(data) > self._max_shared_bytes:
+            return None
+        name = shared_memory.segment_name(self._frontend_id, secrets.randbits(63))
+        try:
+            segment = shared_memory.create(name, data)
+        except OSError as error:
+            # There is another way. Containers often have very little of this memory.
+            logger.info(
+                "no shared memory for a tensor", extra={"reason": str(error), "size_bytes": len(data)}
+            )
+            return None
+        if self._reaper is None:
+            self._reaper = asyncio.get_running_loop().call_later(_REAP_S, self._reap_again)
+        return segment
+
+    def _reap_again(self) -> None:
+        self._reaper = None
+        self._reap()
+        if self._lent:
+            self._reaper = asyncio.get_running_loop().call_later(_REAP_S, self._reap_again)
+
+    def _reap(self) -> None:
+        """Free what the engine has taken, and what nobody will take."""
+        done = [lent for lent in self._lent if not lent.handles or lent.segment.is_taken]
+        for lent in done:
+            lent.segment.close()
+            self._lent.remove(lent)
+
+    async def _upload_and_send(
+        self,
+        entries: Sequence[add_pb2.AddEntry],
+        tensors: Iterable[WireTensor],
+        stub: engine_pb2_grpc.EngineCoreServiceStub,
+    ) -> None:
+        try:
+            for tensor in tensors:
+                await stub.UploadBlob(_parts(tensor), timeout=_UPLOAD_DEADLINE_S)
+        except grpc.RpcError as error:
+            for entry in entries:
+                self._fail(entry.handle, from_rpc_error(error))
+        else:
+            self._send(entries)
+
+
+async def _parts(tensor: WireTensor) -> AsyncIterator[engine_pb2.UploadBlobRequest]:
+    header = engine_pb2.UploadBlobHeader(sha256=tensor.digest, size_bytes=len(tensor.data))
+    yield engine_pb2.UploadBlobRequest(header=header)
+    for start in range(0, len(tensor.data), _CHUNK_BYTES):
+        yield engine_pb2.UploadBlobRequest(chunk=tensor.data[start : start + _CHUNK_BYTES])

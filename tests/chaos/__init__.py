@@ -1,0 +1,1 @@
+"""Real processes under streams, faults that prove they struck, and what the clients saw."""

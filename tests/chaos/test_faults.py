@@ -1,0 +1,92 @@
+"""An injector aimed at nobody is an error: a test whose fault never struck has shown nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks import failover_faults
+from benchmarks.failover_faults import FaultMissed
+from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess
+from tests.chaos import faults
+from tests.chaos.fault_plugin import EngineFault
+from tests.chaos.proxy import Direction, TcpProxy
+
+
+@pytest.fixture
+async def ended(tmp_path: Path):
+    """A process that has come and gone."""
+    async with Fleet(tmp_path) as fleet:
+        process = fleet.add(ServicePlan("coordinator", 0))
+        await fleet.start()
+        await process.stop()
+        yield process
+
+
+@pytest.mark.parametrize("strike", [failover_faults.kill, failover_faults.stop, failover_faults.terminate])
+async def test_a_signal_to_nobody_is_an_error(strike, ended: ServiceProcess) -> None:
+    with pytest.raises(FaultMissed):
+        await strike(ended)
+
+
+async def test_a_process_that_was_not_stopped_cannot_go_on(tmp_path: Path) -> None:
+    async with Fleet(tmp_path) as fleet:
+        process = fleet.add(ServicePlan("coordinator", 0))
+        await fleet.start()
+        with pytest.raises(FaultMissed):
+            await failover_faults.resume(process)
+        await failover_faults.stop(process)
+        await failover_faults.resume(process)
+
+
+async def test_an_engine_without_ranks_has_none_to_kill(ended: ServiceProcess) -> None:
+    with pytest.raises(FaultMissed):
+        await faults.kill_rank(ended)
+
+
+async def test_a_cut_without_connections_is_an_error() -> None:
+    async with TcpProxy("127.0.0.1:1") as proxy:
+        with pytest.raises(FaultMissed):
+            await faults.cut(proxy)
+
+
+async def test_a_partition_in_which_nobody_speaks_is_an_error() -> None:
+    async with TcpProxy("127.0.0.1:1") as proxy:
+        with pytest.raises(FaultMissed):
+            await faults.partition(proxy, 0.01, Direction.IN)
+
+
+async def test_a_plugin_without_its_request_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FaultMissed):
+        await faults.struck(tmp_path, EngineFault.RAISE, limit_s=0.05)
+
+
+async def test_what_is_held_passes_later_and_a_cut_is_a_reset() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, TcpProxy(f"127.0.0.1:{port}") as proxy:
+        host, _, proxy_port = proxy.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(proxy_port))
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        proxy.hold(Direction.OUT)
+        writer.write(b"two")
+        held = asyncio.ensure_future(reader.readexactly(3))
+        async with asyncio.timeout(5.0):
+            while not proxy.num_held_bytes[Direction.OUT]:  # noqa: ASYNC110  The proxy only counts.
+                await asyncio.sleep(0.001)
+        assert not held.done()
+        proxy.release()
+        assert await held == b"two"
+        assert proxy.num_bytes == {Direction.IN: 6, Direction.OUT: 6}
+        assert proxy.cut() == 1
+        with pytest.raises(ConnectionResetError):
+            await reader.read(1)
+        writer.transport.abort()

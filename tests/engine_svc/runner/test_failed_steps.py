@@ -1,0 +1,214 @@
+"""A step that fails half-way leaves nothing behind that a later one could see."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine_svc.build import build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.device_errors import DeviceFull, DeviceLost
+from engine_svc.engine import Engine, NoLockstep
+from engine_svc.mailbox import Add, Board, Inbox, Outbox
+from engine_svc.request import Request
+from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
+from engine_svc.runner.failures import translated
+from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.model_runner import ModelRunner
+from engine_svc.runner.state_digest import sampler_digest
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.step import StepPlan
+from service_kit.clock import FakeClock
+from tests.engine_svc.model.checkpoints import MAX_POSITION
+from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
+from tests.engine_svc.runner.fakes import apply
+from tests.engine_svc.runner.test_input_batch import admitted, plan, small_batch
+
+NUM_REQUESTS = 7
+MAX_TOKENS = 24
+WISHES: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.9, "top_k": 30},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 0.7, "presence_penalty": 0.5, "logprobs": 2},
+    {"bad_words": ((5,), (9, 8)), "logit_bias": ((7, 3.0),)},
+    {"min_tokens": 6, "stop_token_ids": frozenset({11})},
+    {"allowed_token_ids": frozenset(range(40, 90)), "temperature": 1.0},
+]
+
+
+class FailingHook:
+    """Raises in the middle of chosen steps, before their forward or behind it."""
+
+    def __init__(self, why: Callable[[StepPlan], Exception | None], moment: str) -> None:
+        self._why = why
+        self._moment = moment
+        self.num_failures = 0
+
+    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        if self._moment == "before":
+            self._fail(plan)
+
+    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        if self._moment == "after":
+            self._fail(plan)
+
+    def _fail(self, plan: StepPlan) -> None:
+        error = self._why(plan)
+        if error is not None:
+            self.num_failures += 1
+            raise error
+
+
+class Reader:
+    """Reads tokens and log probabilities by handle, and counts ends."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox(max_bytes=1 << 24, wake=lambda: None)
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.num_ended = 0
+
+    def read(self) -> None:
+        step = self.outbox.take()
+        if step is None:
+            return
+        start = 0
+        for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
+            self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
+            start += num_tokens
+        for handle, part in step.told.sampled.items() if step.told is not None else ():
+            self.logprobs.setdefault(handle, []).extend(part.logprobs)
+        self.num_ended += len(step.finished)
+
+
+def serve(
+    model: TinyModel, *, hook: FailingHook | None, is_beside: bool, steps_in_flight: int
+) -> tuple[Reader, ModelRunner]:
+    """Run all requests to their ends on the real runner."""
+    runner = model.runner(hooks=() if hook is None else (hook,))
+    core = build_core(
+        SchedulerConfig(
+            max_model_len=MAX_POSITION,
+            max_num_seqs=8,
+            max_num_batched_tokens=40,
+            async_scheduling=steps_in_flight > 1,
+            max_steps_in_flight=steps_in_flight,
+        ),
+        CacheConfig(NUM_BLOCKS, (FullAttention(BLOCK_SIZE),)),
+    )
+    inbox, reader, rng = Inbox(100), Reader(), random.Random(4)
+    for handle in range(NUM_REQUESTS):
+        prompt = [rng.randrange(3, 160) for _ in range(3 + 6 * handle)]
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=handle, **WISHES[handle])
+        inbox.put(Add(Request(f"r{handle}", prompt, len(prompt), sampling), reader.outbox, handle))
+    engine = Engine(
+        scheduler=core.scheduler,
+        executor=ThreadExecutor(runner) if is_beside else InlineExecutor(runner),
+        inbox=inbox,
+        board=Board(),
+        clock=FakeClock(),
+        lockstep=NoLockstep(),
+        max_in_flight=steps_in_flight,
+    )
+    for _ in range(1000):
+        engine.turn()
+        reader.read()
+        if reader.num_ended == NUM_REQUESTS:
+            break
+    engine.settle()
+    engine.close()
+    assert reader.num_ended == NUM_REQUESTS
+    assert core.kv_cache.num_used_blocks == 0
+    # The rows of the last step are still there.
+    runner.execute(StepPlan(0, released=[f"r{handle}" for handle in range(NUM_REQUESTS)]))
+    return reader, runner
+
+
+def in_steps(*numbers: int) -> Callable[[StepPlan], Exception | None]:
+    return lambda plan: ValueError("bad luck") if plan.step_number in numbers else None
+
+
+@pytest.mark.parametrize(("is_beside", "steps_in_flight"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("numbers", [(1,), (2, 3), (5,), (9, 30)], ids=str)
+def test_streams_of_steps_that_fail_are_those_of_an_undisturbed_run(
+    tiny_model, is_beside, steps_in_flight, moment, numbers
+):
+    model = tiny_model("llama", "native")
+    expected, _ = serve(model, hook=None, is_beside=is_beside, steps_in_flight=steps_in_flight)
+    hook = FailingHook(in_steps(*numbers), moment)
+    seen, runner = serve(model, hook=hook, is_beside=is_beside, steps_in_flight=steps_in_flight)
+    # A step behind one that failed is not run.
+    assert 1 <= hook.num_failures <= len(numbers)
+    assert seen.tokens == expected.tokens
+    assert seen.logprobs.keys() == expected.logprobs.keys()
+    for handle, logprobs in expected.logprobs.items():
+        assert seen.logprobs[handle] == pytest.approx(logprobs, abs=1e-5)
+    assert runner.batch.row_of == {}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_poisonous_row_leaves_the_others_tokens_alone(tiny_model, moment):
+    model = tiny_model("llama", "native")
+    expected, _ = serve(model, hook=None, is_beside=True, steps_in_flight=2)
+
+    def why(plan: StepPlan) -> Exception | None:
+        rows = dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True))
+        return ValueError("bad row") if rows.get("r3", 0) >= 20 else None
+
+    seen, _ = serve(model, hook=FailingHook(why, moment), is_beside=True, steps_in_flight=2)
+    ended = seen.tokens.pop(3)
+    assert ended == expected.tokens.pop(3)[: len(ended)]
+    assert seen.tokens == expected.tokens
+
+
+def test_a_runner_after_a_failed_step_is_in_the_state_of_a_new_one(tiny_model):
+    model = tiny_model("llama", "native")
+    failing, fresh = model.runner(hooks=(FailingHook(in_steps(1), "after"),)), model.runner()
+    wishes = SamplingParams(max_tokens=4, temperature=0.5, seed=3, repetition_penalty=1.2, min_tokens=2)
+    first = plan([("a", 4, 0, [0]), ("b", 3, 0, [1])], admitted=[admitted("a", 4), admitted("b", 3)])
+    for entry in first.admitted:
+        entry.sampling = wishes
+    first.step_number = 1
+    with pytest.raises(ValueError, match="bad luck"):
+        failing.execute(first)
+    # Of "c" it never heard.
+    failing.execute(StepPlan(2, released=["b", "a", "c"]))
+    assert failing.batch.row_of == fresh.batch.row_of == {}
+    first.step_number = 3
+    tokens = [runner.execute(first).result().sampled for runner in (failing, fresh)]
+    assert tokens[0] == tokens[1]
+    for runner in (failing, fresh):
+        runner.execute(StepPlan(4, released=["a", "b"]))
+    assert sampler_digest(failing.sampler) == sampler_digest(fresh.sampler)
+
+
+def test_a_request_whose_entry_failed_can_be_released():
+    batch = small_batch()
+    with pytest.raises(RuntimeError):
+        # Longer than a row.
+        batch.enter(admitted("a", 100))
+    assert batch.release(["a", "b"]) == [0]
+    assert apply(batch, plan([("c", 2, 0, [3])], admitted=[admitted("c", 2)])) == [3]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), DeviceFull),
+        (MemoryError(), DeviceFull),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), DeviceFull),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), DeviceLost),
+        (RuntimeError("CUDA error: device-side assert triggered"), DeviceLost),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access"), DeviceLost),
+        (RuntimeError("shapes do not match"), RuntimeError),
+    ],
+)
+def test_errors_of_the_device_are_told_from_those_of_a_row(error, kind):
+    assert type(translated(error)) is kind

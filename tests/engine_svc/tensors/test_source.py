@@ -1,0 +1,175 @@
+"""Where a tensor may come from: the message, a blob, shared memory of a proven neighbour."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+import pytest
+
+from engine_svc.tensors.source import TensorDoor, TensorSource
+from service_kit import shared_memory
+from service_kit.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+)
+from triptych.common.v1 import tensor_pb2
+
+FRONTEND = f"frontend-{os.getpid()}"
+SESSION = "ab" * 16
+DATA = bytes(range(24))
+
+
+def proof_of(source: TensorSource, session_id: str = SESSION) -> bytes:
+    """What a frontend of this host answers."""
+    return hmac.digest(shared_memory.read(source.probe_name, 0, 32), session_id.encode(), "sha256")
+
+
+def tensor(shape=(2, 3), dtype=tensor_pb2.D_TYPE_FP32, **payload: object) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(dtype=dtype, shape=shape, **payload)
+
+
+def shared(name: str, size: int = len(DATA), offset: int = 0) -> tensor_pb2.Tensor:
+    reference = tensor_pb2.SharedMemoryReference(name=name, offset=offset, size=size, owner=FRONTEND)
+    return tensor(shm=reference)
+
+
+@pytest.fixture
+def door():
+    return TensorDoor(is_open=True, max_held_bytes=100)
+
+
+@pytest.fixture
+def source(door):
+    source = door.source(FRONTEND, SESSION)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def segment():
+    made = shared_memory.create(shared_memory.segment_name(FRONTEND, 1), DATA)
+    yield made
+    made.close()
+
+
+def test_bytes_in_the_message_are_the_tensor(source):
+    taken = source.take(tensor(inline=DATA), "x")
+    assert (taken.dtype, taken.shape, taken.data) == ("float32", (2, 3), DATA)
+
+
+def test_a_blob_stays_as_long_as_its_tensor(door, source):
+    digest = hashlib.sha256(DATA).hexdigest()
+    door.blobs.put(digest, DATA, ttl_s=0.0)
+    reference = tensor_pb2.BlobReference(sha256=digest, size=len(DATA))
+    taken = source.take(tensor(blob=reference), "x")
+    door.beat()
+    assert (taken.data, len(door.blobs)) == (DATA, 1)
+    del taken
+    door.beat()
+    assert len(door.blobs) == 0
+    with pytest.raises(Unavailable) as caught:
+        source.take(tensor(blob=reference), "x")
+    assert caught.value.reason == "BLOB_NOT_FOUND"
+
+
+def test_shared_memory_is_taken_from_a_proven_neighbour_and_gone_after_the_message(source, segment):
+    assert source.prove(proof_of(source))
+    assert source.probe_name == ""
+    first = source.take(shared(segment.name), "x")
+    # The outputs of a sampling group share one tensor.
+    assert source.take(shared(segment.name), "x") is first
+    assert (first.data, segment.is_taken) == (DATA, False)
+    source.release()
+    assert segment.is_taken
+
+
+def test_shared_memory_of_whoever_has_proven_nothing_is_not_looked_at(source, segment):
+    with pytest.raises(PermissionDenied) as caught:
+        source.take(shared(segment.name), "x")
+    assert caught.value.reason == "HOST_NOT_PROVEN"
+    assert not segment.is_taken
+
+
+def test_there_is_one_attempt_to_prove_a_host(source, segment):
+    proof = proof_of(source)
+    assert not source.prove(b"guessed".ljust(32))
+    assert not source.prove(proof)
+    with pytest.raises(PermissionDenied):
+        source.take(shared(segment.name), "x")
+
+
+def test_a_proof_is_of_one_session(door, source):
+    other = door.source(FRONTEND, "cd" * 16)
+    assert not source.prove(proof_of(other))
+    assert not other.prove(proof_of(other, SESSION))
+    other.close()
+
+
+def test_a_probe_goes_with_its_session(door):
+    source = door.source(FRONTEND, SESSION)
+    name = source.probe_name
+    assert (shared_memory.FOLDER / name).exists()
+    source.close()
+    assert not (shared_memory.FOLDER / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda name: shared("../" + name), "x.shm.name"),
+        (lambda name: shared(shared_memory.segment_name("another frontend", 1)), "x.shm.name"),
+        (lambda name: shared(shared_memory.segment_name(FRONTEND, 2)), "x.shm"),
+        (lambda name: shared(name, offset=1), "x.shm"),
+        (lambda name: shared(name, offset=2**63), "x.shm"),
+        (lambda name: shared(name, size=25), "x"),
+        (lambda name: tensor(inline=DATA[1:]), "x"),
+        (lambda name: tensor(inline=DATA, shape=(2**40, 2**40)), "x"),
+        (lambda name: tensor(inline=DATA, shape=(2**63, 2)), "x"),
+        (lambda name: tensor(inline=DATA, dtype=tensor_pb2.D_TYPE_UNSPECIFIED), "x.dtype"),
+        (lambda name: tensor(inline=DATA, dtype=99), "x.dtype"),
+        (lambda name: tensor(), "x"),
+        (lambda name: tensor_pb2.Tensor(), "x.dtype"),
+    ],
+)
+def test_a_reference_or_form_that_is_wrong_is_refused_by_field(source, segment, make, field):
+    source.prove(proof_of(source))
+    with pytest.raises(InvalidArgument) as caught:
+        source.take(make(segment.name), "x")
+    assert [name for name, _ in caught.value.violations] == [field]
+    source.release()
+    assert not segment.is_taken
+
+
+def test_a_transport_that_nobody_knows_is_refused_by_name(source):
+    with pytest.raises(Unimplemented, match=r"x\.remote"):
+        source.take(tensor(remote=tensor_pb2.RemoteReference(transport="rdma")), "x")
+
+
+def test_requests_hold_no_more_bytes_than_the_engine_takes(door, source):
+    held = [source.take(tensor(inline=DATA), "x") for _ in range(4)]
+    with pytest.raises(ResourceExhausted) as caught:
+        source.take(tensor(inline=DATA), "x")
+    assert caught.value.retry_after_ms
+    held.pop()
+    assert source.take(tensor(inline=DATA), "x").data == DATA
+
+
+async def test_a_door_that_is_not_open_takes_nothing_and_shows_nothing():
+    door = TensorDoor()
+    source = door.source(FRONTEND, SESSION)
+    assert source.probe_name == ""
+    with pytest.raises(ServiceError, match="not served"):
+        source.take(tensor(inline=DATA), "x")
+
+    async def nothing():
+        return
+        yield
+
+    with pytest.raises(Unimplemented, match="--enable-prompt-embeds"):
+        await door.upload(nothing())

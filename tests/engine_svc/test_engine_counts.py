@@ -1,0 +1,50 @@
+"""What is counted of requests on their way through the loop, and what is not kept of those that were none."""
+
+from __future__ import annotations
+
+from engine_svc.mailbox import Abort, Add
+from engine_svc.request import Request
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.step import StepPlan
+from tests.engine_svc.test_engine import Rig
+
+
+def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
+    plans: list[StepPlan] = []
+    rig = Rig(on_launch=plans.append)
+    counts: list[tuple[int, int, int]] = []
+
+    def count() -> None:
+        stats = rig.scheduler.stats()
+        counts.append((stats.num_waiting, stats.num_running, rig.scheduler.num_unfinished))
+
+    request = Request("r1", [1, 2, 3], 3, SamplingParams(max_tokens=9))
+    rig.inbox.put(Add(request, rig.frontend.outbox, 1))
+    rig.engine.abort((), "nobody")
+    rig.scheduler.add(Request("r2", [1], 1, SamplingParams(max_tokens=1)))
+    count()
+    rig.scheduler.abort(["r2"], 0.0)
+    rig.engine.turn()
+    count()
+    rig.engine.abort(["r1"], "client")
+    count()
+    # Nothing is left to compute, so the row waits for a plan that has one.
+    assert not rig.engine.turn()
+    rig.add(1, max_tokens=1)
+    rig.engine.turn()
+    rig.engine.close()
+    assert counts == [(1, 0, 1), (0, 1, 1), (0, 0, 0)]
+    assert [plan.released for plan in plans] == [[], ["r1"]]
+    assert [admitted.request_id for plan in plans for admitted in plan.admitted] == ["r1", "r1"]
+
+
+def test_aborts_for_unknown_ids_leave_nothing_behind():
+    rig = Rig()
+    before = rig.scheduler.stats()
+    for number in range(10_000):
+        rig.inbox.put(Abort(f"nobody-{number}"))
+    assert not rig.engine.turn()
+    rig.engine.close()
+    assert rig.inbox.take() == []
+    assert rig.scheduler.stats() == before
+    assert rig.executor.num_launched == 0

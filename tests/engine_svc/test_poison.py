@@ -1,0 +1,109 @@
+"""Who is let run, and who is blamed, for every kind of failure: the table of an inquiry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine_svc.poison import MAX_FAILURES, Inquiry, Ruling
+from engine_svc.step import StepPlan
+
+
+def plan_of(request_ids: list[str], *, samples: bool = True) -> StepPlan:
+    return StepPlan(1, request_ids=request_ids, samples=[samples] * len(request_ids))
+
+
+def hear(
+    inquiry: Inquiry, suspects: list[str], fails: Callable[[frozenset[str]], bool]
+) -> tuple[set[str], bool, int]:
+    """Go on as a loop would until the inquiry is over: offenders, whether it is fatal, how many steps."""
+    ruling: Ruling | None = inquiry.failed(suspects, 100)
+    offenders: set[str] = set()
+    num_steps = 0
+    while ruling is not None:
+        offenders |= set(ruling.offenders)
+        if ruling.is_fatal or ruling.only is None:
+            return offenders, ruling.is_fatal, num_steps
+        num_steps += 1
+        group = ruling.only - offenders
+        if fails(group):
+            ruling = inquiry.failed([name for name in suspects if name in group], 10)
+            continue
+        answer = inquiry.came_back(plan_of(sorted(group)), 0)
+        ruling = answer if answer is not None else Ruling(only=ruling.only)
+    raise AssertionError("an inquiry has an end")
+
+
+@pytest.mark.parametrize("num_suspects", [1, 2, 3, 64])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_one_offender_is_found_in_few_steps(num_suspects, place):
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    offender = suspects[place % num_suspects]
+    found, is_fatal, num_steps = hear(Inquiry(), suspects, lambda group: offender in group)
+    assert (found, is_fatal) == ({offender}, False)
+    assert num_steps <= 2 * num_suspects.bit_length() + 1
+
+
+def test_the_newer_half_is_heard_first_and_alone():
+    ruling = Inquiry().failed(["d", "c", "b", "a"], 40)
+    assert ruling == Ruling(only=frozenset({"d", "c"}))
+
+
+def test_an_error_that_does_not_come_back_is_nobodys():
+    assert hear(Inquiry(), ["b", "a"], lambda group: False) == (set(), False, 2)
+
+
+def test_an_error_of_company_alone_is_fatal_at_its_third_time():
+    inquiry = Inquiry()
+    ends = [hear(inquiry, ["b", "a"], lambda group: False)[1] for _ in range(MAX_FAILURES)]
+    assert ends == [False, False, True]
+
+
+def test_failures_far_apart_have_nothing_to_do_with_each_other():
+    inquiry = Inquiry()
+    for _ in range(2 * MAX_FAILURES):
+        assert hear(inquiry, ["b", "a"], lambda group: False) == (set(), False, 2)
+        for _ in range(200):
+            assert inquiry.came_back(plan_of(["a", "b"]), 0) is None
+
+
+def test_nobody_is_ended_where_everybody_fails():
+    suspects = [f"r{index}" for index in range(16)]
+    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: True)
+    assert (found, is_fatal) == (set(), True)
+
+
+def test_a_chunk_that_samples_nothing_clears_nobody():
+    inquiry = Inquiry()
+    assert inquiry.failed(["a"], 5).only == {"a"}
+    assert inquiry.came_back(plan_of(["a"], samples=False), 0) is None
+    assert inquiry.is_open
+    assert inquiry.came_back(plan_of(["a"]), 0) == Ruling()
+    assert not inquiry.is_open
+
+
+def test_suspects_that_are_gone_are_not_waited_for():
+    inquiry = Inquiry()
+    assert inquiry.failed(["d", "c", "b", "a"], 40).only == {"d", "c"}
+    assert inquiry.review({"c": 1, "b": 1}) is None
+    assert inquiry.review({"b": 1}) == Ruling(only=frozenset({"b"}))
+    assert inquiry.review({}) == Ruling()
+
+
+def test_steps_of_nobody_that_fail_end_the_engine_at_the_third():
+    inquiry = Inquiry()
+    assert [inquiry.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_fatal"),
+    [([2, 2], True), ([1, 1], False), ([1, 1, 1, 1], True), ([4, -4, 4], False), ([40], False)],
+)
+def test_logits_of_which_none_is_finite_are_the_devices_fault_in_two_steps_and_four_rows(rows, is_fatal):
+    """Below 0: so many rows, of which one is finite."""
+    inquiry, rulings = Inquiry(), []
+    for count in rows:
+        plan = plan_of([f"r{index}" for index in range(abs(count))])
+        rulings.append(inquiry.came_back(plan, count if count > 0 else -count - 1))
+    assert any(ruling is not None and ruling.is_fatal for ruling in rulings) is is_fatal

@@ -1,0 +1,229 @@
+"""Sessions that outlive their streams: what goes on, what is sent again, and when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from engine_svc.lifecycle import EngineState
+from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.service_rig import LENGTH, ServiceRig, StreamClient, make_entry, prompt_of, serving
+from triptych.engine.v1 import engine_pb2, session_pb2
+
+RESUME = {"features": ["resume"]}
+
+
+def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None) -> dict[str, object]:
+    """A hello that resumes the session of `client` behind what it has heard."""
+    heard = max((message.seq for message in client.heard), default=0) if last_seq is None else last_seq
+    return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=heard)}
+
+
+async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> StreamClient:
+    """A client that can resume, with requests that have begun and now wait for the executor."""
+    client = StreamClient(stub, "f")
+    await client.open(**RESUME)
+    rig.executor.hold_at = 3
+    await client.add(*(make_entry(handle, max_tokens=max_tokens) for handle in handles))
+    await client.until(lambda: all(client.tokens.get(handle) for handle in handles))
+    return client
+
+
+async def parked(rig: ServiceRig, stub, num_parked: int = 1) -> None:
+    """Wait until so many sessions have no stream."""
+    async with asyncio.timeout(10):
+        while rig.servicer.num_parked_sessions != num_parked:
+            await stub.GetLoad(engine_pb2.GetLoadRequest())
+
+
+async def until_finished(stub, num_requests: int) -> session_pb2.Stats:
+    """The engine's figures when so many requests have ended there."""
+    async with asyncio.timeout(10):
+        while True:
+            stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
+            if stats.num_finished == num_requests:
+                return stats
+
+
+async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1, 2)
+        await first.close()
+        await parked(rig, stub)
+        rig.executor.gate.set()
+        await until_finished(stub, 2)
+        second = StreamClient(stub, "f")
+        second.tokens = {handle: list(tokens) for handle, tokens in first.tokens.items()}
+        await second.open(**again(first))
+        await second.until_ended(1, 2)
+        ack = second.heard[0].hello_ack
+        assert (ack.resume_ok, list(ack.features), ack.replay_window_ms) == (True, ["resume"], 5000)
+        assert [message.seq for message in second.heard[1:]] == [
+            first.heard[-1].seq + index for index in range(1, len(second.heard))
+        ]
+        assert second.tokens == {handle: expected_tokens(prompt_of(handle), handle, 20) for handle in (1, 2)}
+        assert second.finished == {1: [LENGTH], 2: [LENGTH]}
+        stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (10, 40)
+
+
+async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1)
+        await first.close()
+        await parked(rig, stub)
+        second = StreamClient(stub, "f")
+        await second.open(**again(first, last_seq=1))
+        await second.until(lambda: len(second.heard) >= len(first.heard) - 1)
+        repeated = {message.seq: message for message in second.heard[1:]}
+        for message in first.heard[2:]:
+            assert repeated[message.seq] == message
+
+
+async def test_an_add_that_is_repeated_after_a_break_is_run_once():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1)
+        await first.close()
+        await parked(rig, stub)
+        second = StreamClient(stub, "f")
+        await second.open(**again(first))
+        await second.add(make_entry(1, max_tokens=20), make_entry(2, max_tokens=20))
+        await second.flush()
+        rig.executor.gate.set()
+        await second.until_ended(1, 2)
+        await second.add(make_entry(1, max_tokens=20))
+        await second.flush()
+        assert second.rejected == {}
+        assert (await until_finished(stub, 2)).num_prompt_tokens == 10
+
+
+async def test_a_stream_that_looks_alive_is_taken_over():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1)
+        second = StreamClient(stub, "f")
+        await second.open(**again(first))
+        await first.until(lambda: first.is_over)
+        rig.executor.gate.set()
+        await second.until_ended(1)
+        assert second.heard[0].hello_ack.resume_ok
+        assert rig.servicer.num_sessions == 1
+
+
+async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_free():
+    rig = ServiceRig()
+    rig.engine.replay_window_s = 0.02
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1, 2, max_tokens=100)
+        await first.close()
+        await parked(rig, stub, 1)
+        await parked(rig, stub, 0)
+        rig.executor.gate.set()
+        stats = await until_finished(stub, 2)
+        assert stats.num_used_blocks == 0
+        assert stats.num_generated_tokens < 200
+        late = StreamClient(stub, "f")
+        await late.open(**again(first))
+        await late.until(lambda: "ready" in late.kinds())
+        assert not late.heard[0].hello_ack.resume_ok
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"engine_epoch": 8}, {"last_seq": 10_000}, None],
+    ids=["another engine", "a place that never was", "no wish to resume"],
+)
+async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1, max_tokens=100)
+        await first.close()
+        await parked(rig, stub)
+        second = StreamClient(stub, "f")
+        fields = {**RESUME, "session_id": "new"} if hello is None else again(first, **hello)
+        await second.open(**fields)
+        await second.until(lambda: "ready" in second.kinds())
+        assert not second.heard[0].hello_ack.resume_ok
+        assert second.heard[1].seq == 1
+        rig.executor.gate.set()
+        await until_finished(stub, 1)
+        await second.add(make_entry(1, max_tokens=4))
+        await second.until_ended(1)
+        assert rig.servicer.num_parked_sessions == 0
+
+
+async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1, max_tokens=100)
+        await first.close()
+        await parked(rig, stub)
+        second = StreamClient(stub, "f")
+        await second.open(**RESUME, session_id="new", frontend_epoch=2)
+        await second.until(lambda: "ready" in second.kinds())
+        rig.executor.gate.set()
+        await until_finished(stub, 1)
+
+
+async def test_closing_upstream_without_goodbye_is_a_break():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1)
+        await first.call.done_writing()
+        await first.until(lambda: first.is_over)
+        assert first.error.code() is grpc.StatusCode.ABORTED
+        assert rig.servicer.num_parked_sessions == 1
+        rig.executor.gate.set()
+        second = StreamClient(stub, "f")
+        await second.open(**again(first))
+        await second.until_ended(1)
+
+
+async def test_who_reads_and_never_acknowledges_is_cut_off():
+    rig = ServiceRig(max_replay_bytes=2000)
+    async with serving(rig) as stub:
+        client = StreamClient(stub, "f")
+        await client.open(**RESUME)
+        await client.add(*(make_entry(handle, max_tokens=100) for handle in range(8)))
+        await client.until(lambda: client.is_over)
+        assert client.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rig.servicer.num_parked_sessions == 0
+        assert (await until_finished(stub, 8)).num_used_blocks == 0
+
+
+async def test_what_is_computed_for_a_lost_stream_has_a_limit():
+    rig = ServiceRig(max_outbox_bytes=500)
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, *range(8), max_tokens=100)
+        await first.close()
+        await parked(rig, stub)
+        rig.executor.gate.set()
+        assert (await until_finished(stub, 8)).num_generated_tokens < 800
+        await parked(rig, stub, 0)
+
+
+async def test_a_drain_waits_for_a_frontend_that_may_come_back_and_its_end_says_what_is_left():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1, max_tokens=100)
+        await first.close()
+        await parked(rig, stub)
+        drain = asyncio.create_task(rig.servicer.drain())
+        second = StreamClient(stub, "f")
+        await second.open(**again(first))
+        await second.until(lambda: "draining" in second.kinds())
+        assert not drain.done()
+        rig.engine.lifecycle.move_to(EngineState.STOPPED)
+        rig.executor.gate.set()
+        await second.until(lambda: second.is_over)
+        await drain
+        assert second.error.code() is grpc.StatusCode.UNAVAILABLE
+        status: status_pb2.Status = rpc_status.from_call(second.error)
+        assert b"ENGINE_DRAINED" in b"".join(detail.value for detail in status.details)

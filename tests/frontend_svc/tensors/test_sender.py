@@ -1,0 +1,196 @@
+"""A tensor takes the cheapest way to its engine, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from frontend_svc.tensors.sender import INLINE_BYTES, TensorSender
+from frontend_svc.tensors.wire_tensor import WireTensor, num_bytes
+from service_kit import shared_memory
+from service_kit.errors import ResourceExhausted, ServiceError
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
+
+FRONTEND = f"sender-{os.getpid()}"
+SMALL = WireTensor.of(tensor_pb2.D_TYPE_UINT8, [INLINE_BYTES], bytes(INLINE_BYTES))
+LARGE = WireTensor.of(tensor_pb2.D_TYPE_UINT8, [INLINE_BYTES + 1], b"x" * (INLINE_BYTES + 1))
+
+
+class FakeStub:
+    """Takes uploads when it is let."""
+
+    def __init__(self) -> None:
+        self.uploads: list[tuple[engine_pb2.UploadBlobHeader, bytes]] = []
+        self.may_answer = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def UploadBlob(self, requests: AsyncIterator[Any], timeout: float) -> None:
+        header, data = None, b""
+        async for request in requests:
+            if request.WhichOneof("part") == "header":
+                header = request.header
+            else:
+                assert len(request.chunk) <= 1024 * 1024
+                data += request.chunk
+        assert header is not None
+        self.uploads.append((header, data))
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Rig:
+    def __init__(self, **options: Any) -> None:
+        self.sent: list[add_pb2.AddEntry] = []
+        self.failed: list[tuple[int, ServiceError]] = []
+        self.stub = FakeStub()
+        self.sender = TensorSender(
+            FRONTEND,
+            send=self.sent.extend,
+            fail=lambda handle, error: self.failed.append((handle, error)),
+            **options,
+        )
+
+    def send(self, *handles: int, tensor: WireTensor | None = None) -> None:
+        entries = [add_pb2.AddEntry(handle=handle, request_id=str(handle)) for handle in handles]
+        for entry in entries:
+            if tensor is not None:
+                entry.prompt_embeds.CopyFrom(tensor.reference)
+        stub: Any = self.stub
+        self.sender.send(entries, [] if tensor is None else [tensor], stub)
+
+    def meet_neighbour(self, session_id: str = "s") -> engine_pb2.ConnectRequest | None:
+        secret = secrets.token_bytes(32)
+        name = shared_memory.segment_name(f"engine-{os.getpid()}", secrets.randbits(60))
+        probe = shared_memory.create(name, secret)
+        answer = self.sender.greet(session_pb2.HelloAck(host_probe=name), session_id, False)
+        probe.close()
+        assert answer is not None
+        assert answer.host_proof.digest == hmac.digest(secret, session_id.encode(), "sha256")
+        return answer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError("it does not come about")
+
+
+def segments() -> list[str]:
+    return [name for name in os.listdir(shared_memory.FOLDER) if shared_memory.is_name_of(name, FRONTEND)]
+
+
+def test_a_tensor_is_known_by_its_digest_and_its_form():
+    assert SMALL.digest == hashlib.sha256(SMALL.data).hexdigest()
+    assert num_bytes(tensor_pb2.D_TYPE_BF16, [3, 5]) == 30
+    assert num_bytes(tensor_pb2.D_TYPE_INT64, [0, 5]) == 0
+
+
+def test_an_add_without_tensors_is_sent_as_it_is():
+    rig = Rig()
+    rig.send(1, 2)
+    assert [entry.handle for entry in rig.sent] == [1, 2]
+
+
+def test_up_to_256_kib_travel_in_the_add():
+    rig = Rig()
+    rig.send(1, 2, tensor=SMALL)
+    assert [entry.prompt_embeds.inline for entry in rig.sent] == [SMALL.data] * 2
+    assert not rig.stub.uploads
+
+
+async def test_a_neighbour_finds_more_in_shared_memory_once_for_all_outputs():
+    rig = Rig()
+    rig.meet_neighbour()
+    rig.send(1, 2, tensor=LARGE)
+    names = {entry.prompt_embeds.shm.name for entry in rig.sent}
+    assert names == set(segments())
+    assert len(names) == 1
+    reference = rig.sent[0].prompt_embeds.shm
+    assert shared_memory.read(reference.name, 0, reference.size) == LARGE.data
+    rig.sender.forget(1)
+    assert len(segments()) == 1
+    rig.sender.forget(2)
+    assert segments() == []
+
+
+async def test_what_the_engine_has_taken_counts_no_more_against_the_limit():
+    rig = Rig(max_shared_bytes=len(LARGE.data))
+    rig.meet_neighbour()
+    rig.send(1, tensor=LARGE)
+    rig.stub.may_answer.set()
+    rig.send(2, tensor=LARGE)
+    # No room for a second one: it is uploaded.
+    await until(lambda: len(rig.sent) == 2)
+    assert rig.sent[1].prompt_embeds.WhichOneof("payload") == "blob"
+    shared_memory.remove(rig.sent[0].prompt_embeds.shm.name)
+    rig.send(3, tensor=LARGE)
+    assert rig.sent[2].prompt_embeds.WhichOneof("payload") == "shm"
+    for handle in (1, 2, 3):
+        rig.sender.forget(handle)
+    assert segments() == []
+
+
+async def test_elsewhere_the_add_follows_its_upload():
+    rig = Rig()
+    assert rig.sender.greet(session_pb2.HelloAck(), "s", False) is None
+    rig.send(1, 2, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    assert rig.sent == []
+    rig.stub.may_answer.set()
+    await until(lambda: bool(rig.sent))
+    ((header, data),) = rig.stub.uploads
+    assert (header.sha256, header.size_bytes, data) == (LARGE.digest, len(LARGE.data), LARGE.data)
+    assert [entry.prompt_embeds.blob.sha256 for entry in rig.sent] == [LARGE.digest] * 2
+
+
+async def test_an_upload_that_fails_fails_its_requests():
+    rig = Rig()
+    rig.stub.error = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="full"
+    )
+    rig.stub.may_answer.set()
+    rig.send(1, 2, tensor=LARGE)
+    await until(lambda: bool(rig.failed))
+    assert [handle for handle, _ in rig.failed] == [1, 2]
+    assert isinstance(rig.failed[0][1], ResourceExhausted)
+    assert rig.sent == []
+
+
+async def test_nothing_is_sent_to_an_engine_that_was_lost_meanwhile():
+    rig = Rig()
+    rig.send(1, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.sender.stop()
+    rig.stub.may_answer.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (rig.sent, rig.failed) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "triptych-" + "0" * 32 + "-1"])
+def test_a_probe_that_cannot_be_read_proves_nothing(name):
+    rig = Rig()
+    assert rig.sender.greet(session_pb2.HelloAck(host_probe=name), "s", False) is None
+    assert not rig.sender.is_neighbour
+
+
+def test_a_session_that_goes_on_keeps_its_neighbour_and_a_new_one_asks_again():
+    rig = Rig()
+    rig.meet_neighbour()
+    assert rig.sender.greet(session_pb2.HelloAck(), "s", True) is None
+    assert rig.sender.is_neighbour
+    rig.sender.greet(session_pb2.HelloAck(), "t", False)
+    assert not rig.sender.is_neighbour

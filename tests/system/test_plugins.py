@@ -1,0 +1,110 @@
+"""Code of other packages in the processes of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.process import ChildDied
+from launcher.services import embedded_model
+from tests.service_kit.plugin_folder import python_path, write_plugin
+from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of
+
+MODEL = str(embedded_model())
+
+# Notes in which process it was called, and what was there by then.
+NOTING = """
+import json, os, pathlib, sys
+def start():
+    title = pathlib.Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode()
+    with open({diary!r}, "a") as diary:
+        print(json.dumps([title, os.getpid(), "engine_svc.build_runner" in sys.modules]), file=diary)
+"""
+
+# Changes how the engine's process looks after memory, and notes what is kept from the collector at its end.
+WATCHING = """
+import gc
+def start():
+    unfreeze = gc.unfreeze
+    def noting():
+        before = gc.get_freeze_count()
+        unfreeze()
+        with open({diary!r}, "w") as diary:
+            diary.write(str([before, gc.get_freeze_count()]))
+    gc.unfreeze = noting
+"""
+
+RENAMING = """
+def start():
+    from engine_svc import build
+    build.POLICIES["late-first"] = build.POLICIES["fcfs"]
+"""
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Path:
+    """Where a plugin notes what it does."""
+    return tmp_path / "diary"
+
+
+def stack_with(folder: Path) -> Stack:
+    """Services that find the packages in `folder`."""
+    return Stack({"PYTHONPATH": python_path(folder)})
+
+
+async def test_a_plugin_is_called_once_in_the_engine_before_it_has_an_executor(
+    tmp_path: Path, diary: Path
+) -> None:
+    write_plugin(tmp_path / "site", "noting", NOTING.format(diary=str(diary)))
+    async with stack_with(tmp_path / "site") as stack:
+        engine = await stack.start("engine", MODEL, "--port=0")
+        await stack.ready("engine", engine)
+        assert json.loads(diary.read_text()) == ["triptych-engine-0", engine.pid, False]
+
+
+async def test_every_rank_of_an_engine_is_given_the_plugins_too(tmp_path: Path, diary: Path) -> None:
+    write_plugin(tmp_path / "site", "noting", NOTING.format(diary=str(diary)))
+    async with stack_with(tmp_path / "site") as stack:
+        engine = await stack.start("engine", MODEL, "--port=0", "--pipeline-parallel-size=2")
+        await stack.ready("engine", engine)
+    titles = sorted(json.loads(line)[0] for line in diary.read_text().splitlines())
+    assert titles == ["triptych-engine-0", "triptych-engine-0-rank-0", "triptych-engine-0-rank-1"]
+
+
+async def test_what_a_plugin_does_is_seen_by_the_engine(tmp_path: Path) -> None:
+    write_plugin(tmp_path / "site", "renaming", RENAMING)
+    async with stack_with(tmp_path / "site") as stack:
+        engine = await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first")
+        await stack.ready("engine", engine)
+        with pytest.raises(ChildDied, match="--scheduling-policy is 'late-first'"):
+            await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first", "--plugins=")
+
+
+@pytest.mark.parametrize("service", ["coordinator", "engine", "frontend"])
+async def test_a_plugin_that_fails_stops_the_start_with_one_line_and_code_2(
+    tmp_path: Path, service: str
+) -> None:
+    flags = {"coordinator": (), "engine": (MODEL,), "frontend": ("--engine=127.0.0.1:1",)}[service]
+    write_plugin(tmp_path / "site", "broken", "def start(): raise RuntimeError('no such chip')\n")
+    async with stack_with(tmp_path / "site") as stack:
+        with pytest.raises(ChildDied, match="exited with code 2 while it was starting") as died:
+            await stack.start(service, *flags, "--port=0")
+        assert listeners_of(await stack.start(service, *flags, "--port=0", "--plugins="))
+    line = f"triptych {service}: plugin broken (plugin_broken:start): RuntimeError: no such chip"
+    assert str(died.value).endswith(f": {line}")
+    assert list(stack.children[0].last_lines) == [line]
+
+
+async def test_what_the_collector_was_kept_from_is_given_back_at_the_end(tmp_path: Path, diary: Path) -> None:
+    write_plugin(tmp_path / "site", "watching", WATCHING.format(diary=str(diary)))
+    async with stack_with(tmp_path / "site") as stack:
+        engine = await stack.start("engine", MODEL, "--port=0")
+        await stack.ready("engine", engine)
+        engine.terminate()
+        await asyncio.wait_for(engine.wait(), WAIT_LIMIT_S)
+    while_serving, at_the_end = json.loads(diary.read_text())
+    assert while_serving > 0
+    assert at_the_end == 0

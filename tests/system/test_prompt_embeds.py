@@ -1,0 +1,97 @@
+"""Embeddings of tokens through three processes: the answers of the tokens, inline and by shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launcher.services import embedded_model
+from tests.system.generation import collect, request_of
+from tests.system.stack import Stack, address_of
+from triptych.api.v1 import generate_pb2
+from triptych_client import aio
+from triptych_client.client import Client
+from triptych_client.generate_request import GenerateOptions
+from triptych_client.prompt_embeds import prompt_embeds
+
+NUM_TOKENS = 24
+# 100 rows of 1 KiB travel in the ADD, 600 do not.
+LENGTHS = (1, 5, 100, 600)
+
+
+def prompt_of(length: int) -> list[int]:
+    choose = random.Random(length)
+    return [choose.randrange(10, 2000) for _ in range(length)]
+
+
+def embedded(weights: torch.Tensor, prompt: list[int], places: list[int]) -> generate_pb2.PromptEmbeds:
+    """The prompt with embeddings at these places; where tokens count the embeddings are noise."""
+    rows = torch.full((len(prompt), weights.shape[1]), float("nan"))
+    rows[places] = weights[torch.tensor(prompt)[places]]
+    is_token = [place not in places for place in range(len(prompt))]
+    token_ids = prompt if any(is_token) else []
+    return prompt_embeds(
+        memoryview(rows.numpy()), list(rows.shape), "float32", token_ids=token_ids, is_token=is_token
+    )
+
+
+def embedded_request(embeds: generate_pb2.PromptEmbeds, **options: object) -> generate_pb2.GenerateRequest:
+    request = request_of([1], NUM_TOKENS)
+    request.embeds.CopyFrom(embeds)
+    for name, value in options.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+async def test_embeddings_of_tokens_are_answered_as_the_tokens_are(model_impl):
+    folder = embedded_model()
+    weights = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach()
+    flags = ("--num-threads=1", "--enable-prompt-embeds", f"--model-impl={model_impl}")
+    # Small steps and few blocks: prompts are computed in pieces, and requests give way to each other.
+    async with Stack() as stack:
+        trio = await stack.start_all(
+            str(folder), *flags, "--max-num-batched-tokens=128", "--num-kv-blocks=150"
+        )
+        stub = stack.inference(trio.frontend)
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            expected = await collect(stub, request_of(prompt, NUM_TOKENS))
+            for places in (list(range(length)), list(range(length // 2, length // 2 + (length + 1) // 2))):
+                answer = await collect(stub, embedded_request(embedded(weights, prompt, places)))
+                assert answer.token_ids == expected.token_ids, (length, places[:1])
+                # Found again, and with it the same answer; nothing is shared with the tokens.
+                again = await collect(stub, embedded_request(embedded(weights, prompt, places)))
+                assert again.token_ids == expected.token_ids
+                if length > 32:
+                    assert again.num_cached_tokens >= length - 32
+        await _through_the_clients(address_of(trio.frontend), weights)
+
+
+async def _through_the_clients(address: str, weights: torch.Tensor) -> None:
+    prompt = prompt_of(300)
+    mixed = embedded(weights, prompt, list(range(0, 300, 7)))
+    options: GenerateOptions = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    async with aio.Client(address) as client:
+        expected = await client.generate_unary(prompt, **options)
+        given = await client.generate_unary(mixed, **options)
+    assert given.outputs[0].token_ids == expected.outputs[0].token_ids
+    with Client(address) as blocking:
+        again = await asyncio.to_thread(blocking.generate_unary, mixed, **options)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+async def test_an_engine_that_was_not_told_to_refuses_embeddings_by_name():
+    async with Stack() as stack:
+        trio = await stack.start_all(str(embedded_model()), "--num-threads=1")
+        stub = stack.inference(trio.frontend)
+        embeds = prompt_embeds(bytes(1024), [1, 256], "float32")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub, embedded_request(embeds))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "embeds" in str(caught.value.details())

@@ -1,0 +1,250 @@
+"""A real engine service and a real engine client, and between them a wire that breaks or goes silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from frontend_svc.engines.client import EngineClient, EngineState, FrontendIdentity
+from frontend_svc.engines.loss import Loss, LossKind
+from frontend_svc.output.collector import Ending, EndReason
+from service_kit.clock import MonotonicClock
+from service_kit.errors import ServiceError
+from tests.engine_svc.fakes import expected_tokens, make_scheduler
+from tests.engine_svc.service_rig import ServiceRig, make_entry, prompt_of, serving
+from tests.system.wire_proxy import WireProxy, proxied
+from triptych.engine.v1 import engine_pb2
+
+_PATIENCE_S = 30.0
+_NUM_STREAMS = 64
+_NUM_TOKENS = 100
+
+
+class Taker:
+    """A request's receiver that keeps what it is told."""
+
+    wants_logprobs = False
+    num_prompt_tokens = 5
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self.token_ids: list[int] = []
+        self.endings: list[Ending] = []
+        self.losses: list[Loss] = []
+        self.errors: list[ServiceError] = []
+        self._on_change = on_change
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.token_ids)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.endings or self.losses or self.errors)
+
+    def advance(self, token_ids, ending, columns=None) -> Ending | None:
+        assert not self.is_over, "nothing comes after the end"
+        self.token_ids += token_ids
+        if ending is not None:
+            self.endings.append(ending)
+        self._on_change()
+        return ending
+
+    def note_cached(self, num_cached_tokens: int) -> None:
+        """Not of interest here."""
+
+    def fail(self, error: ServiceError) -> None:
+        self.errors.append(error)
+        self._on_change()
+
+    def lose(self, loss: Loss) -> None:
+        self.losses.append(loss)
+        self._on_change()
+
+
+class NoFiles:
+    """An artifact store for a model without a tokenizer."""
+
+    async def model_of(self, ready, stub):
+        return ready.model_name
+
+
+class Rig:
+    """One client of one engine, through a proxy."""
+
+    def __init__(self, engine: ServiceRig, proxy: WireProxy) -> None:
+        self.engine = engine
+        self.proxy = proxy
+        self.states: list[EngineState] = []
+        self._changed = asyncio.Event()
+        self.client = EngineClient(
+            proxy.address,
+            FrontendIdentity("f", 1),
+            NoFiles(),  # type: ignore[arg-type]
+            MonotonicClock(),
+            on_change=lambda client: self._note(client.state),
+        )
+
+    def add(self, handles: range, *, num_tokens: int = _NUM_TOKENS) -> list[Taker]:
+        """Send requests; the seed and the prompt of each are those of its number."""
+        takers = [Taker(self._changed.set) for _ in handles]
+        entries = [make_entry(number, max_tokens=num_tokens) for number in handles]
+        self.client.add(entries, takers)
+        return takers
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until what the client was told, or what became of it, makes `condition` true."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_state(self, state: EngineState) -> None:
+        """Wait for the client to be in `state`."""
+        await self.until(lambda: self.client.state is state)
+
+    def _note(self, state: EngineState) -> None:
+        self.states.append(state)
+        self._changed.set()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    engine: ServiceRig, *, next_cut: Callable[[], int | None] = lambda: None
+) -> AsyncIterator[Rig]:
+    """The engine is served, and its client is ready."""
+    async with serving(engine), proxied(engine.address, next_cut=next_cut) as proxy:
+        rig = Rig(engine, proxy)
+        rig.client.start()
+        try:
+            await rig.until_state(EngineState.READY)
+            yield rig
+        finally:
+            proxy.gate.set()
+            await rig.client.close()
+
+
+def large_engine() -> ServiceRig:
+    return ServiceRig(
+        scheduler=make_scheduler(num_blocks=4096, max_num_seqs=128, max_num_batched_tokens=1024)
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twice(seed):
+    rng, engine, is_cutting = random.Random(seed), large_engine(), False
+
+    def next_cut() -> int | None:
+        return rng.randrange(400, 40_000) if is_cutting else None
+
+    async with connected(engine, next_cut=next_cut) as rig:
+        is_cutting = True
+        # The first connection is older than that, and is cut by hand.
+        rig.proxy.cut()
+        num_rounds = 0
+        while rig.proxy.num_cuts < 20:
+            await rig.until_state(EngineState.READY)
+            numbers = range(num_rounds * _NUM_STREAMS, (num_rounds + 1) * _NUM_STREAMS)
+            takers = rig.add(numbers)
+            await rig.until(lambda takers=takers: all(taker.is_over for taker in takers))
+            for number, taker in zip(numbers, takers, strict=True):
+                assert (taker.losses, taker.errors) == ([], [])
+                assert taker.token_ids == expected_tokens(prompt_of(number), taker_seed(number), _NUM_TOKENS)
+                assert [ending.reason for ending in taker.endings] == [EndReason.LENGTH]
+            num_rounds += 1
+        figures = engine.engine.board.read()
+        assert figures.num_prompt_tokens == num_rounds * _NUM_STREAMS * 5
+        assert figures.num_generated_tokens == num_rounds * _NUM_STREAMS * _NUM_TOKENS
+        assert rig.states.count(EngineState.RECONNECTING) >= 20
+        assert EngineState.DOWN not in rig.states
+        assert engine.servicer.num_sessions + engine.servicer.num_parked_sessions == 1
+
+
+async def test_aborts_that_a_break_has_swallowed_are_sent_again():
+    engine = large_engine()
+    engine.executor.hold_at = 3
+    async with connected(engine) as rig:
+        takers = rig.add(range(8))
+        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        rig.proxy.gate.clear()
+        rig.client.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
+        rig.proxy.cut()
+        await rig.until_state(EngineState.RECONNECTING)
+        # Also what is said while there is no stream at all.
+        rig.client.abort(range(5, 7), engine_pb2.ABORT_REASON_CLIENT)
+        rig.proxy.gate.set()
+        await rig.until_state(EngineState.READY)
+        # What comes after the aborts has its answer after they were taken.
+        (refused,) = rig.add(range(99, 100), num_tokens=0)
+        await rig.until(lambda: refused.is_over)
+        engine.executor.gate.set()
+        await rig.until(lambda: all(taker.is_over for taker in takers[6:]))
+        assert [len(taker.token_ids) == _NUM_TOKENS for taker in takers] == [False] * 6 + [True] * 2
+        assert engine.engine.board.read().num_generated_tokens < 8 * _NUM_TOKENS
+
+
+async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_are_dropped():
+    engine = large_engine()
+    engine.executor.hold_at = 3
+    async with connected(engine) as rig:
+        takers = rig.add(range(_NUM_STREAMS))
+        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        rig.proxy.gate.clear()
+        await rig.until_state(EngineState.DOWN)
+        assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
+        told = [list(taker.token_ids) for taker in takers]
+        # What it computed meanwhile, and nobody waits for any more.
+        engine.executor.hold_at = 6
+        engine.executor.gate.set()
+        await asyncio.to_thread(engine.executor.wait_for_launches, 6)
+        rig.proxy.gate.set()
+        await rig.until_state(EngineState.READY)
+        engine.executor.gate.set()
+        (after,) = rig.add(range(1000, 1001))
+        await rig.until(lambda: after.is_over)
+        assert after.token_ids == expected_tokens(prompt_of(1000), taker_seed(1000), _NUM_TOKENS)
+        assert [taker.token_ids for taker in takers] == told
+        assert rig.client.stale_outputs > 0
+        assert EngineState.RECONNECTING in rig.states
+        figures = engine.engine.board.read()
+        assert (figures.num_finished, figures.scheduler.num_used_blocks) == (_NUM_STREAMS + 1, 0)
+        assert figures.num_generated_tokens < _NUM_STREAMS * _NUM_TOKENS
+
+
+async def test_a_port_that_nobody_listens_on_any_more_is_a_death_at_once():
+    engine = large_engine()
+    engine.executor.hold_at = 3
+    async with connected(engine) as rig:
+        takers = rig.add(range(4))
+        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        rig.proxy.refuse()
+        rig.proxy.cut()
+        await rig.until(lambda: all(taker.is_over for taker in takers))
+        assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
+        assert "refused" in takers[0].losses[0].reason
+
+
+async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one_begins():
+    engine = large_engine()
+    engine.engine.replay_window_s = 0.0
+    engine.executor.hold_at = 3
+    async with connected(engine) as rig:
+        takers = rig.add(range(4))
+        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        rig.proxy.cut()
+        await rig.until(lambda: all(taker.is_over for taker in takers))
+        assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
+        await rig.until_state(EngineState.READY)
+        engine.executor.gate.set()
+        (after,) = rig.add(range(9, 10))
+        await rig.until(lambda: after.is_over)
+        assert len(after.token_ids) == _NUM_TOKENS
+        assert rig.client.stale_outputs == 0
+
+
+def taker_seed(number: int) -> int:
+    """The seed that `make_entry` gives a request of that number."""
+    return number

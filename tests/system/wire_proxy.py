@@ -1,0 +1,102 @@
+"""A TCP proxy that breaks connections after so many bytes, or lets nothing through for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+_CHUNK_BYTES = 65_536
+
+
+class WireProxy:
+    """Between a client and `target`, host:port. `next_cut` says after how many bytes down each breaks.
+
+    While `gate` is closed, connections are taken and nothing passes, as with a process that is stopped.
+    """
+
+    def __init__(self, target: str, *, next_cut: Callable[[], int | None] = lambda: None) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_connections = 0
+        self.num_cuts = 0
+        self.address = ""
+        self._target = target
+        self._next_cut = next_cut
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen on a port of the kernel's choice."""
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def refuse(self) -> None:
+        """Listen no more: who connects from now on is refused."""
+        assert self._server is not None, "the proxy is started first"
+        self._server.close()
+
+    def cut(self) -> None:
+        """Break every connection, with a reset on both sides."""
+        for connection in self._connections:
+            connection.cancel()
+
+    async def stop(self) -> None:
+        """End everything."""
+        self.refuse()
+        self.cut()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a connection has a task"
+        self._connections.add(task)
+        self.num_connections += 1
+        writers = [writer]
+        try:
+            host, _, port = self._target.rpartition(":")
+            engine_reader, engine_writer = await asyncio.open_connection(host, int(port))
+            writers.append(engine_writer)
+            pumps = [
+                asyncio.ensure_future(self._pump(reader, engine_writer, None)),
+                asyncio.ensure_future(self._pump(engine_reader, writer, self._next_cut())),
+            ]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            for each in writers:
+                each.transport.abort()
+            self._connections.discard(task)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes_left: int | None
+    ) -> None:
+        while data := await reader.read(_CHUNK_BYTES):
+            await self.gate.wait()
+            if num_bytes_left is not None and len(data) >= num_bytes_left:
+                self.num_cuts += 1
+                writer.write(data[:num_bytes_left])
+                return
+            if num_bytes_left is not None:
+                num_bytes_left -= len(data)
+            writer.write(data)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def proxied(
+    target: str, *, next_cut: Callable[[], int | None] = lambda: None
+) -> AsyncIterator[WireProxy]:
+    """A proxy in front of `target`, ended with the block."""
+    proxy = WireProxy(target, next_cut=next_cut)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
