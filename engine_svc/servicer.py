@@ -122,7 +122,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         context: grpc.aio.ServicerContext[engine_pb2.UploadBlobRequest, engine_pb2.UploadBlobResponse],
     ) -> engine_pb2.UploadBlobResponse:
         """Bytes that later ADDs refer to by their digest."""
-        return await self._engine.tensors.upload(aiter(request_iterator))
+        return await self._engine.tensors.upload(request_iterator)
 
     async def GetEngineInfo(
         self,

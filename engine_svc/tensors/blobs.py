@@ -7,7 +7,7 @@ import hashlib
 import re
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
 from engine_svc.tensors.host_tensor import HostTensor
@@ -119,7 +119,7 @@ class BlobUploads:
         self._num_running = 0
 
     async def receive(
-        self, requests: AsyncIterator[engine_pb2.UploadBlobRequest]
+        self, requests: AsyncIterable[engine_pb2.UploadBlobRequest]
     ) -> engine_pb2.UploadBlobResponse:
         """Store one blob. One that is there already is answered at once, whatever follows its header.
 
@@ -133,7 +133,8 @@ class BlobUploads:
         self._num_running += 1
         try:
             async with asyncio.timeout(_MAX_UPLOAD_S):
-                return await self._receive(requests)
+                # Not before: what is asked for messages and never read complains of it.
+                return await self._receive(aiter(requests))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the upload took more than {_MAX_UPLOAD_S:g} s") from error
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable
 
 from engine_svc.tensors.blobs import BlobStore, BlobUploads
 from engine_svc.tensors.host_tensor import BadTensor, HostTensor, size_bytes
@@ -69,7 +69,7 @@ class TensorDoor:
             shared_memory.sweep()
 
     async def upload(
-        self, requests: AsyncIterator[engine_pb2.UploadBlobRequest]
+        self, requests: AsyncIterable[engine_pb2.UploadBlobRequest]
     ) -> engine_pb2.UploadBlobResponse:
         """Serve one UploadBlob; see BlobUploads.receive."""
         if not self.is_open:

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from engine_svc.device_errors import DeviceLost
 from launcher.engines.core_client import EngineDead, no_rows
 from service_kit.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from tests.engine_svc.fakes import FakeExecutor
@@ -95,14 +96,14 @@ def test_more_requests_than_a_session_takes_are_refused() -> None:
     assert finish(client).ended == set(handles)
 
 
-def test_the_error_of_a_step_is_raised_as_it_is_and_the_engine_is_dead_then() -> None:
+def test_the_loss_of_the_device_is_raised_as_it_is_and_the_engine_is_dead_then() -> None:
     def fail(plan) -> None:
         if plan.request_ids:
-            raise ZeroDivisionError("in the step")
+            raise DeviceLost("in the step")
 
     client = in_process_client(FakeExecutor(fail))
     client.add(make_entry(1))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(DeviceLost):
         client.get_output()
     for call in (client.get_output, lambda: client.add(make_entry(2)), lambda: client.abort([1], CLIENT)):
         with pytest.raises(EngineDead, match="broken off"):
