@@ -69,9 +69,13 @@ class Adoptables:
         """The request whose ADD had this id, while it is kept."""
         return self._by_id.get(wire_id)
 
+    def has_room_for(self, wire_id: str) -> bool:
+        """False where there are too many, or one of this id."""
+        return len(self._by_id) < self._max_requests and wire_id not in self._by_id
+
     def add(self, adoptable: Adoptable) -> bool:
-        """Keep a request from now on. False, and it is not kept, where there are too many or it is there."""
-        if len(self._by_id) >= self._max_requests or adoptable.wire_id in self._by_id:
+        """Keep a request from now on. False, and it is not kept, where there is no room for it."""
+        if not self.has_room_for(adoptable.wire_id):
             return False
         self._by_id[adoptable.wire_id] = adoptable
         self._groups.setdefault(adoptable.group_id, []).append(adoptable)

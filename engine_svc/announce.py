@@ -18,7 +18,8 @@ from triptych.engine.v1 import engine_pb2, session_pb2
 MIN_PEER_REVISION = 1
 # Behaviours that take part in a session only where both sides name them.
 RESUME = "resume"
-FEATURES = frozenset({RESUME})
+ADOPT = "adopt"
+FEATURES = frozenset({RESUME, ADOPT})
 
 _ACK_INTERVAL_MESSAGES = 16
 _ACK_INTERVAL_MS = 50
@@ -150,6 +151,8 @@ def heartbeat(engine: ServedEngine, figures: Figures) -> session_pb2.Heartbeat:
     )
     if figures.step_started_at is not None:
         message.step_started_age_ms = max(0, int((engine.clock.now() - figures.step_started_at) * 1000))
+        if figures.step_budget_s is not None:
+            message.step_budget_ms = int(figures.step_budget_s * 1000)
     if engine.lifecycle.state is EngineState.LOADING:
         message.load_progress.CopyFrom(load_progress(engine.progress))
     return message

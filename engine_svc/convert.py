@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
+from engine_svc.adoptables import MAX_RESUME_STATE_BYTES
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.columns import pack
 from engine_svc.convert_embeds import to_prompt
@@ -69,6 +70,13 @@ def to_request(
             f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
         )
     refuse_unserved(entry, _UNSERVED_ENTRY)
+    num_bytes = len(entry.resume_state)
+    check(
+        num_bytes <= MAX_RESUME_STATE_BYTES,
+        "resume_state",
+        num_bytes,
+        f"{MAX_RESUME_STATE_BYTES} bytes at most",
+    )
     if entry.WhichOneof("params") != "sampling":
         raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
     if entry.tenant:

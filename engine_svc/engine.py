@@ -11,14 +11,15 @@ from typing import Protocol
 from engine_svc.deadlines import Deadlines
 from engine_svc.device_errors import DeviceFull, DeviceLost
 from engine_svc.failure_dump import log_failure
-from engine_svc.mailbox import Abort, Add, Board, Call, Fail, Figures, Inbox, Outbox, Stop
+from engine_svc.mailbox import Abort, Add, Adopt, Board, Call, Fail, Figures, Forget, Inbox, Outbox, Stop
 from engine_svc.poison import OFFENDER, UNREADY, Inquiry, Ruling
 from engine_svc.request import FinishReason, Request, RequestOutput
+from engine_svc.routes import Routes
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
-from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.step_output import StepOutput
 from engine_svc.step_pace import StepPace
-from engine_svc.told import Teller, Told
+from engine_svc.told import Told
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -145,9 +146,8 @@ class Engine:
         self._launching: StepPlan | None = None
         self._pace = StepPace(step_limit_s)
         self._inquiry = Inquiry()
-        self._routes: dict[str, tuple[Outbox, int]] = {}  # request id to where its outputs go, and as what
-        self._deadlines = Deadlines(self._routes)
-        self._teller = Teller()
+        self._routes = Routes()
+        self._deadlines = Deadlines(self._routes.by_id)
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -196,7 +196,7 @@ class Engine:
         if self._calls:
             self._run_calls()
         if self._inquiry.is_open:
-            self._obey(self._inquiry.review(self._routes))
+            self._obey(self._inquiry.review(self._routes.by_id))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._has_work():
@@ -254,7 +254,7 @@ class Engine:
         outputs = self._scheduler.update(plan, result, now)
         self._in_flight.popleft()
         self._pace.end(now)
-        self._publish(outputs, self._teller.tell(plan, result, self._routes))
+        self._publish(outputs, self._routes.told(plan, result))
         self._obey(ruling)
 
     def _recover(self, error: Exception) -> None:
@@ -262,7 +262,7 @@ class Engine:
         plans = self._plans()
         in_them = {request_id for plan in plans for request_id in plan.request_ids}
         ruling = self._inquiry.failed(
-            [request_id for request_id in reversed(self._routes) if request_id in in_them],
+            [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
             max(plan.total_num_tokens for plan in plans),
             is_full=isinstance(error, DeviceFull),
         )
@@ -318,6 +318,10 @@ class Engine:
                     self._add(command)
                 case Abort(request_id, cause):
                     self._abort(request_id, cause)
+                case Adopt():
+                    self._deliver(self._routes.adopt(command, self._step_number))
+                case Forget(request_id):
+                    self._routes.forget(request_id)
                 case Call(work):
                     # A step may be in flight here; between two turns of the loop is the place for it.
                     self._calls.append(work)
@@ -328,7 +332,7 @@ class Engine:
 
     def _add(self, command: Add) -> None:
         request = command.request
-        self._routes[request.request_id] = (command.outbox, command.handle)
+        self._routes.begin(command)
         if command.deadline_at is not None:
             self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
@@ -353,34 +357,15 @@ class Engine:
         if self._aborted:
             outputs = self._aborted + outputs
             self._aborted = []
-        steps: dict[Outbox, StepOutput] = {}
-        routes, latest = self._routes, None
-        for output in outputs:
-            outbox, handle = routes[output.request_id]
-            # Neighbours mostly have the same outbox, so its columns are looked up once for all of them.
-            if outbox is not latest:
-                step = steps.setdefault(outbox, StepOutput(self._step_number))
-                handles, num_tokens, token_ids = step.handles, step.num_tokens, step.token_ids
-                latest = outbox
-            handles.append(handle)
-            num_tokens.append(len(output.new_token_ids))
-            token_ids += output.new_token_ids
-            if output.num_cached_tokens is not None:
-                step.first.append((len(handles) - 1, output.num_cached_tokens))
-            if output.finish_reason is not None and not output.continues:
-                end = FinishedRow(
-                    len(handles) - 1, output.finish_reason, output.stop_token_id, output.message
-                )
-                step.finished.append(end)
-                del routes[output.request_id]
-                self._teller.forget(output.request_id)
-        for outbox, part in told.items():
-            steps.setdefault(outbox, StepOutput(self._step_number)).tell(part)
+        steps = self._routes.rows(outputs, told, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)
         # Figures first: who hears of the end of a request finds its blocks free.
         self._post()
+        self._deliver(steps)
+
+    def _deliver(self, steps: Mapping[Outbox, StepOutput]) -> None:
         for outbox, step in steps.items():
             outbox.publish(step)
 

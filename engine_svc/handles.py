@@ -72,6 +72,12 @@ class Handles:
         running = self._in_flight.get(handle)
         return entry_id == (self._settled.get(handle) if running is None else running.entry_id)
 
+    def has_seen_request(self, handle: int, wire_id: str) -> bool:
+        """Whether a request of this id was named by this handle before, whatever the attempt."""
+        running = self._in_flight.get(handle)
+        seen = self._settled.get(handle) if running is None else running.entry_id
+        return seen is not None and seen[0] == wire_id
+
     def clear(self) -> list[InFlight]:
         """Forget what is in flight, and return it."""
         requests = list(self._in_flight.values())

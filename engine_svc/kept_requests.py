@@ -59,7 +59,7 @@ class KeptRequests:
             if output.num_cached_tokens is not None:
                 kept.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None and not output.continues:
-                kept.finished = FinishedRow(0, output.finish_reason, output.stop_token_id)
+                kept.finished = FinishedRow(0, output.finish_reason, output.stop_token_id, output.message)
 
     def note_told(self, request_id: str, told: Told, handle: int) -> None:
         """Take in what was told of its tokens, under the handle that it has now."""

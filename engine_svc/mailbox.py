@@ -19,12 +19,32 @@ from engine_svc.step_output import StepOutput, UnreadSteps
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock."""
+    """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
+
+    With `is_kept` what it yields stays there for who adopts it, until it is forgotten.
+    """
 
     request: Request
     outbox: Outbox
     handle: int
     deadline_at: float | None = None
+    is_kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Send what a kept request has yielded, and all that it yields from now on, to `outbox` under `handle`."""
+
+    request_id: str
+    outbox: Outbox
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Keep nothing any more of a request that nobody adopts. Ignored where nothing is kept."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +74,7 @@ class Call:
     work: Callable[[], None]
 
 
-Command = Add | Abort | Stop | Fail | Call
+Command = Add | Abort | Adopt | Forget | Stop | Fail | Call
 
 
 class Inbox:

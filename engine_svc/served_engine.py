@@ -5,14 +5,16 @@ Owned by the event loop; the engine thread reaches it only through callbacks pos
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from engine_svc.adoptables import Adoptables, Timer
 from engine_svc.artifacts import Artifact
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.lifecycle import EngineState, Lifecycle
-from engine_svc.mailbox import Board, Inbox, KVEventLog
+from engine_svc.mailbox import Abort, Board, Forget, Inbox, KVEventLog
 from engine_svc.pause import StandstillState
 from engine_svc.request import Request
 from engine_svc.tensors.source import TensorDoor
@@ -69,6 +71,10 @@ class ServedEngine:
     core: LoadedCore | None = None
     failure: Failure | None = None
     options: tuple[OptionInEffect, ...] = ()  # in order of their names
+    adoptables: Adoptables = field(init=False)  # requests that another frontend may take over
+
+    def __post_init__(self) -> None:
+        self.adoptables = Adoptables(give_up=self._give_up, call_later=_call_later)
 
     @property
     def standstill(self) -> StandstillState:
@@ -93,3 +99,11 @@ class ServedEngine:
         if not self.lifecycle.has_ended:
             self.failure = failure
             self.lifecycle.move_to(EngineState.FAILED)
+
+    def _give_up(self, request_id: str) -> None:
+        self.inbox.put(Abort(request_id, "session_lost"))
+        self.inbox.put(Forget(request_id))
+
+
+def _call_later(delay_s: float, call: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, call)

@@ -214,6 +214,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             is_older = is_same_frontend and session.frontend_epoch != hello.frontend_epoch
             is_left = is_same_frontend and session.is_parked
             if session is not resumed and (is_older or is_left or session.session_id == hello.session_id):
+                self._engine.adoptables.drop(session.number)
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
                 session.close()
         if resumed is not None:
@@ -221,6 +222,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             if window is not None:
                 window.cancel()
             resumed.attach(carrier, last_seq=hello.resume.last_seq)
+            self._engine.adoptables.find_again(resumed.number)
             self._log(resumed, "session resumed")
             return resumed, True
         session = Session(
@@ -269,7 +271,13 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             other.frontend_id == session.frontend_id and other.number > session.number
             for other in self._sessions
         )
-        if session.is_over or not session.is_resumable or window_s <= 0 or has_successor:
+        if session.is_over or has_successor:
+            # What is ended on purpose leaves nothing behind that anybody may come for.
+            self._engine.adoptables.drop(session.number)
+            self._close(session)
+            return
+        self._engine.adoptables.lose(session.number)
+        if not session.is_resumable or window_s <= 0:
             self._close(session)
             return
         if len(self._windows) >= _MAX_PARKED_SESSIONS:
@@ -280,8 +288,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._progressed.set()
 
     def _close(self, session: Session) -> None:
-        num_aborted = session.num_in_flight
-        session.close()
+        num_aborted = session.close()
         self._sessions.discard(session)
         window = self._windows.pop(session, None)
         if window is not None:

@@ -13,37 +13,34 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 from engine_svc import announce, convert
 from engine_svc.carrier import Carrier
-from engine_svc.handles import Handles, InFlight
 from engine_svc.lifecycle import EngineState
-from engine_svc.mailbox import Abort, Add, Outbox
+from engine_svc.mailbox import Outbox
 from engine_svc.replay import MAX_REPLAY_BYTES, ReplayRing
-from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.served_engine import ServedEngine
+from engine_svc.session_requests import MAX_INFLIGHT_ADDS, SessionRequests
 from engine_svc.utility_calls import SessionCalls
 from service_kit.errors import (
     Aborted,
-    AlreadyExists,
     InvalidArgument,
     PermissionDenied,
     ResourceExhausted,
     ServiceError,
     Unavailable,
 )
-from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, utility_pb2
+from triptych.engine.v1 import engine_pb2, session_pb2, utility_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_INFLIGHT_ADDS = 4096
 MAX_OUTBOX_BYTES = 8 * 1024 * 1024
 # Heartbeats that a stream may take to send its last messages: 2 s.
 _MAX_ENDING_BEATS = 4
 # A frontend that causes more answers than it reads is cut off.
 _MAX_UNSENT_MESSAGES = 8192
 _MAX_ADDS_AT_ONCE = 64
-_RETRY_AFTER_MS = 1000
 
 
 class Session:
-    """The requests of one frontend, from ADD to finished row. Each handle gets exactly one end.
+    """One frontend's messages, both ways, and what they mean for its requests.
 
     `on_finished` hears of every request that has ended, `on_end` of the end of the session itself.
     """
@@ -72,7 +69,6 @@ class Session:
         self._seq = 0
         self._last_end_seq = 0  # of the newest message that told of an end
         self._replay = ReplayRing(max_bytes=max_replay_bytes) if self.is_resumable else None
-        self._handles = Handles()
         self._unsent: deque[engine_pb2.ConnectResponse] = deque()
         self._sent_stats = session_pb2.Stats()
         self._changed = asyncio.Event()
@@ -82,6 +78,15 @@ class Session:
         self._error: ServiceError | None = None
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(max_bytes=max_outbox_bytes, wake=self._wake)
+        self._requests = SessionRequests(
+            engine,
+            number=number,
+            is_resumable=self.is_resumable,
+            outbox=self._outbox,
+            tensors=self._tensors,
+            send=self._send,
+        )
+        self._handles = self._requests.handles
         self._calls = SessionCalls(engine, self._send_result)
         if engine.core is not None:
             self.on_state(EngineState.READY)
@@ -149,7 +154,7 @@ class Session:
         match message.WhichOneof("message"):
             case "add":
                 for index, entry in enumerate(message.add.entries, start=1):
-                    self._add(entry)
+                    self._requests.add(entry)
                     if index % _MAX_ADDS_AT_ONCE == 0:
                         # Very many prompts in one message are no reason to let other sessions wait.
                         await asyncio.sleep(0)
@@ -158,7 +163,10 @@ class Session:
                 if not self._tensors.prove(message.host_proof.digest):
                     self.end(PermissionDenied("host_proof is no proof", reason="HOST_NOT_PROVEN"))
             case "abort":
-                self._abort(message.abort)
+                self._requests.abort(message.abort)
+            case "adopt":
+                for entry in message.adopt.entries:
+                    self._requests.adopt(entry)
             case "utility":
                 self._calls.begin(message.utility)
             case "goodbye":
@@ -211,13 +219,13 @@ class Session:
             self._changed.set()
             self._on_end(self)
 
-    def close(self) -> None:
-        """Abort what still runs; nothing is sent any more."""
+    def close(self) -> int:
+        """Abort what still runs and nobody may adopt; nothing is sent any more. Returns how many."""
         self._outbox.close()
         self._calls.close()
-        for request in self._handles.clear():
-            self._engine.inbox.put(Abort(request.request_id, "session_lost"))
+        num_aborted = self._requests.close()
         self._tensors.close()
+        return num_aborted
 
     async def responses(
         self, carrier: Carrier, *, is_resumed: bool = False
@@ -271,7 +279,7 @@ class Session:
             stop_token_ids = {handle: self._handles[handle].stop_token_ids for handle in ended}
             message = self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
             # Whatever becomes of the stream: from here on, the replay answers for their ends.
-            self._handles.end(ended)
+            self._requests.end(ended)
             if ended:
                 self._last_end_seq = self._seq
                 self._on_finished()
@@ -302,71 +310,6 @@ class Session:
         if stats != self._sent_stats:
             self._sent_stats = stats
             yield engine_pb2.ConnectResponse(stats=stats)
-
-    def _add(self, entry: add_pb2.AddEntry) -> None:
-        entry_id = (entry.request_id, entry.attempt)
-        if self.is_resumable and self._handles.has_seen(entry.handle, entry_id):
-            # Whoever resumes cannot know which ADDs came before the break, so it sends them again.
-            return
-        try:
-            self._accept(entry)
-        except ServiceError as error:
-            if entry.handle not in self._handles:
-                self._handles.settle(entry.handle, entry_id)
-            rejected = engine_pb2.AddRejected(
-                handle=entry.handle,
-                attempt=entry.attempt,
-                status=convert.to_error_status(error),
-                retry_after_ms=error.retry_after_ms or 0,
-            )
-            self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
-
-    def _accept(self, entry: add_pb2.AddEntry) -> None:
-        core = self._admitting_core()
-        if entry.handle in self._handles:
-            raise AlreadyExists(f"handle {entry.handle} is in use", reason="HANDLE_IN_USE")
-        if len(self._handles) >= MAX_INFLIGHT_ADDS:
-            raise ResourceExhausted(
-                f"session has {len(self._handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
-        now = self._engine.clock.now()
-        request = convert.to_request(
-            entry, session_number=self.number, facts=core.facts, now=now, tensors=self._tensors
-        )
-        refusal = core.refusal(request)
-        if refusal is not None:
-            raise InvalidArgument(refusal, reason="NEVER_FITS")
-        core.prepare(request)
-        deadline_at = convert.to_deadline(entry, now)
-        if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at)):
-            raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
-        stop_token_ids = frozenset(entry.sampling.stop_token_ids)
-        entry_id = (entry.request_id, entry.attempt)
-        self._handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
-
-    def _admitting_core(self) -> LoadedCore:
-        state, core = self._engine.lifecycle.state, self._engine.core
-        if state is EngineState.READY and core is not None:
-            return core
-        raise Unavailable(
-            f"engine is {state.value}", reason=f"ENGINE_{state.name}", retry_after_ms=_RETRY_AFTER_MS
-        )
-
-    def _abort(self, abort: engine_pb2.Abort) -> None:
-        late, cause = [], convert.to_abort_cause(abort.reason)
-        for index, handle in enumerate(abort.handles):
-            entry = self._handles.get(handle)
-            if entry is None:
-                if self._handles.is_settled(handle):
-                    late.append(handle)
-            elif not entry.is_aborted and (
-                index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
-            ):
-                entry.is_aborted = True
-                self._engine.inbox.put(Abort(entry.request_id, cause))
-        if late:
-            self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 
     def _send_result(self, result: utility_pb2.UtilityResult) -> None:
         self._send(engine_pb2.ConnectResponse(utility_result=result))

@@ -105,6 +105,9 @@ class UnreadSteps:
                 if num_tokens:
                     counts.append(num_tokens)
                 start += num_tokens
+            for row, parts in output.parts:
+                # The row came as one with what it has of several steps.
+                self._counts[output.handles[row]][-1:] = parts
             self._finished.update((output.handles[row.row], row) for row in output.finished)
             self._first.update((output.handles[row], num_cached) for row, num_cached in output.first)
             if output.told is not None:

@@ -13,7 +13,8 @@ from engine_svc.engine import Engine
 from engine_svc.facts import LoadProgress
 from engine_svc.mailbox import Abort, Add, Inbox, Outbox
 from engine_svc.served_engine import LoadedCore
-from engine_svc.session import MAX_INFLIGHT_ADDS, MAX_OUTBOX_BYTES
+from engine_svc.session import MAX_OUTBOX_BYTES
+from engine_svc.session_requests import MAX_INFLIGHT_ADDS
 from engine_svc.step_output import StepOutput
 from frontend_svc.engines.columns import read_step
 from launcher.engines.core_client import CoreOutput, EngineDead, no_rows

@@ -24,12 +24,12 @@ def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None =
 
 
 async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> StreamClient:
-    """A client that can resume, with requests that have begun and now wait for the executor."""
+    """A client that can resume, with requests that the engine has and that now wait for the executor."""
     client = StreamClient(stub, "f")
     await client.open(**RESUME)
     rig.executor.hold_at = 3
     await client.add(*(make_entry(handle, max_tokens=max_tokens) for handle in handles))
-    await client.until(lambda: all(client.tokens.get(handle) for handle in handles))
+    await client.until(lambda: any(client.tokens.get(handle) for handle in handles))
     return client
 
 

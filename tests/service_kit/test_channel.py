@@ -40,7 +40,7 @@ def test_a_frozen_peer_is_found_by_the_ping_timeout() -> None:
 @pytest.mark.parametrize("profile", ["internal", "public"])
 def test_reconnects_are_never_a_second_apart(profile: str) -> None:
     options = dict(CHANNEL_OPTIONS[profile])
-    assert options["grpc.max_reconnect_backoff_ms"] == 1000
+    assert options["grpc.max_reconnect_backoff_ms"] <= 1000
     assert options["grpc.max_receive_message_length"] == 64 * 1024 * 1024
 
 

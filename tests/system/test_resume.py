@@ -80,6 +80,7 @@ class Rig:
         self.proxy = proxy
         self.states: list[EngineState] = []
         self._changed = asyncio.Event()
+        self.changed = self._changed.set
         self.client = EngineClient(
             proxy.address,
             FrontendIdentity("f", 1),
@@ -90,7 +91,7 @@ class Rig:
 
     def add(self, handles: range, *, num_tokens: int = _NUM_TOKENS) -> list[Taker]:
         """Send requests; the seed and the prompt of each are those of its number."""
-        takers = [Taker(self._changed.set) for _ in handles]
+        takers = [Taker(self.changed) for _ in handles]
         entries = [make_entry(number, max_tokens=num_tokens) for number in handles]
         self.client.add(entries, takers)
         return takers
@@ -168,7 +169,7 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(8))
-        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        await rig.until(lambda: any(taker.token_ids for taker in takers))
         rig.proxy.gate.clear()
         rig.client.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.cut()
@@ -191,7 +192,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(_NUM_STREAMS))
-        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        await rig.until(lambda: any(taker.token_ids for taker in takers))
         rig.proxy.gate.clear()
         await rig.until_state(EngineState.DOWN)
         assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
@@ -219,7 +220,7 @@ async def test_a_port_that_nobody_listens_on_any_more_is_a_death_at_once():
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(4))
-        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        await rig.until(lambda: any(taker.token_ids for taker in takers))
         rig.proxy.refuse()
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
@@ -233,7 +234,7 @@ async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(4))
-        await rig.until(lambda: all(taker.token_ids for taker in takers))
+        await rig.until(lambda: any(taker.token_ids for taker in takers))
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
@@ -243,6 +244,23 @@ async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one
         await rig.until(lambda: after.is_over)
         assert len(after.token_ids) == _NUM_TOKENS
         assert rig.client.stale_outputs == 0
+
+
+async def test_a_bug_in_what_takes_outputs_costs_a_stream_and_not_the_engine():
+    class Broken(Taker):
+        def advance(self, token_ids, ending, columns=None) -> Ending | None:
+            raise RuntimeError("a bug")
+
+    async with connected(large_engine()) as rig:
+        (whole,) = rig.add(range(1))
+        broken = Broken(rig.changed)
+        rig.client.add([make_entry(1)], [broken])
+        await rig.until(lambda: broken.is_over and whole.is_over)
+        assert {loss.kind for loss in broken.losses} == {LossKind.DEATH}
+        await rig.until_state(EngineState.READY)
+        (after,) = rig.add(range(2, 3))
+        await rig.until(lambda: after.is_over)
+        assert after.token_ids == expected_tokens(prompt_of(2), taker_seed(2), _NUM_TOKENS)
 
 
 def taker_seed(number: int) -> int:
