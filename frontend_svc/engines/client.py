@@ -12,7 +12,7 @@ import grpc.aio
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
-from frontend_svc.engines.engine_state import TRANSITIONS, EngineState
+from frontend_svc.engines.engine_state import HELD_STATES, TRANSITIONS, EngineState
 from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
 from frontend_svc.engines.line import EngineLine
 from frontend_svc.engines.loss import Loss, LossKind
@@ -38,6 +38,8 @@ _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
 # An engine of another version is another one after an upgrade only.
 _INCOMPATIBLE_BACKOFF_S = 5.0
+# For so long an engine that nobody tells of any more is asked to end what has moved on from it.
+_MAX_OWED_S = 30.0
 # Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
 _MAX_ROWS_A_TURN = 32
 
@@ -89,6 +91,8 @@ class EngineClient:
         self._steps = StepWatch()
         self._hung_step: int | None = None  # until the engine gets beyond it
         self._is_loaded = False
+        self._is_held = False
+        self._lost_at = 0.0
         self._num_waiting = 0
         self._num_running = 0
         self._is_closing = False
@@ -114,6 +118,13 @@ class EngineClient:
         """How many data-parallel ranks there are beside this engine, itself included."""
         return max(1, self._line.ack.dp_size)
 
+    @property
+    def owed_s(self) -> float:
+        """For how many seconds more it should be kept, to have the engine end what moved on from it; or 0."""
+        if not self._line.session.num_moved:
+            return 0.0
+        return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
+
     def info(self) -> EngineInfo:
         """What routing needs to know."""
         return EngineInfo(
@@ -123,6 +134,7 @@ class EngineClient:
             num_running=self._num_running,
             num_unreported=len(self._unreported),
             num_in_flight=len(self._processor),
+            is_held=self._is_held,
         )
 
     def start(self) -> None:
@@ -317,6 +329,7 @@ class EngineClient:
         self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
     def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
+        self._is_held = heartbeat.state in HELD_STATES
         if self._hung_step is not None:
             if heartbeat.step_number > self._hung_step or not heartbeat.has_work:
                 self._hung_step = None
@@ -358,6 +371,7 @@ class EngineClient:
         self._num_waiting = self._num_running = 0
         self._steps.forget()
         self._line.lose(lost)
+        self._lost_at = self._clock.now()
         self._tensors.stop()
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)

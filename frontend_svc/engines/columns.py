@@ -109,9 +109,10 @@ def _fill(values: array[int] | array[float], name: str, column: bytes) -> None:
 
 
 def _ending(finished: step_pb2.StepFinished) -> Ending:
-    reason = _REASONS.get(finished.reason)
-    if reason is None:
-        raise MalformedStep(f"finish reason {finished.reason} is not known")
+    if finished.reason == output_pb2.FINISH_REASON_UNSPECIFIED:
+        raise MalformedStep("a finish reason is missing")
+    # A newer engine may have reasons of which this frontend knows only that they are none of the usual ones.
+    reason = _REASONS.get(finished.reason, EndReason.ERROR)
     kind = finished.WhichOneof("stop")
     return Ending(
         reason,

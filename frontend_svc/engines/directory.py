@@ -52,6 +52,7 @@ class Directory:
         self._told: dict[str, frozenset[str]] = {}
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._owed: set[EngineClient] = set()
         self._turn = 0
 
     def tell(self, source: str, addresses: Iterable[str]) -> None:
@@ -188,11 +189,21 @@ class Directory:
         is_up = client.state not in (EngineState.CONNECTING, EngineState.DOWN, EngineState.CLOSED)
         if is_told or is_up or self._clients.get(client.address) is not client:
             return
+        if client.owed_s:
+            # It may be alive and work for nobody: what has moved on is to be ended there when it is back.
+            if client not in self._owed:
+                self._owed.add(client)
+                asyncio.get_running_loop().call_later(client.owed_s, self._drop_owed, client)
+            return
         del self._clients[client.address]
         logger.info("engine forgotten", extra={"engine": client.address})
         task = asyncio.ensure_future(client.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    def _drop_owed(self, client: EngineClient) -> None:
+        self._owed.discard(client)
+        self._drop_if_gone(client)
 
     def _nothing_ready(self) -> ServiceError:
         states = ", ".join(f"{client.address} {client.state.value}" for client in self._clients.values())

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from triptych.engine.v1 import session_pb2
+
+# What an engine says of itself while an operator holds it: it takes requests, and they wait there.
+HELD_STATES = (session_pb2.ENGINE_STATE_PAUSED, session_pb2.ENGINE_STATE_ASLEEP)
+
 
 class EngineState(Enum):
     """What this frontend can do with an engine."""

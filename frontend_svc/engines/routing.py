@@ -23,6 +23,7 @@ class EngineInfo:
     num_running: int
     num_unreported: int
     num_in_flight: int
+    is_held: bool = False  # an operator has it pause or sleep: what is sent there waits
 
     @property
     def load(self) -> tuple[int, int]:
@@ -37,7 +38,8 @@ def pick_engine(
 ) -> EngineInfo | None:
     """The least loaded engine, of `data_parallel_rank` where one is pinned; None when there is none.
 
-    Among equals the choice goes round with `turn`, a number the caller counts up.
+    One that is held gets requests only where all are. Among equals the choice goes round with `turn`, a
+    number the caller counts up.
     """
     candidates = [
         engine for engine in engines if data_parallel_rank is None or engine.dp_rank == data_parallel_rank
@@ -45,4 +47,4 @@ def pick_engine(
     if not candidates:
         return None
     first = turn % len(candidates)
-    return min(candidates[first:] + candidates[:first], key=lambda engine: engine.load)
+    return min(candidates[first:] + candidates[:first], key=lambda engine: (engine.is_held, engine.load))

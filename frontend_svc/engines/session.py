@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from frontend_svc.output.processor import StepColumns
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
+# Far below what an engine takes, and large enough that a usual session is one message.
+_MAX_FRAME_BYTES = 16 * 1024 * 1024
+
 
 @dataclass(slots=True)
 class _Open:
@@ -48,6 +51,11 @@ class EngineSession:
     def is_resumed_by(self, ack: session_pb2.HelloAck) -> bool:
         """Whether the engine that answered is the same process, and goes on with the session."""
         return self.is_resumable and ack.resume_ok and ack.engine_epoch == self.engine_epoch
+
+    @property
+    def num_moved(self) -> int:
+        """Requests that went on elsewhere, and that the engine has not ended."""
+        return self._num_moved
 
     def add(self, entries: Iterable[add_pb2.AddEntry]) -> None:
         """Remember requests that are sent."""
@@ -96,8 +104,7 @@ class EngineSession:
 
         An ADD that has been aborted is sent too: without it, an abort of it would have no answer.
         """
-        entries = [request.entry for request in self._open.values() if request.entry is not None]
-        if entries:
+        for entries in _in_frames(request.entry for request in self._open.values()):
             yield engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries))
         by_reason: dict[engine_pb2.AbortReason, list[int]] = {}
         for handle, request in self._open.items():
@@ -109,3 +116,20 @@ class EngineSession:
     def _has_moved(self, handle: int) -> bool:
         request = self._open.get(handle)
         return request is not None and request.is_moved
+
+
+def _in_frames(entries: Iterable[add_pb2.AddEntry | None]) -> Iterator[list[add_pb2.AddEntry]]:
+    """The entries that are there, in messages that every engine takes."""
+    frame: list[add_pb2.AddEntry] = []
+    num_bytes = 0
+    for entry in entries:
+        if entry is None:
+            continue
+        size = entry.ByteSize()
+        if frame and num_bytes + size > _MAX_FRAME_BYTES:
+            yield frame
+            frame, num_bytes = [], 0
+        frame.append(entry)
+        num_bytes += size
+    if frame:
+        yield frame

@@ -192,7 +192,10 @@ class OutputProcessor:
         """Tell every request that its engine is lost, and forget it here; returns their handles."""
         handles = list(self._states)
         for handle in handles:
-            state = self._states[handle]
+            state = self._states.get(handle)
+            if state is None:
+                # Ended by what was told of it just now.
+                continue
             # Forgotten first: who hears of the loss may send the request on at once.
             self.forget(handle)
             state.lose(loss)

@@ -39,6 +39,14 @@ def test_every_reason_of_the_contract_is_known(reason):
     assert read_step(step_pb2.Step(handles=u32(1), finished=[finished])).endings == {0: Ending(reason)}
 
 
+def test_a_reason_of_a_newer_engine_ends_the_request_and_not_the_stream():
+    finished = step_pb2.StepFinished.FromString(
+        step_pb2.StepFinished(row=0).SerializeToString() + b"\x10\x63"
+    )
+    step = step_pb2.Step(handles=u32(1), finished=[finished])
+    assert read_step(step).endings == {0: Ending(EndReason.ERROR)}
+
+
 def test_wide_counts_and_no_counts():
     wide = step_pb2.Step(handles=u32(1), num_tokens_wide=u32(300), token_ids=u32(*range(300)))
     assert list(read_step(wide).num_tokens) == [300]

@@ -39,6 +39,20 @@ async def test_reported_load_decides():
     assert texts == ["idle"] * 3
 
 
+async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
+    paused, running = FakeEngine(answer("paused")), FakeEngine(answer("running"), dp_rank=1)
+    paused.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_PAUSED)
+    async with serving(paused, running) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        async with asyncio.timeout(WAIT_S):
+            while not any(one.info().is_held for one in frontend.directory.clients()):
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        texts = [(await read_all(client.generate()))[1] for _ in range(4)]
+        await running.kill()
+        texts.append((await read_all(client.generate()))[1])
+    assert texts == ["running"] * 4 + ["paused"]
+
+
 async def test_a_pinned_rank_is_used():
     engines = [FakeEngine(answer("zero")), FakeEngine(answer("one"), dp_rank=1)]
     async with serving(*engines) as (client, _):

@@ -50,3 +50,9 @@ def test_a_pinned_rank_is_obeyed():
     engines = [engine("a", rank=0), engine("b", waiting=50, rank=1)]
     assert pick_engine(engines, data_parallel_rank=1, turn=0) is engines[1]
     assert pick_engine(engines, data_parallel_rank=2, turn=0) is None
+
+
+def test_a_held_engine_gets_requests_only_where_all_are_held():
+    held, busy = replace(engine("held"), is_held=True), engine("busy", 9, 99)
+    assert pick_engine([held, busy], data_parallel_rank=None, turn=0) is busy
+    assert pick_engine([held], data_parallel_rank=None, turn=0) is held
