@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from frontend_svc.engines.loss import Loss
@@ -60,9 +61,10 @@ class Receiver(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: pieces are made several times a step, and a frozen dataclass takes three times as long to make.
+@dataclass(slots=True)
 class StepColumns:
-    """One step's outputs as parallel columns; mappings are by row, where there is something.
+    """One step's outputs as parallel columns; mappings are by row, where there is something. Never changed.
 
     `logprobs` has a place for each of `token_ids`, `prompts` the places of prompts by their first position.
     `parts` are the tokens of each step, of rows that were merged from several.
@@ -79,26 +81,40 @@ class StepColumns:
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
-        """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself."""
-        if len(self.handles) <= max_rows:
+        """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself.
+
+        Pieces with requests that begin come first: theirs is the time that a client waits for.
+        """
+        num_rows = len(self.handles)
+        if num_rows <= max_rows:
             yield self
             return
-        end = 0
-        for first in range(0, len(self.handles), max_rows):
-            counts = self.num_tokens[first : first + max_rows]
-            start, end = end, end + sum(counts)
-            rows = range(first, first + len(counts))
-            yield StepColumns(
-                self.handles[first : rows.stop],
-                counts,
-                self.token_ids[start:end],
-                _of_rows(self.endings, rows),
-                _of_rows(self.cached, rows),
-                None if self.logprobs is None else self.logprobs.part(start, end),
-                _of_rows(self.prompts, rows),
-                _of_rows(self.pooled, rows),
-                _of_rows(self.parts, rows),
-            )
+        starts = range(0, num_rows, max_rows)
+        if not self.cached:
+            end = 0
+            for first in starts:
+                start, end = end, end + sum(self.num_tokens[first : first + max_rows])
+                yield self._piece(first, max_rows, start, end)
+            return
+        with_begins = {row // max_rows for row in self.cached}
+        ends = [0, *accumulate(sum(self.num_tokens[first : first + max_rows]) for first in starts)]
+        for place in sorted(range(len(starts)), key=lambda place: place not in with_begins):
+            yield self._piece(starts[place], max_rows, ends[place], ends[place + 1])
+
+    def _piece(self, first: int, max_rows: int, start: int, end: int) -> StepColumns:
+        """At most `max_rows` rows from `first` on, whose tokens are those from `start` to `end`."""
+        stop = first + max_rows
+        piece = StepColumns(
+            self.handles[first:stop], self.num_tokens[first:stop], self.token_ids[start:end], {}, {}
+        )
+        if self.logprobs is not None:
+            piece.logprobs = self.logprobs.part(start, end)
+        if self.endings or self.cached or self.prompts or self.pooled or self.parts:
+            rows = range(first, first + len(piece.handles))
+            piece.endings, piece.cached = _of_rows(self.endings, rows), _of_rows(self.cached, rows)
+            piece.prompts, piece.pooled = _of_rows(self.prompts, rows), _of_rows(self.pooled, rows)
+            piece.parts = _of_rows(self.parts, rows)
+        return piece
 
 
 @dataclass(slots=True)
@@ -136,9 +152,11 @@ class OutputProcessor:
 
         Rows of handles that are not known (any more) are dropped: an abort and an output may cross.
         """
+        self._tell_prompts(step)
+        if step.logprobs is None and not step.endings and not step.parts:
+            return self._process_tokens(step)
         to_abort: list[int] = []
         states, endings, token_ids, logprobs = self._states, step.endings, step.token_ids, step.logprobs
-        self._tell_prompts(step)
         end = 0
         for row, (handle, count) in enumerate(zip(step.handles, step.num_tokens, strict=True)):
             start, end = end, end + count
@@ -161,6 +179,25 @@ class OutputProcessor:
             # A reader that is too slow has its request aborted, and so forgotten, from within.
             if ending is not None and self.forget(handle) and engine_ending is None:
                 to_abort.append(handle)
+        return to_abort
+
+    def _process_tokens(self, step: StepColumns) -> list[int]:
+        """The same for a step, as most are, that has tokens and nothing else."""
+        to_abort: list[int] = []
+        get_state, token_ids, counts = self._states.get, step.token_ids, self.counts
+        end = num_output = 0
+        for handle, count in zip(step.handles, step.num_tokens, strict=True):
+            start = end
+            end += count
+            state = get_state(handle)
+            if state is None or not count:
+                continue
+            if not state.has_begun:
+                counts.num_prompt_tokens += state.num_prompt_tokens
+            num_output += count
+            if state.advance(token_ids[start:end], None) is not None and self.forget(handle):
+                to_abort.append(handle)
+        counts.num_output_tokens += num_output
         return to_abort
 
     def forget(self, handle: int) -> bool:
@@ -202,6 +239,8 @@ class OutputProcessor:
         return handles
 
     def _tell_prompts(self, step: StepColumns) -> None:
+        if not (step.cached or step.prompts or step.pooled):
+            return
         for row, num_cached in step.cached.items():
             state = self._states.get(step.handles[row])
             if state is not None:

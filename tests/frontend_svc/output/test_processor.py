@@ -255,9 +255,21 @@ async def test_a_step_in_slices_yields_what_it_yields_whole(max_rows):
         aborted = [handle for one in slices for handle in fixture.processor.process(one)]
         fixture.processor.process(step({handle: [C] for handle in range(5)}))
         outputs = [await state.collector.get() for state in states]
-        told.append((aborted, fixture.ended, fixture.processor.counts, outputs))
+        told.append((aborted, sorted(fixture.ended), fixture.processor.counts, outputs))
     assert told[0] == told[1]
     assert told[0][0] == [3]
+
+
+def test_slices_with_requests_that_begin_come_first():
+    whole = step({handle: [A] * (handle % 3) for handle in range(8)})
+    whole.cached = {5: 16}
+    rows = [
+        (handle, count)
+        for one in whole.slices(2)
+        for handle, count in zip(one.handles, one.num_tokens, strict=True)
+    ]
+    assert rows == [(4, 1), (5, 2), (0, 0), (1, 1), (2, 2), (3, 0), (6, 0), (7, 1)]
+    assert [len(one.token_ids) for one in whole.slices(2)] == [3, 1, 2, 1]
 
 
 def test_a_step_of_few_rows_is_one_slice():
