@@ -320,11 +320,12 @@ class EngineClient:
         """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
         columns = read_step(step)
         self.stale_outputs += self._line.session.hear(columns)
-        for rows in columns.slices(_MAX_ROWS_A_TURN):
+        for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
+            if index:
+                await asyncio.sleep(0)
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
-            await asyncio.sleep(0)
 
         self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
