@@ -33,9 +33,11 @@ def read_step(step: step_pb2.Step) -> StepColumns:
         step.num_tokens or _u32("num_tokens_wide", step.num_tokens_wide) or bytes(num_rows)
     )
     token_ids = _u32("token_ids", step.token_ids).tolist()
-    if len(counts) != num_rows or sum(counts) != len(token_ids):
+    # Mostly each row has one token, which is counted in no time.
+    num_tokens = num_rows if counts.count(1) == num_rows else sum(counts)
+    if len(counts) != num_rows or num_tokens != len(token_ids):
         raise MalformedStep(
-            f"{num_rows} handles, {len(counts)} counts of {sum(counts)} tokens, {len(token_ids)} ids"
+            f"{num_rows} handles, {len(counts)} counts of {num_tokens} tokens, {len(token_ids)} ids"
         )
     endings = {finished.row: _ending(finished) for finished in step.finished}
     cached = {first.row: first.num_cached_tokens for first in step.first}
