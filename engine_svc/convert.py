@@ -138,9 +138,10 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
         handles=pack(array("I", output.handles)),
         token_ids=pack(array("I", output.token_ids)),
     )
-    if max(output.num_tokens, default=0) <= 255:
+    try:
         step.num_tokens = bytes(output.num_tokens)
-    else:
+    except ValueError:
+        # A row of more than 255 tokens: from a reader that was far behind, and so seldom.
         step.num_tokens_wide = pack(array("I", output.num_tokens))
     for row, counts in output.parts:
         step.parts.add(row=row, num_tokens=counts)
