@@ -61,7 +61,9 @@ def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_token
         skip_reading_prefix_cache=entry.skip_reading_prefix_cache
         or given.skip_reading_prefix_cache
         or wants_prompt,
-        repetition=_to_repetition(given.repetition_detection),
+        repetition=_to_repetition(given.repetition_detection)
+        if given.HasField("repetition_detection")
+        else None,
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
@@ -103,12 +105,16 @@ def _max_tokens(given: sampling_pb2.SamplingParams, most: int) -> int:
 
 
 def _check_ids(token_ids: Sequence[int], name: str, most: int, vocab_size: int) -> None:
+    if not token_ids:
+        return
     check(len(token_ids) <= most, name, len(token_ids), f"at most {most} ids")
-    largest = max(token_ids, default=0)
+    largest = max(token_ids)
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
 
 
 def _check_logprobs(given: sampling_pb2.SamplingParams, facts: EngineFacts, num_prompt_tokens: int) -> None:
+    if not (given.HasField("logprobs") or given.HasField("prompt_logprobs") or given.logprob_token_ids):
+        return
     is_open = facts.max_logprobs == -1
     least, most = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
     for name, value in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
@@ -122,6 +128,8 @@ def _check_logprobs(given: sampling_pb2.SamplingParams, facts: EngineFacts, num_
 
 
 def _to_bias(given: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not given.logit_bias:
+        return ()
     _check_ids([entry.token_id for entry in given.logit_bias], "logit_bias", _MAX_LOGIT_BIASES, vocab_size)
     total: dict[int, float] = {}
     for entry in given.logit_bias:
@@ -132,6 +140,8 @@ def _to_bias(given: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple
 
 def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     num_words = len(entry.bad_words)
+    if not num_words:
+        return ()
     check(num_words <= _MAX_BAD_WORDS, "bad_words", num_words, f"at most {_MAX_BAD_WORDS} words")
     words = [to_token_ids(word.token_ids, "bad_words", vocab_size) for word in entry.bad_words]
     for word in words:
@@ -146,9 +156,11 @@ def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, 
 
 def _to_thinking(entry: add_pb2.AddEntry, vocab_size: int) -> ThinkingBudget | None:
     given, markers = entry.sampling, entry.reasoning_options
+    if not given.HasField("thinking_token_budget"):
+        return None
     budget = given.thinking_token_budget
     check(budget >= -1, "thinking_token_budget", budget, "-1 for none, 0 or more")
-    if not given.HasField("thinking_token_budget") or budget == -1:
+    if budget == -1:
         return None
     for name, ids in (
         ("reasoning_options.start_token_ids", markers.start_token_ids),

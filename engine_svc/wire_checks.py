@@ -18,6 +18,8 @@ def check(holds: bool, name: str, value: float, limit: str) -> None:
 
 def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     """The ids of a u32 column. InvalidArgument where it is cut short or an id is not of the vocabulary."""
+    if not column:
+        return []
     if len(column) % 4:
         raise InvalidArgument(f"{name} has {len(column)} bytes, it takes whole u32 values", field=name)
     token_ids = array("I", column)
