@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
 
+from frontend_svc.engines.adoptions import EngineAdoptions
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
 from frontend_svc.engines.engine_state import HELD_STATES, TRANSITIONS, EngineState
-from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
+from frontend_svc.engines.handshake import ADOPT, SCHEMA_REVISION, FrontendIdentity
 from frontend_svc.engines.line import EngineLine
 from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.engines.routing import EngineInfo
@@ -42,7 +43,6 @@ _INCOMPATIBLE_BACKOFF_S = 5.0
 _MAX_OWED_S = 30.0
 # Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
 _MAX_ROWS_A_TURN = 32
-
 
 _LOSS_KINDS = {
     # A stream that could not be replaced says no more of its engine than silence does.
@@ -87,9 +87,11 @@ class EngineClient:
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
         )
         self._handles = itertools.count(1)
+        self.adoptions = EngineAdoptions(
+            self._line, self._processor, self._handles, send=self._send, abort=self.abort
+        )
         self._stream: EngineStream | None = None
         self._steps = StepWatch()
-        self._hung_step: int | None = None  # until the engine gets beyond it
         self._is_loaded = False
         self._is_held = False
         self._lost_at = 0.0
@@ -124,6 +126,11 @@ class EngineClient:
         if not self._line.session.num_moved:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
+
+    @property
+    def can_adopt(self) -> bool:
+        """Whether it may be asked for requests of frontends that are gone."""
+        return self.state is EngineState.READY and ADOPT in self._line.ack.features
 
     def info(self) -> EngineInfo:
         """What routing needs to know."""
@@ -232,7 +239,7 @@ class EngineClient:
         if not is_resumed:
             self._is_loaded = False
         if self._line.ack.engine_epoch != epoch:
-            self._hung_step = None
+            self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
         if self._line.is_draining:
             self._move_to(EngineState.DRAINING)
@@ -286,7 +293,7 @@ class EngineClient:
             self._become_ready()
 
     def _become_ready(self) -> None:
-        if self.state is EngineState.LOADING and self._is_loaded and self._hung_step is None:
+        if self.state is EngineState.LOADING and self._is_loaded and self._steps.hung_step is None:
             self._move_to(EngineState.READY)
 
     async def _dispatch(
@@ -305,10 +312,13 @@ class EngineClient:
             error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
             self._line.session.close([rejected.handle])
             self._processor.fail(rejected.handle, error)
+            self.adoptions.refuse(rejected.handle, error)
         elif kind == "heartbeat":
             self._watch_steps(message.heartbeat)
         elif kind == "already_finished":
             self._line.session.close(message.already_finished.handles)
+        elif kind == "adopted":
+            self.adoptions.take(message.adopted)
         elif kind == "ready":
             readies.put_nowait(message.ready)
         elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
@@ -326,29 +336,23 @@ class EngineClient:
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
-
         self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
     def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
         self._is_held = heartbeat.state in HELD_STATES
-        if self._hung_step is not None:
-            if heartbeat.step_number > self._hung_step or not heartbeat.has_work:
-                self._hung_step = None
-                self._become_ready()
-            return
-        hung_for_s = self._steps.hung_for_s(heartbeat)
+        hung_for_s = self._steps.hear(heartbeat)
         if hung_for_s is not None:
-            self._hung_step = heartbeat.step_number
             raise StreamLost(
                 f"its loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s", StreamEnd.HUNG
             )
+        self._become_ready()
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
         # What waited for a tensor may have ended meanwhile.
         entries = [entry for entry in entries if entry.handle in self._processor]
         self._line.session.add(entries)
-        if entries and self._stream is not None:
-            self._stream.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
+        if entries:
+            self._send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
 
     def _on_request_end(self, handle: int) -> None:
         self._unreported.discard(handle)
@@ -357,8 +361,12 @@ class EngineClient:
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
         # Without a stream it is told to the session alone, and sent by the next stream.
         abort = self._line.session.abort(handles, reason)
-        if abort is not None and self._stream is not None:
-            self._stream.send(engine_pb2.ConnectRequest(abort=abort))
+        if abort is not None:
+            self._send(engine_pb2.ConnectRequest(abort=abort))
+
+    def _send(self, message: engine_pb2.ConnectRequest) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
 
     def _end_visit(self, lost: StreamLost) -> None:
         """The engine is lost, and with it what it had of ours."""
@@ -374,6 +382,7 @@ class EngineClient:
         self._line.lose(lost)
         self._lost_at = self._clock.now()
         self._tensors.stop()
+        self.adoptions.lose(str(lost))
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
         self._lose_all(Loss(self.address, kind, str(lost)))

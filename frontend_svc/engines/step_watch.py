@@ -15,6 +15,7 @@ class StepWatch:
     """Durations of an engine's latest steps, and what they say of the one that runs."""
 
     def __init__(self) -> None:
+        self.hung_step: int | None = None  # until the engine gets beyond it
         self._durations_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
         self._step_number = 0
         self._stepped_at: float | None = None
@@ -33,6 +34,17 @@ class StepWatch:
             return _MIN_LIMIT_S
         ordered = sorted(self._durations_s)
         return max(_MIN_LIMIT_S, _USUAL_STEPS * ordered[(len(ordered) * 99) // 100])
+
+    def hear(self, heartbeat: session_pb2.Heartbeat) -> float | None:
+        """For how long a step has been running that is seen to hang now; None where none does, or still."""
+        if self.hung_step is not None:
+            if heartbeat.step_number > self.hung_step or not heartbeat.has_work:
+                self.hung_step = None
+            return None
+        hung_for_s = self.hung_for_s(heartbeat)
+        if hung_for_s is not None:
+            self.hung_step = heartbeat.step_number
+        return hung_for_s
 
     def hung_for_s(self, heartbeat: session_pb2.Heartbeat) -> float | None:
         """For how long the engine's step has been running where that is too long, else None."""

@@ -52,3 +52,12 @@ def test_steps_that_came_as_one_count_each():
     for number in range(0, 1000, 10):
         watch.on_step(number, number * 0.2, has_more=True)
     assert watch.limit_s() == 5.0
+
+
+def test_a_hang_is_told_once_and_ends_with_the_step():
+    watch = watch_of(0.01)
+    assert watch.hear(heartbeat(6.0, step_number=7)) == 6.0
+    assert watch.hear(heartbeat(6.5, step_number=7)) is None
+    assert watch.hung_step == 7
+    assert watch.hear(heartbeat(0.1, step_number=8)) is None
+    assert watch.hung_step is None
