@@ -30,7 +30,7 @@ NATIVE := $(wildcard kernels/triptych_kernels/cpu/*.cpp kernels/triptych_kernels
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-gpu bench-gpu mutants simulate bench up
+.PHONY: help setup demo serve protos format check test test-network test-chaos test-gpu bench-gpu mutants simulate bench up
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ test: setup  ## the CPU suite
 
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 	$(BIN)/python -m pytest -m network
+
+test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
+	$(BIN)/python -m pytest -m chaos tests/chaos
 
 # These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
 test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3

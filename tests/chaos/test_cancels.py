@@ -16,7 +16,7 @@ from tests.chaos.stacks import Stack, Stacks, cases_with_marks
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_CANCELS = 1000
 NUM_CANCELS_BESIDE_STREAMS = 100

@@ -14,6 +14,8 @@ from tests.chaos import faults
 from tests.chaos.fault_plugin import EngineFault
 from tests.chaos.proxy import Direction, TcpProxy
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture
 async def ended(tmp_path: Path):

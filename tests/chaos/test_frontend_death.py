@@ -17,7 +17,7 @@ from tests.chaos.scenarios import STANDARD
 from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
 from tests.chaos.stacks import Stack, Stacks, cases_with_marks
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 # What an engine keeps of a session whose frontend may come back, and then a little.
 REPLAY_WINDOW_S = 5.0

@@ -16,7 +16,7 @@ from tests.chaos.scenarios import STANDARD
 from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
 from tests.chaos.stacks import Stack, Stacks, cases_with_marks, keep_logs
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 _STEP_S = 1.0
 _EXIT_LIMIT_S = 30.0

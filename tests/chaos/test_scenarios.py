@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.scenarios import SCENARIOS, ids_of
 from tests.chaos.scene import Scene, judge
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("scene", SCENARIOS, ids=ids_of, indirect=True)
