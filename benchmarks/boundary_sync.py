@@ -14,7 +14,8 @@ import grpc
 from engine_svc import announce, convert
 from engine_svc.mailbox import Abort, Add, Outbox
 from engine_svc.served_engine import ServedEngine
-from engine_svc.session import MAX_INFLIGHT_ADDS, MAX_OUTBOX_BYTES
+from engine_svc.session import MAX_OUTBOX_BYTES
+from engine_svc.session_requests import MAX_INFLIGHT_ADDS
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 _HEARTBEAT_S = 0.5

@@ -9,7 +9,7 @@ from itertools import compress, count, groupby
 from engine_svc.facts import EngineFacts
 from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.request import ContentSpan
-from engine_svc.tensors.host_tensor import ITEM_SIZES
+from engine_svc.tensors.host_tensor import ITEM_SIZES, MAX_MODERATE
 from engine_svc.tensors.source import TensorSource
 from engine_svc.wire_checks import to_token_ids, unserved
 from service_kit.errors import InvalidArgument
@@ -59,6 +59,9 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
         )
     if not embeds.is_sound:
         raise InvalidArgument("prompt_embeds has elements that are not finite", field="prompt_embeds")
+    if not embeds.is_moderate:
+        # Finite here and infinite in the model's type, they would make logits that are no numbers.
+        raise InvalidArgument(f"prompt_embeds has elements beyond {MAX_MODERATE:g}", field="prompt_embeds")
     content = PromptEmbeds(embeds, places)
     return PromptContent(token_ids, content, tuple(_spans(content, facts.block_size)))
 

@@ -163,10 +163,14 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for every step in flight, and publish what it yielded. For the engine thread."""
-        self._pace.resume(self._clock.now())
+        is_in_call = self._pace.is_in_call
+        self._pace.end_call(self._clock.now())
         self._post()
         while self._in_flight:
             self._finish_oldest()
+        if is_in_call:
+            self._pace.begin_call(self._clock.now())
+            self._post()
 
     def abort(self, request_ids: Iterable[str], cause: str) -> None:
         """End requests, and tell who sent them, with what is published next. For the engine thread."""
@@ -193,14 +197,14 @@ class Engine:
         """
         self._read_inbox()
         self._expire_deadlines()
-        if self._calls:
-            self._run_calls()
+        while self._calls:
+            self._run_call(self._calls.popleft())
         if self._inquiry.is_open:
             self._obey(self._inquiry.review(self._routes.by_id))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._has_work():
-            self._idle_calls.popleft()()
+            self._run_call(self._idle_calls.popleft())
         return not self._is_stopping and self._has_work() and self.step()
 
     def close(self) -> None:
@@ -295,13 +299,12 @@ class Engine:
         plans = [plan for plan, _ in self._in_flight]
         return plans if self._launching is None else [*plans, self._launching]
 
-    def _run_calls(self) -> None:
+    def _run_call(self, call: Callable[[], None]) -> None:
         """Do what was asked for between two steps; it takes its own time, and no step's."""
-        self._pace.suspend()
+        self._pace.begin_call(self._clock.now())
         self._post()
-        while self._calls:
-            self._calls.popleft()()
-        self._pace.resume(self._clock.now())
+        call()
+        self._pace.end_call(self._clock.now())
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._in_flight) or self._lockstep.needs_idle_step()
@@ -375,7 +378,8 @@ class Engine:
                 step_number=self._step_number,
                 step_started_at=self._pace.running_since,
                 step_budget_s=self._pace.budget_s,
-                has_work=self._has_work(),
+                is_in_call=self._pace.is_in_call,
+                has_work=self._pace.is_in_call or self._has_work(),
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 num_finished=self._num_finished,

@@ -40,11 +40,6 @@ class Lifecycle:
         return self._state
 
     @property
-    def is_accepting(self) -> bool:
-        """Whether new requests are taken."""
-        return self._state is EngineState.READY
-
-    @property
     def has_ended(self) -> bool:
         """Whether no further step will run."""
         return self._state in (EngineState.STOPPED, EngineState.FAILED)

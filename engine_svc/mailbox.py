@@ -33,7 +33,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Send what a kept request has yielded, and all that it yields from now on, to `outbox` under `handle`."""
+    """Send all that a kept request has yielded and will yield to `outbox`, under `handle`."""
 
     request_id: str
     outbox: Outbox
@@ -164,12 +164,13 @@ class Outbox:
 class Figures:
     """The loop's figures at one moment. `step_started_at` is None while no step is in flight.
 
-    Of several it is the oldest's, or when the one before it was over.
+    Of several it is the oldest's, or when the one before it was over; while a call runs, it is the call's.
     """
 
     step_number: int = 0
     step_started_at: float | None = None
-    step_budget_s: float | None = None  # how long what is in flight may take; None: no longer than usual
+    step_budget_s: float | None = None  # how long what runs may take; None: no longer than usual
+    is_in_call: bool = False  # something else than a step is done, which counts as work
     has_work: bool = False
     num_prompt_tokens: int = 0  # of requests that were added
     num_generated_tokens: int = 0

@@ -1,14 +1,15 @@
 """Whose fault a failed step is: suspects run apart until it is known. Knows no scheduler and no device.
 
 A failed step is taken back, with those in flight, and its requests run again in groups, alone: first the
-newer half, then the older. A group that fails is halved; who fails alone is accused. Whoever samples a token
-in a step that comes back is free. An error that does not come back is nobody's.
+newer half, then the older. A group that fails is halved; who fails alone is heard alone again when all others
+have been, and is the offender if it fails then as well. Whoever samples a token in a step that comes back is
+free. An error that does not come back is nobody's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_svc.step import StepPlan
 
@@ -16,7 +17,8 @@ from engine_svc.step import StepPlan
 OFFENDER = "every step that computes this request fails"
 UNREADY = "the request could not be prepared"
 
-# So often may steps of the same requests fail, or suspects fail alone with nothing in between that works.
+# So often may steps of the same requests fail for no request's fault, or so many suspects fail alone with
+# nothing in between that works. Whoever fails alone again says nothing new of the device.
 MAX_FAILURES = 3
 # After so many steps that worked, another failure has nothing to do with the one before.
 _MEMORY_STEPS = 100
@@ -51,9 +53,10 @@ class Inquiry:
         self._group: list[str] = []  # that runs now
         self._unheard: set[str] = set()  # of the group: has not sampled since
         self._max_num_tokens: int | None = None  # that the group runs on, because the device was full
-        self._accused: list[str] = []  # failed alone; ended once a step shows that others can run
+        self._accused: list[str] = []  # failed alone and are heard again when the groups have been
+        self._failed_alone: set[str] = set()  # in this inquiry
         self._num_convicted = 0  # in this inquiry
-        self._num_lone_failures = 0  # since a step came back
+        self._num_lone_failures = 0  # of different suspects, since a step came back
         self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
         self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
         self._num_steps = 0  # that came back since the last failure
@@ -68,8 +71,7 @@ class Inquiry:
         """A step of these requests failed, with so many tokens; `is_full`: because the device was full."""
         if not suspects:
             # Whoever was in it has gone meanwhile, or it was a step of nobody's.
-            self._num_lone_failures += 1
-            return END if self._num_lone_failures >= MAX_FAILURES else self._present()
+            return END if self._is_one_too_many() else self._present()
         if self.is_open:
             return self._narrow()
         is_repeated = self._num_steps < _MEMORY_STEPS and not self._suspects.isdisjoint(suspects)
@@ -77,12 +79,17 @@ class Inquiry:
         self._num_steps = 0
         self._suspects = frozenset(suspects)
         self._num_convicted = 0
+        self._failed_alone = set()
         if self._num_unsolved + 1 >= MAX_FAILURES:
             if not is_full:
                 return END
             # Together they are too much: with one less the others get on.
             self._num_unsolved = 0
             return Ruling(offenders=(suspects[0],))
+        if len(suspects) == 1:
+            self._failed_alone.add(suspects[0])
+            if self._is_one_too_many():
+                return END
         if is_full and num_tokens > 1:
             self._max_num_tokens = num_tokens // 2
             self._begin([*suspects])
@@ -106,7 +113,7 @@ class Inquiry:
             # So few tokens are not for all at once; whoever has had some makes room.
             self._begin([request_id for request_id in self._group if request_id in self._unheard])
             return self._present()
-        return self._convict(frozenset(self._group)) if self._accused else None
+        return None
 
     def review(self, known: Collection[str]) -> Ruling | None:
         """Some may have gone meanwhile: `known` are there. None: nothing changes."""
@@ -114,6 +121,7 @@ class Inquiry:
             return None
         self._groups = [[name for name in group if name in known] for group in self._groups]
         self._groups = [group for group in self._groups if group]
+        self._accused = [name for name in self._accused if name in known]
         return self._next()
 
     def _is_all_broken(self, plan: StepPlan, num_broken: int) -> bool:
@@ -136,36 +144,39 @@ class Inquiry:
             self._groups = _halves(self._group)
         elif len(self._group) > 1:
             self._groups[:0] = _halves(self._group)
+        elif not self._failed_alone.isdisjoint(self._group):
+            self._num_convicted += 1
+            offenders = tuple(self._group)
+            return replace(self._next(), offenders=offenders)
         else:
+            # Once may be an error that does not come back.
             self._accused += self._group
-            self._num_lone_failures += 1
-            if self._num_lone_failures >= MAX_FAILURES:
+            self._failed_alone.update(self._group)
+            if self._is_one_too_many():
                 return END
         return self._next()
 
+    def _is_one_too_many(self) -> bool:
+        """Somebody has failed alone, for the first time: whether it cannot be their fault any more."""
+        self._num_lone_failures += 1
+        return self._num_lone_failures >= MAX_FAILURES
+
     def _next(self) -> Ruling:
-        """Hear the next group; where there is none, the inquiry is over."""
+        """Hear the next group, then the accused one by one; where there is none, the inquiry is over."""
         self._max_num_tokens = None
+        # The oldest are the most and the least suspect: if they fail as well, it may be the device.
+        place = -1 if self._accused and self._num_lone_failures else 0
+        if not self._groups and self._accused:
+            self._groups, self._accused = [[name] for name in self._accused], []
         if self._groups:
-            # The oldest are the most and the least suspect: if they fail as well, it may be the device.
-            place = -1 if self._accused and self._num_lone_failures else 0
             self._begin(self._groups.pop(place))
-            return self._convict(frozenset(self._group))
+            return self._present()
         self._group, self._unheard = [], set()
-        ruling = self._convict(None, at_last=True)
         self._num_unsolved = 0 if self._num_convicted else self._num_unsolved + 1
-        return ruling
+        return GO_ON
 
     def _begin(self, group: list[str]) -> None:
         self._group, self._unheard = group, set(group)
-
-    def _convict(self, only: frozenset[str] | None, *, at_last: bool = False) -> Ruling:
-        """Let `only` run; end the accused if a step has worked since, or nobody is left to show that."""
-        if self._num_lone_failures and not at_last:
-            return Ruling(only=only)
-        offenders, self._accused = tuple(self._accused), []
-        self._num_convicted += len(offenders)
-        return Ruling(only=only, offenders=offenders)
 
 
 def _halves(suspects: Sequence[str]) -> list[list[str]]:

@@ -21,7 +21,6 @@ class ReplayRing:
         self._kept: deque[tuple[engine_pb2.ConnectResponse, int]] = deque()
         self._acknowledged = 0
         self._newest_seq = 0
-        self._newest_bytes = 0
 
     @property
     def acknowledged(self) -> int:
@@ -29,17 +28,17 @@ class ReplayRing:
         return self._acknowledged
 
     @property
-    def has_overflowed(self) -> bool:
-        """Whether too much is unacknowledged. The newest does not count: nobody can have read it faster."""
-        return self.size_bytes - self._newest_bytes > self._max_bytes
+    def is_full(self) -> bool:
+        """Whether nothing more should be sent until the frontend has acknowledged some of it."""
+        return self.size_bytes > self._max_bytes
 
     def keep(self, message: engine_pb2.ConnectResponse) -> None:
         """Remember `message`, whose seq follows that of the one before."""
         assert message.seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
+        num_bytes = message.ByteSize()
         self._newest_seq = message.seq
-        self._newest_bytes = message.ByteSize()
-        self.size_bytes += self._newest_bytes
-        self._kept.append((message, self._newest_bytes))
+        self.size_bytes += num_bytes
+        self._kept.append((message, num_bytes))
 
     def acknowledge(self, last_seq: int) -> None:
         """Forget what the frontend has processed. What was not sent yet cannot be acknowledged."""
@@ -47,8 +46,6 @@ class ReplayRing:
         while self._acknowledged < last_seq:
             self._acknowledged += 1
             self.size_bytes -= kept.popleft()[1]
-        if not kept:
-            self._newest_bytes = 0
 
     def covers(self, last_seq: int) -> bool:
         """Whether everything behind `last_seq` is still here."""

@@ -16,7 +16,7 @@ from engine_svc.told import Teller, Told
 
 
 class Routes:
-    """The outbox and the handle of every request that has not ended. `by_id` is theirs, for others to read."""
+    """The outbox and the handle of every request that has not ended, by its id; others read `by_id` alone."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, tuple[Outbox, int]] = {}

@@ -14,6 +14,7 @@ from engine_svc.carrier import Carrier
 from engine_svc.facts import SCHEMA_REVISION
 from engine_svc.kv_subscription import KVSubscription
 from engine_svc.lifecycle import EngineState
+from engine_svc.pause import StandstillState
 from engine_svc.replay import MAX_REPLAY_BYTES
 from engine_svc.served_engine import ServedEngine
 from engine_svc.session import MAX_OUTBOX_BYTES, Session
@@ -36,6 +37,8 @@ _MAX_ID_CHARACTERS = 128
 _MAX_KV_SUBSCRIPTIONS = 16
 # Frontends whose stream broke; of more than these the one that lost it first is given up.
 _MAX_PARKED_SESSIONS = 64
+# What is held here never ends, and an engine that drains is not resumed: others have to run it.
+_HELD = frozenset({StandstillState.PAUSED, StandstillState.ASLEEP})
 
 
 class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
@@ -188,16 +191,19 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         for subscription in self._kv_subscriptions:
             subscription.beat()
         self._engine.tensors.beat()
+        # The engine may have come to a standstill since.
+        self._progressed.set()
 
     async def drain(self) -> None:
         """Refuse new requests, wait for the end of the running ones, then end all sessions.
 
-        A session that has lost its stream is waited for as long as it may come back.
+        A session that has lost its stream is waited for as long as it may come back. Nothing is waited for
+        while the engine stands still.
         """
         lifecycle = self._engine.lifecycle
         if lifecycle.state is EngineState.READY:
             lifecycle.move_to(EngineState.DRAINING)
-        while not lifecycle.has_ended and any(session.is_open for session in self._sessions):
+        while not lifecycle.has_ended and self._can_progress():
             self._progressed.clear()
             await self._progressed.wait()
         if not lifecycle.has_ended:
@@ -205,6 +211,10 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         while self._sessions or self._kv_subscriptions:
             self._progressed.clear()
             await self._progressed.wait()
+
+    def _can_progress(self) -> bool:
+        """Whether a request may still come to its end here, or its end to its frontend."""
+        return self._engine.standstill not in _HELD and any(session.is_open for session in self._sessions)
 
     def _enter(self, hello: session_pb2.Hello, carrier: Carrier) -> tuple[Session, bool]:
         """The session that `hello` resumes, or a new one in place of what the frontend had before."""

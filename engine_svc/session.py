@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_OUTBOX_BYTES = 8 * 1024 * 1024
 # Heartbeats that a stream may take to send its last messages: 2 s.
 _MAX_ENDING_BEATS = 4
+# Heartbeats that go out while a frontend acknowledges nothing and has too much to acknowledge: 2 s.
+_MAX_UNACKNOWLEDGED_BEATS = 4
 # A frontend that causes more answers than it reads is cut off.
 _MAX_UNSENT_MESSAGES = 8192
 _MAX_ADDS_AT_ONCE = 64
@@ -74,6 +76,7 @@ class Session:
         self._changed = asyncio.Event()
         self._is_beat_due = False
         self._num_ending_beats = 0
+        self._num_unacknowledged_beats = 0
         self._is_over = False
         self._error: ServiceError | None = None
         self._loop = asyncio.get_running_loop()
@@ -131,6 +134,7 @@ class Session:
             self._changed.set()
         self._carrier = carrier
         self._num_ending_beats = 0
+        self._num_unacknowledged_beats = 0
         self._is_beat_due = False
         if self._replay is not None:
             self._replay.acknowledge(last_seq)
@@ -155,8 +159,8 @@ class Session:
             case "add":
                 for index, entry in enumerate(message.add.entries, start=1):
                     self._requests.add(entry)
-                    if index % _MAX_ADDS_AT_ONCE == 0:
-                        # Very many prompts in one message are no reason to let other sessions wait.
+                    if index % _MAX_ADDS_AT_ONCE == 0 or entry.HasField("prompt_embeds"):
+                        # Very many or very large prompts in one message do not let other sessions wait.
                         await asyncio.sleep(0)
                 self._tensors.release()
             case "host_proof":
@@ -165,16 +169,15 @@ class Session:
             case "abort":
                 self._requests.abort(message.abort)
             case "adopt":
-                for entry in message.adopt.entries:
-                    self._requests.adopt(entry)
+                for wanted in message.adopt.entries:
+                    self._requests.adopt(wanted)
             case "utility":
                 self._calls.begin(message.utility)
             case "goodbye":
                 logger.info("frontend says goodbye", extra={"frontend_id": self.frontend_id})
                 self.end()
             case "ack":
-                if self._replay is not None:
-                    self._replay.acknowledge(message.ack.last_seq)
+                self._acknowledge(message.ack.last_seq)
             case "hello":
                 self.end(
                     InvalidArgument("hello is the first message of a session and comes once", field="hello")
@@ -273,7 +276,7 @@ class Session:
         # Before the steps: whoever adds early must hear that the engine is ready before any output.
         while self._unsent:
             yield self._numbered(self._unsent.popleft())
-        step = self._outbox.take()
+        step = None if self._holds_back else self._outbox.take()
         if step is not None:
             ended = [step.handles[finished.row] for finished in step.finished]
             stop_token_ids = {handle: self._handles[handle].stop_token_ids for handle in ended}
@@ -286,13 +289,29 @@ class Session:
             yield message
         if self._is_beat_due:
             self._is_beat_due = False
+            self._num_unacknowledged_beats += self._holds_back
             for message in self._signs_of_life():
                 yield self._numbered(message)
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether steps wait in the outbox, which has a limit of its own, for acknowledgements."""
+        return self._replay is not None and self._replay.is_full and not self._is_over
+
+    def _acknowledge(self, last_seq: int) -> None:
+        if self._replay is None:
+            return
+        was_full, before = self._replay.is_full, self._replay.acknowledged
+        self._replay.acknowledge(last_seq)
+        if self._replay.acknowledged > before:
+            self._num_unacknowledged_beats = 0
+        if was_full:
+            self._changed.set()
 
     def _end_if_unread(self) -> None:
         if self._outbox.has_overflowed:
             self.end(ResourceExhausted("frontend leaves its steps unread", reason="SLOW_READER"))
-        elif self._replay is not None and self._replay.has_overflowed:
+        elif self._replay is not None and self._num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
             self.end(
                 ResourceExhausted(
                     f"frontend leaves {self._replay.size_bytes} bytes of messages unacknowledged",

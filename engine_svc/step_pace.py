@@ -1,4 +1,7 @@
-"""How long steps take, and which of those to come take longer than usual. Knows no clock and no device."""
+"""How long steps take, and what is done between two of them; which are announced to take longer than usual.
+
+Knows no clock and no device.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ _FADING = 0.99
 _NUM_RECENT = 512
 _P99_INTERVAL = 64
 _P99_FACTOR = 10.0
+# What is asked for between two steps may read all weights from a slow disk.
+_CALL_BUDGET_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,10 @@ class _Slowest:
 
 
 class StepPace:
-    """The steps in flight, and an estimate of each from those before. Belongs to the engine thread."""
+    """What the engine thread waits for: steps in flight, each estimated from those before, or a call.
+
+    Belongs to the engine thread.
+    """
 
     def __init__(self, usual_s: float) -> None:
         self._usual_s = usual_s  # a step that takes no longer needs no announcement
@@ -54,8 +62,10 @@ class StepPace:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._num_steps = 0
         self._p99_s = 0.0
-        self.running_since: float | None = None  # the oldest in flight, or when the one before it was over
-        self.budget_s: float | None = None  # of all in flight together; None: they are usual
+        self.is_in_call = False
+        # Since when the call, the oldest step in flight, or when the one before it was over.
+        self.running_since: float | None = None
+        self.budget_s: float | None = None  # of the call, or of all in flight together; None: they are usual
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched."""
@@ -73,14 +83,14 @@ class StepPace:
         self.running_since = now if self._in_flight else None
         self._add_up()
 
-    def suspend(self) -> None:
-        """Something else is done that takes its own time: steps in flight are to blame for none of it."""
-        self.running_since = None
+    def begin_call(self, now: float) -> None:
+        """Something else is done, in time of its own: steps in flight are to blame for none of it."""
+        self.is_in_call, self.running_since, self.budget_s = True, now, _CALL_BUDGET_S
 
-    def resume(self, now: float) -> None:
-        """It is done."""
-        if self._in_flight:
-            self.running_since = now
+    def end_call(self, now: float) -> None:
+        """It is done; steps in flight go on as if they began now."""
+        self.is_in_call, self.running_since = False, now if self._in_flight else None
+        self._add_up()
 
     def drop(self) -> None:
         """None in flight will come back."""

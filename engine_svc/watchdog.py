@@ -99,11 +99,15 @@ class Watchdog:
                 return
 
     def _bite(self, figures: Figures, seen_s: float) -> None:
-        reason = f"step {figures.step_number} has been running for {seen_s:.1f} s: it hangs"
+        what = f"step {figures.step_number}"
+        if figures.is_in_call:
+            what = f"a call behind {what}"
+        reason = f"{what} has been running for {seen_s:.1f} s: it hangs"
         logger.critical(
-            "a step hangs",
+            "the engine thread hangs",
             extra={
                 "step_number": figures.step_number,
+                "is_in_call": figures.is_in_call,
                 "seconds": round(seen_s, 1),
                 "budget_s": figures.step_budget_s,
             },

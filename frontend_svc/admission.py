@@ -47,6 +47,15 @@ class Admission:
             self._request_ids.discard(request_id)
 
     @contextmanager
+    def share(self, request_id: str) -> Iterator[None]:
+        """As `claim`, of a request that was admitted elsewhere: one that has the id already keeps it."""
+        if request_id in self._request_ids:
+            yield
+            return
+        with self.claim(request_id):
+            yield
+
+    @contextmanager
     def queue(self) -> Iterator[Ticket]:
         """A place in the queue. Raises ResourceExhausted when there is none."""
         if self._num_queued >= self._max_requests:

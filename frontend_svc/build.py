@@ -13,9 +13,10 @@ from pathlib import Path
 import grpc.aio
 
 from frontend_svc.admission import Admission
+from frontend_svc.adoption import Adoption
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.embedding import EmbeddingServicer
-from frontend_svc.api.generate_stream import stream_generate
+from frontend_svc.api.generate_stream import stream_generate, stream_rest
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
 from frontend_svc.api.request import RequestServicer
@@ -27,6 +28,7 @@ from frontend_svc.engines.artifacts import ArtifactStore
 from frontend_svc.engines.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.engine_state import EngineState
 from frontend_svc.engines.stream import HEARTBEAT_S
 from frontend_svc.failover import Failover
 from frontend_svc.generation import Generation
@@ -109,7 +111,7 @@ class Frontend:
         self.generation = Generation(
             self.directory, self.failover, self.admission, limits, reader_limit, self.requests, self.draining
         )
-        self.resumable = ResumableStreams(functools.partial(stream_generate, self.generation), reader_limit)
+        self.resumable = _resumable_streams(self.generation, self.directory, clock, reader_limit)
         self.pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
@@ -184,6 +186,8 @@ class Frontend:
             values[f"engine.{client.address}.state"] = client.state.value
             values[f"engine.{client.address}.num_in_flight"] = client.num_in_flight
             values[f"engine.{client.address}.stale_outputs"] = client.stale_outputs
+            if client.down_reason and client.state is not EngineState.READY:
+                values[f"engine.{client.address}.down_reason"] = client.down_reason
         return values
 
     def _public_services(self, limits: RequestLimits, clock: MonotonicClock) -> list[Registration]:
@@ -247,6 +251,15 @@ class Frontend:
         # Served only where a model can: a client that asks health first learns it there.
         can_pool = any(map(supports_pooling, self.directory.models().values()))
         self.public.set_ready(_EMBEDDING, can_pool)
+
+
+def _resumable_streams(
+    generation: Generation, directory: Directory, clock: MonotonicClock, limit: ReaderLimit
+) -> ResumableStreams:
+    stream_of = functools.partial(stream_generate, generation)
+    return ResumableStreams(
+        stream_of, functools.partial(stream_rest, generation, Adoption(directory, clock)), limit
+    )
 
 
 def public_profile(config: FrontendConfig) -> LimitProfile:

@@ -24,7 +24,6 @@ MAX_HELD = 256
 QUARANTINED = "QUARANTINED"
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
 _MAX_JITTER_S = 0.1
-# A suspect without output for so long is slow for another reason, and the others do not wait for it.
 _PROOF_S = 2.0
 
 
@@ -51,10 +50,14 @@ class Failover:
     """Finds engines for requests without one, in an order that lets few engines die of the same request.
 
     Whoever is told of a change of engines calls `engines_changed`. A request waits for the directory's
-    reconnect window at most after it was lost, or after the last engine that could take it was.
+    reconnect window at most after it was lost, or after the last engine that could take it was. A suspect
+    without output for `proof_s` is slow for another reason, and the others do not wait for it any more.
     """
 
-    def __init__(self, directory: Directory, clock: Clock, chance: random.Random) -> None:
+    def __init__(
+        self, directory: Directory, clock: Clock, chance: random.Random, *, proof_s: float = _PROOF_S
+    ) -> None:
+        self.proof_s = proof_s
         self.clock = clock
         self.directory = directory
         self.budget = RetryBudget(clock)
@@ -202,6 +205,10 @@ class Moves:
             return
         self.go(client)
 
+    def take_over(self, client: EngineClient, num_attempts: int) -> None:
+        """Begin with a request that is in `client` already, sent by a frontend that is gone."""
+        self.client, self.num_attempts = client, num_attempts
+
     def lose(self, cause: LossKind, error: ServiceError, *, has_begun: bool, had_output: bool) -> None:
         """Go on elsewhere: its engine is lost, or refuses it for now.
 
@@ -271,7 +278,7 @@ class Moves:
         self.client = client
         self.num_attempts += 1
         if failover.suspects.send(self.suspect, client.address):
-            self._timer = asyncio.get_running_loop().call_later(_PROOF_S, self._pass_over)
+            self._timer = asyncio.get_running_loop().call_later(failover.proof_s, self._pass_over)
         try:
             self._send(client)
         except ServiceError as error:
@@ -326,6 +333,9 @@ class Moves:
 
     def _join(self) -> None:
         self._timer = None
+        if self._failover.is_closed:
+            self._end_with(self._error)
+            return
         if self._cause is LossKind.REFUSED and self._is_refused_by_all():
             # They are not about to go: to wait for others says nothing that the refusal does not.
             self._end_with(self._error)
@@ -347,6 +357,11 @@ class Moves:
 
     def _pass_over(self) -> None:
         self._timer = None
+        proof_s = self._failover.proof_s
+        if self.client is not None and self.client.step_age_s > proof_s / 2:
+            # The engine may be about to hang, by this very suspect: then the others must not be there.
+            self._timer = asyncio.get_running_loop().call_later(proof_s / 2, self._pass_over)
+            return
         self._failover.suspects.pass_over(self.suspect)
         self._failover.engines_changed()
 

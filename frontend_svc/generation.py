@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
-from frontend_svc.admission import Admission, Ticket
+from frontend_svc.admission import Admission
+from frontend_svc.adoption import AdoptedRequest, make_adoptable
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.loss import LossKind
 from frontend_svc.failover import Failover, Moves, Wish
-from frontend_svc.open_requests import OpenRequests, RequestPhase
+from frontend_svc.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.group import make_states
 from frontend_svc.output.request_state import RequestState
@@ -21,10 +23,11 @@ from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
-from frontend_svc.text.prompt import Prompt
+from frontend_svc.text.prompt import Prompt, RequestPrompt
 from frontend_svc.text.sampling import stream_interval
 from frontend_svc.tracing import RequestTrace
 from service_kit.errors import DeadlineExceeded, ServiceError
+from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
@@ -44,6 +47,7 @@ class Caller:
     tracestate: str
     remaining_s: Callable[[], float | None]
     patience_s: float | None = None  # what remained when the call arrived
+    resume_token: str = ""  # of a stream that outlives its call
 
     def is_late(self) -> bool:
         """True when the caller's deadline has passed, or passes before an answer could be with it."""
@@ -77,7 +81,6 @@ class OpenRequest:
         wish: Wish,
         trace: RequestTrace,
         arrived_at: float,
-        leave_queue: Callable[[], None],
     ) -> None:
         self._caller = caller
         self.request_id = request_id
@@ -90,7 +93,7 @@ class OpenRequest:
         self._collector = states[0].collector
         self._clock = failover.clock
         self._arrived_at = arrived_at
-        self._leave_queue = leave_queue
+        self.on_read: Callable[[], None] = lambda: None  # called with each output that is read
         self._num_output_tokens: dict[int, int] = {}
         self._handles: list[int] = []
         self._num_sent_tokens = 0
@@ -109,10 +112,20 @@ class OpenRequest:
         """Send it; see `Moves.start`."""
         self._moves.start()
 
+    def take_over(self, adopted: AdoptedRequest) -> None:
+        """Go on with what runs in an engine already. An output that is not there any more has ended."""
+        client, outputs = adopted.client, adopted.outputs
+        self._moves.take_over(client, adopted.num_attempts)
+        self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
+        for index, state in enumerate(self.states):
+            if index not in outputs:
+                state.advance([], Ending(EndReason.STOP))
+        client.adoptions.hand_over((adoptee, self.states[index]) for index, adoptee in outputs.items())
+
     async def next(self) -> Output:
         """What came since the last call, waiting for it; after the last nothing comes."""
         output = await self._collector.get()
-        self._leave_queue()
+        self.on_read()
         for piece in output.pieces:
             self._num_output_tokens[piece.index] = piece.num_output_tokens
             if piece.ending is not None:
@@ -262,73 +275,112 @@ class Generation:
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model)
-            prepared = await self._prepare(request, prompt, model, ticket, trace)
-            trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
-            for entry in prepared.entries:
-                entry.trace_context.CopyFrom(trace_context)
-            rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-            opened = OpenRequest(
-                caller,
-                request.request_id or caller.request_id,
-                prepared,
-                self._states(
-                    request, prompt, prepared, model, kind,
-                    lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
-                ),
-                self._failover,
-                Wish(model, rank, len(prepared.entries)),
-                trace,
-                tracked.arrived_at,
-                lambda: self._admission.leave_queue(ticket),
-            )  # fmt: skip
-            try:
+            prepared = await self._prepare(request, prompt, model, caller, trace)
+            self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
+            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked)
+            opened.on_read = lambda: self._admission.leave_queue(ticket)
+            with _kept_open(opened, caller, trace):
                 opened.start()
                 tracked.follow(opened)
                 yield opened
-            finally:
-                reason = caller.abort_reason()
-                if reason == engine_pb2.ABORT_REASON_DEADLINE:
-                    trace.abort_cause = "deadline"
-                opened.close(reason)
-                trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
 
-    async def _prepare(
-        self, request: AnyRequest, prompt: Prompt, model: ServedModel, ticket: Ticket, trace: RequestTrace
-    ) -> Prepared:
-        check_request(request, prompt, model, self._limits)
-        with trace.tokenizing():
-            prepared = await prepare(request, prompt, model, self._limits)
-        self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
-        trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
-        return prepared
+    @contextlib.asynccontextmanager
+    async def adopt(
+        self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
+    ) -> AsyncGenerator[OpenRequest, None]:
+        """Keep alive inside of the block what another frontend began, with its output from the start."""
+        request = adopted.request
+        with (
+            self._drain.counted(),
+            trace,
+            self._admission.share(request.request_id),
+            self._requests.track(request.request_id, caller.request_id) as tracked,
+        ):
+            prompt, model = RequestPrompt(request), adopted.client.model
+            assert model is not None, "an engine that was ready has a model"
+            prepared = await self._prepare(request, prompt, model, caller, trace)
+            # What has come so far waits for its reader as one, however much that is.
+            limit = dataclasses.replace(
+                self._reader_limit,
+                max_tokens=self._reader_limit.max_tokens + adopted.num_tokens,
+                max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
+            )
+            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked, limit=limit)
+            with _kept_open(opened, caller, trace):
+                opened.take_over(adopted)
+                tracked.follow(opened)
+                yield opened
 
-    def _states(
+    def _opened(
         self,
         request: AnyRequest,
         prompt: Prompt,
         prepared: Prepared,
         model: ServedModel,
+        caller: Caller,
         kind: OutputKind,
-        on_slow: Callable[[], None],
-    ) -> list[RequestState]:
-        sampling, num_outputs = request.sampling, len(prepared.entries)
+        trace: RequestTrace,
+        tracked: TrackedRequest,
+        *,
+        limit: ReaderLimit | None = None,
+    ) -> OpenRequest:
+        trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
+        for entry in prepared.entries:
+            entry.trace_context.CopyFrom(trace_context)
+        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         collector = Collector(
             kind,
-            num_outputs,
-            stream_interval=stream_interval(sampling, self._limits),
-            limit=self._reader_limit,
-            on_slow=on_slow,
-            awaits_prompt=sampling.HasField("prompt_logprobs"),
+            len(prepared.entries),
+            stream_interval=stream_interval(request.sampling, self._limits),
+            limit=limit or self._reader_limit,
+            on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+            awaits_prompt=request.sampling.HasField("prompt_logprobs"),
         )
-        return make_states(
-            sampling,
+        states = make_states(
+            request.sampling,
             prepared.prompt_token_ids,
             model,
             collector,
-            num_outputs,
+            len(prepared.entries),
             markers=prompt.markers,
             num_leading_places=prepared.num_leading_places,
         )
+        opened = OpenRequest(
+            caller,
+            request.request_id or caller.request_id,
+            prepared,
+            states,
+            self._failover,
+            Wish(model, rank, len(prepared.entries)),
+            trace,
+            tracked.arrived_at,
+        )
+        return opened
+
+    async def _prepare(
+        self, request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller, trace: RequestTrace
+    ) -> Prepared:
+        check_request(request, prompt, model, self._limits)
+        with trace.tokenizing():
+            prepared = await prepare(request, prompt, model, self._limits)
+        if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
+            request_id = request.request_id or caller.request_id
+            make_adoptable(prepared, request, request_id, caller.resume_token)
+        trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
+        return prepared
+
+
+@contextlib.contextmanager
+def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iterator[None]:
+    """Whatever leaves the block aborts the request where it has not ended."""
+    try:
+        yield
+    finally:
+        reason = caller.abort_reason()
+        if reason == engine_pb2.ABORT_REASON_DEADLINE:
+            trace.abort_cause = "deadline"
+        opened.close(reason)
+        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
 
 
 def too_late() -> DeadlineExceeded:

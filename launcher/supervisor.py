@@ -64,6 +64,7 @@ class Supervisor:
         # By process name. Kept while a process is down: it comes back where the others know it.
         self._addresses: dict[str, str] = {}
         self._ready: set[str] = set()
+        self._all_are_ready = asyncio.Event()
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -72,8 +73,9 @@ class Supervisor:
             async with asyncio.timeout(self._limits.startup_s):
                 await self._start(self._plan.coordinator)
                 async with asyncio.TaskGroup() as group:
+                    group.create_task(self._outlive_the_start(self._plan.coordinator))
                     for plan in self._plan.others:
-                        group.create_task(self._start(plan))
+                        group.create_task(self._start_with_others(plan))
         except TimeoutError as error:
             late = [plan.name for plan in self._plans() if plan.name not in self._ready]
             raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {', '.join(late)}") from error
@@ -114,6 +116,23 @@ class Supervisor:
     def _plans(self) -> tuple[ProcessPlan, ...]:
         return (self._plan.coordinator, *self._plan.others)
 
+    async def _outlive_the_start(self, plan: ProcessPlan) -> None:
+        """Raise ChildDied for a process that was ready, and dies before all the others are."""
+        child = self.children[plan.name]
+        ended = asyncio.ensure_future(child.wait())
+        started = asyncio.ensure_future(self._all_are_ready.wait())
+        try:
+            await asyncio.wait((ended, started), return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                raise ChildDied(child, STARTING)
+        finally:
+            ended.cancel()
+            started.cancel()
+
+    async def _start_with_others(self, plan: ProcessPlan) -> None:
+        await self._start(plan)
+        await self._outlive_the_start(plan)
+
     async def _start(self, plan: ProcessPlan) -> None:
         child, pipe_fd = await spawn(plan, self._flags_of(plan), self._environment, quiet=self._quiet)
         self.children[plan.name] = child
@@ -121,6 +140,8 @@ class Supervisor:
         self._addresses[plan.name] = address
         await self._until_ready(child, address)
         self._ready.add(plan.name)
+        if len(self._ready) == len(self._plans()):
+            self._all_are_ready.set()
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
 
     async def _until_ready(self, child: ChildProcess, address: str) -> None:
@@ -170,8 +191,10 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._limits.startup_s):
                 await self._start(plan)
-        except (ChildDied, TimeoutError):
+        except (ChildDied, OSError) as error:
             # `_keep` sees the end of it and counts it.
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                self._report(f"{plan.name} cannot be started: {error.strerror or error}")
             await self.children[plan.name].stop(self._limits.stop_s)
             return
         self._on_restart()

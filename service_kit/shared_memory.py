@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import stat
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
 
@@ -36,11 +39,12 @@ class Segment:
         return self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Remove it, whether or not it was taken."""
+        """Remove it, whether or not it was taken. What the system refuses to remove is left to a sweep."""
         if self._descriptor < 0:
             return
         if not self.is_taken:
             remove(self.name)
+        # With it goes the lock.
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -106,20 +110,33 @@ def read(name: str, offset: int, size: int) -> bytes:
 
 
 def remove(name: str) -> None:
-    """Remove the name of a segment; nothing where it is gone already."""
-    if _NAME.fullmatch(name) is not None:
-        (FOLDER / name).unlink(missing_ok=True)
+    """Remove the name of a segment; nothing where it is gone already.
+
+    One that the system refuses to remove just now is left to its owner, and to a sweep.
+    """
+    try:
+        _unlink(name)
+    except OSError as error:
+        logger.warning("segment not removed", extra={"segment": name, "reason": error.strerror})
 
 
 def sweep() -> int:
-    """Remove segments of this user whose owner is dead, and say how many. Looks at so many files at most."""
+    """Remove segments of this user whose owner is dead, and say how many. Looks at so many files at most.
+
+    OSError where the system refuses that just now: a later sweep finds them too.
+    """
     num_removed = 0
     with os.scandir(FOLDER) as entries:
         for _, entry in zip(range(_MAX_ENTRIES_A_SWEEP), entries, strict=False):
             if _NAME.fullmatch(entry.name) is not None and _is_abandoned(entry.name):
-                remove(entry.name)
+                _unlink(entry.name)
                 num_removed += 1
     return num_removed
+
+
+def _unlink(name: str) -> None:
+    if _NAME.fullmatch(name) is not None:
+        (FOLDER / name).unlink(missing_ok=True)
 
 
 def _is_abandoned(name: str) -> bool:
@@ -128,7 +145,8 @@ def _is_abandoned(name: str) -> bool:
     except OSError:
         return False
     try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

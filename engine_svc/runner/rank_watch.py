@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 
 from engine_svc.device_errors import DeviceLost
 from engine_svc.runner.progress_board import ProgressBoard
+from engine_svc.runner.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,6 @@ class _Rank:
     pidfd: int
     line: socket.socket
     unread: bytes = b""
-    beats: int = 0
-    silent_s: float = 0.0
     is_line_open: bool = True
 
 
@@ -97,6 +96,7 @@ class RankWatch:
         self._blamed: RankLost | None = None
         self._is_stopping = False
         self._grace_s = limits.stop_s
+        self._silence = Silence(len(starts), start_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
         self._are_all_ready = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
@@ -224,15 +224,9 @@ class RankWatch:
         return killed, ended
 
     def _find_silent(self, elapsed: float) -> RankLost | None:
-        limit = self._limits.hang_s if self._are_all_ready else self._limits.start_hang_s
-        silent: list[int] = []
-        for index, rank in enumerate(self._ranks):
-            beats = self._board.beats(index)
-            rank.silent_s = 0.0 if beats != rank.beats else rank.silent_s + elapsed
-            rank.beats = beats
-            if rank.silent_s >= limit:
-                silent.append(index)
-        return RankLost(silent[0], f"gave no sign of life for {limit:g} s") if silent else None
+        beats = [self._board.beats(index) for index in range(len(self._ranks))]
+        silent = self._silence.look(beats, elapsed, are_all_ready=self._are_all_ready)
+        return RankLost(silent[0], f"gave no sign of life for {silent[1]:g} s") if silent else None
 
     def _ask_to_end(self) -> None:
         for rank in self._ranks:

@@ -14,6 +14,9 @@ ITEM_SIZES = {
     "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 _MAX_DIMENSIONS = 8
+# The largest number of float16, and the bits of the largest bfloat16 below it.
+MAX_MODERATE = 65_504.0
+_MAX_MODERATE_BF16 = 0x477F
 
 
 class BadTensor(ValueError):
@@ -34,6 +37,16 @@ class HostTensor:
         expected = size_bytes(self.dtype, self.shape)
         if len(self.data) != expected:
             raise BadTensor(f"{list(self.shape)} of {self.dtype} is {expected} bytes, {len(self.data)} came")
+
+    @property
+    def is_moderate(self) -> bool:
+        """Whether no element of a floating type is beyond what float16 can hold, so that sums stay finite."""
+        match self.dtype:
+            case "float32":
+                return bool((np.abs(np.frombuffer(self.data, "<f4")) <= MAX_MODERATE).all())
+            case "bfloat16":
+                return bool((np.frombuffer(self.data, "<u2") & 0x7FFF <= _MAX_MODERATE_BF16).all())
+        return True
 
     @property
     def is_sound(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import itertools
+import logging
 import secrets
 from collections.abc import AsyncIterable
 
@@ -23,6 +25,8 @@ from service_kit.errors import (
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2
 
+logger = logging.getLogger(__name__)
+
 MAX_TENSOR_BYTES = 64 * 1024 * 1024
 _MAX_STORE_BYTES = 512 * 1024 * 1024
 _MAX_HELD_BYTES = 512 * 1024 * 1024
@@ -30,6 +34,8 @@ _RETRY_AFTER_MS = 1000
 _SECRET_BYTES = 32
 # Heartbeats between two looks for what dead processes left: 1 s.
 _BEATS_A_SWEEP = 2
+# What the system lacks just now and not the segment.
+_PASSING_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 _DTYPES = {
     tensor_pb2.D_TYPE_FP32: "float32",
@@ -65,8 +71,9 @@ class TensorDoor:
         self._numbers = itertools.count()
         self._num_beats = 0
         self._has_shared_memory = is_open and shared_memory.is_available()
+        self._was_swept = True
         if self._has_shared_memory:
-            shared_memory.sweep()
+            self._sweep()
 
     async def upload(
         self, requests: AsyncIterable[engine_pb2.UploadBlobRequest]
@@ -89,7 +96,18 @@ class TensorDoor:
         self.blobs.expire()
         self._num_beats += 1
         if self._has_shared_memory and self._num_beats % _BEATS_A_SWEEP == 0:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        try:
             shared_memory.sweep()
+        except OSError as error:
+            # Told once and not with each beat, until it is over.
+            if self._was_swept:
+                logger.warning("shared memory not swept", extra={"reason": error.strerror})
+            self._was_swept = False
+        else:
+            self._was_swept = True
 
 
 class HostProbe:
@@ -230,6 +248,10 @@ class TensorSource:
             data = shared_memory.read(name, reference.offset, reference.size)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError) and error.errno in _PASSING_ERRORS:
+                raise Unavailable(
+                    f"{field}.shm cannot be read just now: {reason}", retry_after_ms=_RETRY_AFTER_MS
+                ) from error
             raise InvalidArgument(f"{field}.shm cannot be read: {reason}", field=f"{field}.shm") from error
         self._taken[name, reference.offset] = tensor = HostTensor(dtype, shape, data)
         self._door.memory.count(tensor)

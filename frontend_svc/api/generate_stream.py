@@ -1,16 +1,22 @@
-"""The messages of one Generate stream, whoever reads it: the call itself, a batch, or one that may resume."""
+"""The messages of one Generate stream, whoever reads it: the call itself, a batch, or one that may resume.
+
+Or the rest of them, where the stream began at another frontend.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 
+from frontend_svc.adoption import Adoption
 from frontend_svc.api.messages import fill_logprobs, finished_message, started_message
-from frontend_svc.generation import Caller, Generation
-from frontend_svc.output.collector import OutputKind, OutputPiece
+from frontend_svc.generation import Caller, Generation, OpenRequest
+from frontend_svc.output.collector import Output, OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
-from triptych.api.v1 import generate_pb2
+from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
+
+Response = generate_pb2.GenerateResponse
 
 _KINDS = {
     sampling_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
@@ -25,7 +31,7 @@ def kind_of(sampling: sampling_pb2.SamplingParams) -> OutputKind:
 
 async def stream_generate(
     generation: Generation, request: generate_pb2.GenerateRequest, caller: Caller
-) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+) -> AsyncGenerator[Response, None]:
     """Started, deltas, and one finished for each output, numbered from 1. Closing it aborts the request."""
     trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
     prompt, kind = RequestPrompt(request), kind_of(request.sampling)
@@ -33,23 +39,86 @@ async def stream_generate(
         output = await opened.next()
         started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
         position = 1
-        yield generate_pb2.GenerateResponse(position=position, started=started)
+        yield Response(position=position, started=started)
         while True:
-            for piece in output.pieces:
-                if piece.token_ids or piece.text:
-                    position += 1
-                    yield _delta_response(position, piece)
-                if piece.ending is not None:
-                    position += 1
-                    finished = finished_message(opened, output, piece, piece.ending)
-                    yield generate_pb2.GenerateResponse(position=position, finished=finished)
+            for message in _messages(opened, output, position, {}):
+                position = message.position
+                yield message
             if output.is_last:
                 return
             output = await opened.next()
 
 
-def _delta_response(position: int, piece: OutputPiece) -> generate_pb2.GenerateResponse:
-    response = generate_pb2.GenerateResponse(position=position)
+async def stream_rest(
+    generation: Generation,
+    adoption: Adoption,
+    resume: inference_pb2.ResumeRequest,
+    caller: Caller,
+    on_adopted: Callable[[generate_pb2.GenerateRequest], None],
+) -> AsyncGenerator[Response, None]:
+    """The messages that the client of another frontend has not got. Closing it aborts the request.
+
+    `on_adopted` is called with the request once it is here. Raises NotFound where nobody keeps it.
+    """
+    token, received = resume.resume_token, {one.output_index: one for one in resume.received}
+    trace = RequestTrace(caller.request_id, caller.traceparent, caller.tracestate)
+    async with adoption.take_over(token, received) as adopted:
+        on_adopted(adopted.request)
+        kind = kind_of(adopted.request.sampling)
+        has_all_each_time = kind is OutputKind.CUMULATIVE
+        cuts = {index: Cut(one, has_all_each_time=has_all_each_time) for index, one in received.items()}
+        async with generation.adopt(adopted, caller, kind, trace) as opened:
+            position, is_last = resume.last_position, False
+            while not is_last:
+                output = await opened.next()
+                is_last = output.is_last
+                for message in _messages(opened, output, position, cuts):
+                    position = message.position
+                    yield message
+
+
+class Cut:
+    """What a client has got of one output, to be left out where it comes again."""
+
+    def __init__(self, received: inference_pb2.ReceivedOutput, *, has_all_each_time: bool) -> None:
+        self.is_finished = received.is_finished
+        self._num_tokens = 0 if has_all_each_time else received.num_tokens
+        self._num_characters = 0 if has_all_each_time else received.num_characters
+
+    def apply(self, piece: OutputPiece) -> None:
+        """Leave out of `piece` what is to be left out of it."""
+        num_tokens = min(self._num_tokens, len(piece.token_ids))
+        if num_tokens:
+            piece.token_ids = piece.token_ids[num_tokens:]
+            if piece.logprobs is not None:
+                piece.logprobs = piece.logprobs.after(num_tokens)
+        num_characters = min(self._num_characters, len(piece.text))
+        piece.text = piece.text[num_characters:]
+        self._num_tokens -= num_tokens
+        self._num_characters -= num_characters
+
+
+def _messages(
+    opened: OpenRequest, output: Output, position: int, cuts: Mapping[int, Cut]
+) -> Iterator[Response]:
+    """What `output` says, behind `position`."""
+    for piece in output.pieces:
+        cut = cuts.get(piece.index)
+        if cut is not None:
+            if cut.is_finished:
+                continue
+            cut.apply(piece)
+        if piece.token_ids or piece.text:
+            position += 1
+            yield _delta_response(position, piece)
+        if piece.ending is not None:
+            position += 1
+            finished = finished_message(opened, output, piece, piece.ending)
+            yield Response(position=position, finished=finished)
+
+
+def _delta_response(position: int, piece: OutputPiece) -> Response:
+    response = Response(position=position)
     # Filled in place: a message given to the constructor of another is copied.
     delta = response.delta
     delta.SetInParent()

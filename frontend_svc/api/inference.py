@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ResumeRequest, context: ResumeContext
     ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
         """Go on with a stream that broke, after the last message that was read."""
-        responses = self._resumable.resume(request.resume_token, request.last_position)
+        responses = self._resumable.resume(request, caller_of(context))
         async with contextlib.aclosing(responses):
             async for response in responses:
                 yield inference_pb2.ResumeResponse(response=response)

@@ -1,7 +1,7 @@
 """Streams that outlive their calls for a while: a bounded log of messages, read by one call at a time.
 
-A task drives each stream into its log; the call that asked for it, and later Resume, read the log. Knows
-no engine.
+A task drives each stream into its log; the call that asked for it, and later Resume, read the log. So does a
+Resume of a stream whose frontend is gone, the log of which begins in the middle. Knows no engine.
 """
 
 from __future__ import annotations
@@ -12,19 +12,34 @@ import dataclasses
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
+from frontend_svc.adoption import TOKEN_CHARACTERS, not_kept
 from frontend_svc.generation import Caller
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
-from service_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, ServiceError
-from triptych.api.v1 import generate_pb2
+from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
+from triptych.api.v1 import generate_pb2, inference_pb2
 
 Response = generate_pb2.GenerateResponse
 StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Response, None]]
 
 # Logs that were read to their end, kept for a client whose connection broke on the last messages.
 _MAX_READ_LOGS = 1024
-_TOKEN_BYTES = 16
+_TOKEN_BYTES = TOKEN_CHARACTERS // 2
+
+
+class RestOf(Protocol):
+    """Streams what the client of another frontend has not got."""
+
+    def __call__(
+        self,
+        resume: inference_pb2.ResumeRequest,
+        caller: Caller,
+        on_adopted: Callable[[generate_pb2.GenerateRequest], None],
+    ) -> AsyncGenerator[Response, None]:
+        """The messages; `on_adopted` hears of the request, NotFound says that nobody keeps it."""
+        ...
 
 
 class MessageLog:
@@ -33,11 +48,11 @@ class MessageLog:
     What the present reader has not been given stays; of the rest the oldest goes first.
     """
 
-    def __init__(self, limit: ReaderLimit) -> None:
+    def __init__(self, limit: ReaderLimit, last: int = 0) -> None:
         self._limit = limit
         self._messages: dict[int, Response] = {}
-        self._first = 1
-        self._last = 0
+        self._first = last + 1
+        self._last = last
         self._num_bytes = 0
         self._num_tokens = 0
 
@@ -93,10 +108,12 @@ class ResumableStream:
         is_late: Callable[[], bool],
         on_end: Callable[[ResumableStream], None],
         on_read: Callable[[ResumableStream], None],
+        begins_behind: int = 0,
     ) -> None:
         self.token = token
-        self._log = MessageLog(limit)
-        self._grace_s = grace_s
+        self.grace_s = grace_s  # how long it lives on without a reader
+        self._log = MessageLog(limit, begins_behind)
+        self._begins_behind = begins_behind
         self._is_late = is_late
         self._on_end = on_end
         self._on_read = on_read
@@ -106,7 +123,7 @@ class ResumableStream:
         self._reader = 0
         self._has_reader = False
         self._given = 0  # to the present reader
-        self._max_given = 0  # to any reader
+        self._max_given = begins_behind  # to any reader
         self._timer: asyncio.TimerHandle | None = None
         self._task = asyncio.ensure_future(self._drive(responses))
 
@@ -196,13 +213,14 @@ class ResumableStream:
 
     def _detach(self) -> None:
         self._has_reader = False
-        if self._is_late() or not self._max_given:
-            # Nobody comes back for it: its deadline has passed, or nobody was told the token.
+        is_vain = self._error is not None and self._log.last == self._begins_behind
+        if self._is_late() or not self._max_given or is_vain:
+            # Nobody comes back for it: its deadline has passed, nobody was told the token, or it never began.
             self.expire()
             return
         if self._is_over and self._given == self._log.last:
             self._on_read(self)
-        self._timer = asyncio.get_running_loop().call_later(self._grace_s, self.expire)
+        self._timer = asyncio.get_running_loop().call_later(self.grace_s, self.expire)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -220,8 +238,9 @@ class ResumableStreams:
     A stream is forgotten at the end of its grace, which begins when its call ends, however that ends.
     """
 
-    def __init__(self, stream_of: StreamOf, limit: ReaderLimit) -> None:
+    def __init__(self, stream_of: StreamOf, rest_of: RestOf, limit: ReaderLimit) -> None:
         self._stream_of = stream_of
+        self._rest_of = rest_of
         self._limit = limit
         self._streams: dict[str, ResumableStream] = {}
         self._read: OrderedDict[str, ResumableStream] = OrderedDict()
@@ -234,32 +253,25 @@ class ResumableStreams:
     ) -> AsyncGenerator[Response, None]:
         """Run a request with an orphan grace, and read its stream from the start."""
         grace_s = min(request.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
-        caller = _outliving(caller)
-        stream = ResumableStream(
-            secrets.token_hex(_TOKEN_BYTES),
-            self._stream_of(request, caller),
-            self._limit,
-            grace_s,
-            caller.is_late,
-            self._forget,
-            self._note_read,
-        )
-        self._streams[stream.token] = stream
+        token = secrets.token_hex(_TOKEN_BYTES)
+        caller = _outliving(caller, token)
+        messages = self._stream_of(request, caller)
+        stream = self._keep(token, messages, grace_s, caller)
         async with contextlib.aclosing(stream.read(0)) as messages:
             async for message in messages:
                 yield message
 
-    async def resume(self, token: str, last_position: int) -> AsyncGenerator[Response, None]:
-        """Go on after `last_position` with the stream of a token. Raises NotFound for one that is none."""
-        stream = self._streams.get(token)
+    async def resume(
+        self, request: inference_pb2.ResumeRequest, caller: Caller
+    ) -> AsyncGenerator[Response, None]:
+        """Go on with the stream of a token, one of this process or of a frontend that is gone.
+
+        Raises NotFound where neither is kept.
+        """
+        stream = self._streams.get(request.resume_token)
         if stream is None:
-            raise NotFound(
-                "no stream with this resume_token is kept in this frontend process: it ended, its grace is "
-                "over, or it is another process's",
-                resource_type="stream",
-                resource_name=token,
-            )
-        async with contextlib.aclosing(stream.read(last_position)) as messages:
+            stream = self._take_over(request, caller)
+        async with contextlib.aclosing(stream.read(request.last_position)) as messages:
             async for message in messages:
                 yield message
 
@@ -270,18 +282,57 @@ class ResumableStreams:
         for stream in streams:
             await stream.end()
 
+    def _take_over(self, request: inference_pb2.ResumeRequest, caller: Caller) -> ResumableStream:
+        # Behind `started` whoever does not say what it has got has got what nobody can cut off.
+        can_be_cut = bool(request.received) or request.last_position == 1
+        if not can_be_cut or len(request.resume_token) != TOKEN_CHARACTERS:
+            raise not_kept(request.resume_token)
+
+        def on_adopted(adopted: generate_pb2.GenerateRequest) -> None:
+            stream.grace_s = min(adopted.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
+
+        caller = _outliving(caller, request.resume_token)
+        messages = self._rest_of(request, caller, on_adopted)
+        stream = self._keep(
+            request.resume_token, messages, MAX_ORPHAN_GRACE_MS / 1000, caller, request.last_position
+        )
+        return stream
+
+    def _keep(
+        self,
+        token: str,
+        messages: AsyncGenerator[Response, None],
+        grace_s: float,
+        caller: Caller,
+        begins_behind: int = 0,
+    ) -> ResumableStream:
+        stream = ResumableStream(
+            token,
+            messages,
+            self._limit,
+            grace_s,
+            caller.is_late,
+            self._forget,
+            self._note_read,
+            begins_behind,
+        )
+        self._streams[token] = stream
+        return stream
+
     def _note_read(self, stream: ResumableStream) -> None:
         self._read[stream.token] = stream
         if len(self._read) > _MAX_READ_LOGS:
             next(iter(self._read.values())).expire()
 
     def _forget(self, stream: ResumableStream) -> None:
-        self._streams.pop(stream.token, None)
+        if self._streams.get(stream.token) is stream:
+            del self._streams[stream.token]
         self._read.pop(stream.token, None)
 
 
-def _outliving(caller: Caller) -> Caller:
-    """`caller` with a deadline that does not need its call any more."""
+def _outliving(caller: Caller, token: str) -> Caller:
+    """`caller` of the stream `token`, with a deadline that does not need its call any more."""
+    caller = dataclasses.replace(caller, resume_token=token)
     remaining_s = caller.remaining_s()
     if remaining_s is None:
         return dataclasses.replace(caller, remaining_s=lambda: None)

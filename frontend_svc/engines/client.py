@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
@@ -14,9 +13,10 @@ from frontend_svc.engines.adoptions import EngineAdoptions
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
 from frontend_svc.engines.engine_state import HELD_STATES, TRANSITIONS, EngineState
-from frontend_svc.engines.handshake import ADOPT, SCHEMA_REVISION, FrontendIdentity
+from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
 from frontend_svc.engines.line import EngineLine
-from frontend_svc.engines.loss import Loss, LossKind
+from frontend_svc.engines.loss import Loss
+from frontend_svc.engines.reconnect_pause import ReconnectPause
 from frontend_svc.engines.routing import EngineInfo
 from frontend_svc.engines.step_watch import StepWatch
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
@@ -35,21 +35,10 @@ __all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_DEADLINE_S = 1.0
-_MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 1.0
-# An engine of another version is another one after an upgrade only.
-_INCOMPATIBLE_BACKOFF_S = 5.0
 # For so long an engine that nobody tells of any more is asked to end what has moved on from it.
 _MAX_OWED_S = 30.0
 # Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
 _MAX_ROWS_A_TURN = 32
-
-_LOSS_KINDS = {
-    # A stream that could not be replaced says no more of its engine than silence does.
-    StreamEnd.BROKEN: LossKind.SILENCE,
-    StreamEnd.SILENT: LossKind.SILENCE,
-    StreamEnd.LEFT: LossKind.LEFT,
-}
 
 
 class EngineClient:
@@ -87,11 +76,10 @@ class EngineClient:
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
         )
         self._handles = itertools.count(1)
-        self.adoptions = EngineAdoptions(
-            self._line, self._processor, self._handles, send=self._send, abort=self.abort
-        )
+        self.adoptions = EngineAdoptions(self._line, self._processor, self._handles, self._send, self.abort)
         self._stream: EngineStream | None = None
         self._steps = StepWatch()
+        self._pause = ReconnectPause(clock)
         self._is_loaded = False
         self._is_held = False
         self._lost_at = 0.0
@@ -121,16 +109,16 @@ class EngineClient:
         return max(1, self._line.ack.dp_size)
 
     @property
+    def step_age_s(self) -> float:
+        """For how long its present step had been running when it was heard last; 0 without one."""
+        return self._steps.age_s
+
+    @property
     def owed_s(self) -> float:
         """For how many seconds more it should be kept, to have the engine end what moved on from it; or 0."""
         if not self._line.session.num_moved:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
-
-    @property
-    def can_adopt(self) -> bool:
-        """Whether it may be asked for requests of frontends that are gone."""
-        return self.state is EngineState.READY and ADOPT in self._line.ack.features
 
     def info(self) -> EngineInfo:
         """What routing needs to know."""
@@ -193,18 +181,13 @@ class EngineClient:
             self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
 
     async def _run(self) -> None:
-        backoff_s = _MIN_BACKOFF_S
         try:
             while True:
                 lost = await self._visit()
-                was_ready = self.state not in (EngineState.CONNECTING, EngineState.LOADING)
                 self._end_visit(lost)
                 if self._is_closing:
                     return
-                backoff_s = _MIN_BACKOFF_S if was_ready else min(2 * backoff_s, _MAX_BACKOFF_S)
-                if lost.end is StreamEnd.INCOMPATIBLE:
-                    backoff_s = _INCOMPATIBLE_BACKOFF_S
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(self._pause.after(lost.end))
                 self._move_to(EngineState.CONNECTING)
         finally:
             self._end_visit(StreamLost("closed", StreamEnd.LEFT))
@@ -262,6 +245,7 @@ class EngineClient:
                 raise StreamLost(str(final), StreamEnd.LEFT) from final
             raise
         is_draining = was_draining or self._line.is_draining
+        self._tensors.go_on(self._line.stub)
         self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
         return stream
 
@@ -370,32 +354,29 @@ class EngineClient:
 
     def _end_visit(self, lost: StreamLost) -> None:
         """The engine is lost, and with it what it had of ours."""
-        if not self._is_closing and self.state not in (EngineState.CONNECTING, EngineState.DOWN):
+        if not self._is_closing and self.state is not EngineState.DOWN and self.down_reason != str(lost):
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
-        kind = _LOSS_KINDS.get(lost.end, LossKind.DEATH)
-        if lost.end is StreamEnd.BROKEN and not self._line.session.is_resumable:
-            kind = LossKind.DEATH
+        loss = self._line.loss(lost)
         self.down_reason = str(lost)
         self._unreported.clear()
         self._num_waiting = self._num_running = 0
         self._steps.forget()
         self._line.lose(lost)
-        self._lost_at = self._clock.now()
+        if self.state in (EngineState.READY, EngineState.DRAINING, EngineState.RECONNECTING):
+            self._lost_at = self._clock.now()
         self._tensors.stop()
         self.adoptions.lose(str(lost))
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
-        self._lose_all(Loss(self.address, kind, str(lost)))
+        self._lose_all(loss)
 
     def _lose_all(self, loss: Loss) -> None:
         while len(self._processor):
-            num_before = len(self._processor)
             try:
                 self._processor.lose_all(loss)
             except Exception:
-                # A bug of ours, and one request's alone: the others still hear of the loss.
+                # A bug of ours, and one request's alone: who is told is forgotten, and the others still hear.
                 logger.exception("a request cannot be told of a loss", extra={"engine": self.address})
-            assert len(self._processor) < num_before, "who is told is forgotten"
 
     def _move_to(self, state: EngineState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -403,6 +384,8 @@ class EngineClient:
         level = logging.DEBUG if state in (EngineState.CONNECTING, EngineState.LOADING) else logging.INFO
         logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})
         self.state = state
+        if state is EngineState.READY:
+            self._pause.note_ready()
         try:
             self._on_change(self)
         except Exception:

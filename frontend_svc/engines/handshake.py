@@ -11,7 +11,8 @@ SCHEMA_REVISION = 1
 MIN_ENGINE_REVISION = 1
 # Behaviours that take part in a session only where both sides name them.
 RESUME = "resume"
-FEATURES = frozenset({RESUME})
+ADOPT = "adopt"
+FEATURES = frozenset({RESUME, ADOPT})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from frontend_svc.engines.handshake import RESUME, FrontendIdentity, make_hello, refusal
+from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.engines.session import EngineSession
 from frontend_svc.engines.stream import EngineStream, StreamEnd, StreamLost
 from service_kit.clock import Clock
@@ -28,6 +29,13 @@ _MAX_REPLACING_S = 1.0
 _MAX_BARREN_STREAMS = 10
 # Ends after which the engine may still run what the session has.
 _KEEPING_ENDS = (StreamEnd.BROKEN, StreamEnd.SILENT, StreamEnd.HUNG)
+
+_LOSS_KINDS = {
+    # A stream that could not be replaced says no more of its engine than silence does.
+    StreamEnd.BROKEN: LossKind.SILENCE,
+    StreamEnd.SILENT: LossKind.SILENCE,
+    StreamEnd.LEFT: LossKind.LEFT,
+}
 
 # What a stream begins with, for what the engine said, in which session, and whether that goes on.
 Greet = Callable[[session_pb2.HelloAck, str, bool], engine_pb2.ConnectRequest | None]
@@ -106,6 +114,13 @@ class EngineLine:
             raise StreamLost(f"{lost}; the engine does not have the session any more", end)
         self._go_on(stream)
         return stream
+
+    def loss(self, lost: StreamLost) -> Loss:
+        """What the end of a stream says of the engine, to those who have requests there."""
+        kind = _LOSS_KINDS.get(lost.end, LossKind.DEATH)
+        if lost.end is StreamEnd.BROKEN and not self.session.is_resumable:
+            kind = LossKind.DEATH
+        return Loss(self._address, kind, str(lost))
 
     def lose(self, lost: StreamLost) -> None:
         """What the session has goes on elsewhere. The session stays where the engine may still run it."""

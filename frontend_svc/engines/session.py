@@ -22,6 +22,7 @@ class _Open:
 
     attempt: int
     entry: add_pb2.AddEntry | None
+    adopt: engine_pb2.AdoptEntry | None = None  # until the engine has answered it
     abort_reason: engine_pb2.AbortReason | None = None
     is_moved: bool = False
 
@@ -61,6 +62,16 @@ class EngineSession:
         """Remember requests that are sent."""
         for entry in entries:
             self._open[entry.handle] = _Open(entry.attempt, entry)
+
+    def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
+        """Remember a request that is asked for."""
+        self._open[entry.handle] = _Open(0, None, adopt=entry)
+
+    def adopted(self, handle: int, attempt: int) -> None:
+        """The engine has handed over a request: it is like one that was sent."""
+        request = self._open.get(handle)
+        if request is not None:
+            request.attempt, request.adopt = attempt, None
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> engine_pb2.Abort | None:
         """The message that ends requests; None where the engine has ended them all."""
@@ -106,6 +117,9 @@ class EngineSession:
         """
         for entries in _in_frames(request.entry for request in self._open.values()):
             yield engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries))
+        adopts = [request.adopt for request in self._open.values() if request.adopt is not None]
+        if adopts:
+            yield engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=adopts))
         by_reason: dict[engine_pb2.AbortReason, list[int]] = {}
         for handle, request in self._open.items():
             if request.abort_reason is not None:

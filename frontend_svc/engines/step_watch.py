@@ -16,6 +16,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self.hung_step: int | None = None  # until the engine gets beyond it
+        self.age_s = 0.0  # of the step that ran when the engine was heard last; 0 where none did
         self._durations_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
         self._step_number = 0
         self._stepped_at: float | None = None
@@ -37,6 +38,7 @@ class StepWatch:
 
     def hear(self, heartbeat: session_pb2.Heartbeat) -> float | None:
         """For how long a step has been running that is seen to hang now; None where none does, or still."""
+        self.age_s = heartbeat.step_started_age_ms / 1000 if heartbeat.has_work else 0.0
         if self.hung_step is not None:
             if heartbeat.step_number > self.hung_step or not heartbeat.has_work:
                 self.hung_step = None
@@ -56,4 +58,5 @@ class StepWatch:
     def forget(self) -> None:
         """Another engine process, or another stream: nothing is known of what it does."""
         self._durations_s.clear()
+        self.age_s = 0.0
         self._stepped_at = None

@@ -18,6 +18,8 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 HEARTBEAT_S = 0.5
 _MAX_MISSED_HEARTBEATS = 3
 _HANDSHAKE_S = 10.0
+# An engine keeps a few MiB of what is not acknowledged, and then waits.
+_MAX_UNACKNOWLEDGED_BYTES = 1024 * 1024
 
 
 class StreamEnd(Enum):
@@ -64,6 +66,7 @@ class EngineStream:
         self._outbox: deque[engine_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
         self._last_seq = self._acked_seq = last_seq
+        self._num_unacknowledged_bytes = 0
         self._ack_interval_messages = 0
         self._ack_interval_s = heartbeat_s
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -146,7 +149,7 @@ class EngineStream:
             finally:
                 self._is_handling = False
             self._last_seq = message.seq
-            self._note_unacknowledged()
+            self._note_unacknowledged(message)
             # Nothing was read meanwhile, so nothing can be said of the peer's silence.
             self._heard_at = self._clock.now()
 
@@ -193,10 +196,14 @@ class EngineStream:
             self._last_seq = self._acked_seq = 0
         return ack
 
-    def _note_unacknowledged(self) -> None:
+    def _note_unacknowledged(self, message: engine_pb2.ConnectResponse) -> None:
         if not self._ack_interval_messages:
             return
-        if self._last_seq - self._acked_seq >= self._ack_interval_messages:
+        self._num_unacknowledged_bytes += message.ByteSize()
+        if (
+            self._last_seq - self._acked_seq >= self._ack_interval_messages
+            or self._num_unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
+        ):
             self._ack()
         elif self._ack_timer is None:
             loop = asyncio.get_running_loop()
@@ -208,7 +215,7 @@ class EngineStream:
             self._ack()
 
     def _ack(self) -> None:
-        self._acked_seq = self._last_seq
+        self._acked_seq, self._num_unacknowledged_bytes = self._last_seq, 0
         self.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=self._last_seq)))
 
     async def _lost(self) -> StreamLost:

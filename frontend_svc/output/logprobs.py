@@ -41,6 +41,19 @@ class Logprobs:
         self.texts += more.texts
         self.top_texts += more.top_texts
 
+    def after(self, num_places: int) -> Logprobs:
+        """The places behind the first `num_places`."""
+        behind = slice(num_places, None)
+        return Logprobs(
+            self.token_ids[behind],
+            self.logprobs[behind],
+            self.ranks[behind],
+            self.top_ids[behind],
+            self.top_logprobs[behind],
+            self.texts[behind],
+            self.top_texts[behind],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:

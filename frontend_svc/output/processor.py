@@ -147,6 +147,11 @@ class OutputProcessor:
         assert handle not in self._states, "a handle is in use once"
         self._states[handle] = state
 
+    def hand_over(self, handle: int, state: Receiver) -> None:
+        """Let `state` have what is still to come for `handle`, if anything is."""
+        if handle in self._states:
+            self._states[handle] = state
+
     def process(self, step: StepColumns) -> list[int]:
         """Hand each row to its request; returns the handles that ended here and not in the engine.
 

@@ -11,7 +11,7 @@ from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import ServiceError, Unavailable
+from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 
 
@@ -118,7 +118,11 @@ class RequestState:
 
     def fail(self, error: ServiceError) -> None:
         """End with `error`, which the reader gets next, or go on elsewhere where that may help."""
-        if self.on_lost is not None and isinstance(error, Unavailable):
+        # Too many there is an answer to who comes, and none to who has been given output already.
+        may_go_on = isinstance(error, Unavailable) or (
+            self.has_begun and isinstance(error, ResourceExhausted)
+        )
+        if self.on_lost is not None and may_go_on:
             self.on_lost(LossKind.REFUSED, error)
         else:
             self.collector.fail(error)

@@ -6,14 +6,13 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import grpc
-
+from frontend_svc.tensors.uploads import Uploads
 from frontend_svc.tensors.wire_tensor import WireTensor
 from service_kit import shared_memory
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
@@ -22,8 +21,6 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 256 * 1024
 MAX_SHARED_BYTES = 256 * 1024 * 1024
 _SECRET_BYTES = 32
-_CHUNK_BYTES = 1024 * 1024
-_UPLOAD_DEADLINE_S = 30.0
 # How long memory may stay that an engine has taken already.
 _REAP_S = 0.2
 
@@ -58,12 +55,8 @@ class TensorSender:
         self._is_neighbour = False
         self._lent: list[_Lent] = []
         self._reaper: asyncio.TimerHandle | None = None
-        self._uploads: set[asyncio.Task[None]] = set()
-
-    @property
-    def is_neighbour(self) -> bool:
-        """Whether the engine has been shown that it shares this host."""
-        return self._is_neighbour
+        self._uploads = Uploads()
+        self._uploading: set[asyncio.Task[None]] = set()
 
     def greet(
         self, ack: session_pb2.HelloAck, session_id: str, is_resumed: bool
@@ -100,9 +93,14 @@ class TensorSender:
         if not uploads:
             self._send(wire)
             return
-        task = asyncio.ensure_future(self._upload_and_send(wire, uploads, stub))
-        self._uploads.add(task)
-        task.add_done_callback(self._uploads.discard)
+        self._uploads.use(stub)
+        task = asyncio.ensure_future(self._upload_and_send(wire, uploads))
+        self._uploading.add(task)
+        task.add_done_callback(self._uploading.discard)
+
+    def go_on(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+        """The session goes on over another connection, and so do the uploads that the end of the last cut."""
+        self._uploads.go_on(stub)
 
     def forget(self, handle: int) -> None:
         """A request has ended: nobody takes its tensors any more."""
@@ -112,7 +110,7 @@ class TensorSender:
 
     def stop(self) -> None:
         """The engine is lost: give up what is on its way."""
-        for task in self._uploads:
+        for task in self._uploading:
             task.cancel()
 
     def _place(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
@@ -164,23 +162,13 @@ class TensorSender:
             self._lent.remove(lent)
 
     async def _upload_and_send(
-        self,
-        entries: Sequence[add_pb2.AddEntry],
-        tensors: Iterable[WireTensor],
-        stub: engine_pb2_grpc.EngineCoreServiceStub,
+        self, entries: Sequence[add_pb2.AddEntry], tensors: Iterable[WireTensor]
     ) -> None:
         try:
             for tensor in tensors:
-                await stub.UploadBlob(_parts(tensor), timeout=_UPLOAD_DEADLINE_S)
-        except grpc.RpcError as error:
+                await self._uploads.upload(tensor)
+        except ServiceError as error:
             for entry in entries:
-                self._fail(entry.handle, from_rpc_error(error))
+                self._fail(entry.handle, error)
         else:
             self._send(entries)
-
-
-async def _parts(tensor: WireTensor) -> AsyncIterator[engine_pb2.UploadBlobRequest]:
-    header = engine_pb2.UploadBlobHeader(sha256=tensor.digest, size_bytes=len(tensor.data))
-    yield engine_pb2.UploadBlobRequest(header=header)
-    for start in range(0, len(tensor.data), _CHUNK_BYTES):
-        yield engine_pb2.UploadBlobRequest(chunk=tensor.data[start : start + _CHUNK_BYTES])

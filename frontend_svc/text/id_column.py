@@ -1,4 +1,4 @@
-"""Token ids as they travel in an ADD. Knows no message."""
+"""Token ids as they travel between frontend and engine. Knows no message."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def id_column(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         column.byteswap()
     return column.tobytes()
+
+
+def ids_of(column: bytes) -> list[int]:
+    """The ids of such a column, the inverse of `id_column`."""
+    token_ids = array("I", column)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()

@@ -163,6 +163,10 @@ class StreamClient:
     async def open(self, **hello: object) -> None:
         """Say hello and begin to read."""
         await self.say_hello(**hello)
+        self.start_reading()
+
+    def start_reading(self) -> None:
+        """Read from now on all that comes."""
         self._reader = asyncio.create_task(self._read())
 
     async def say_hello(self, **hello: object) -> None:
@@ -184,6 +188,13 @@ class StreamClient:
         """End requests."""
         abort = engine_pb2.Abort(handles=handles, attempts=attempts)
         await self.send(engine_pb2.ConnectRequest(abort=abort))
+
+    async def adopt(self, *entries: tuple[int, str]) -> None:
+        """Take over requests: the handle each is to have here, and the id of its ADD."""
+        adopt = engine_pb2.Adopt(
+            entries=[engine_pb2.AdoptEntry(handle=handle, request_id=wire_id) for handle, wire_id in entries]
+        )
+        await self.send(engine_pb2.ConnectRequest(adopt=adopt))
 
     async def flush(self) -> None:
         """Wait until all that was sent has been acted on: a call nobody serves is answered in turn."""

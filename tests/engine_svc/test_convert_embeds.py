@@ -138,6 +138,12 @@ def test_what_is_wrong_is_refused_by_field(entry, field):
     assert [name for name, _ in caught.value.violations] == [field]
 
 
+@pytest.mark.parametrize("value", [3.4028e38, -7e4])
+def test_what_would_not_stay_finite_in_a_narrower_type_is_refused(value):
+    with pytest.raises(InvalidArgument, match="beyond 65504"):
+        to_request(entry_of(embeds(1.0, value)))
+
+
 def test_a_place_without_a_token_has_no_log_probability():
     entry = entry_of(embeds(1.0))
     entry.sampling.prompt_logprobs = 1

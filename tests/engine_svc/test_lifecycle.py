@@ -55,12 +55,3 @@ def test_subscribers_hear_of_every_change_in_order():
         ("first", EngineState.DRAINING),
         ("second", EngineState.DRAINING),
     ]
-
-
-def test_requests_are_taken_only_when_ready():
-    lifecycle = Lifecycle()
-    taken = [lifecycle.is_accepting]
-    for state in (EngineState.READY, EngineState.DRAINING, EngineState.STOPPED):
-        lifecycle.move_to(state)
-        taken.append(lifecycle.is_accepting)
-    assert taken == [False, True, False, False]

@@ -42,7 +42,47 @@ def test_one_offender_is_found_in_few_steps(num_suspects, place):
     offender = suspects[place % num_suspects]
     found, is_fatal, num_steps = hear(Inquiry(), suspects, lambda group: offender in group)
     assert (found, is_fatal) == ({offender}, False)
-    assert num_steps <= 2 * num_suspects.bit_length() + 1
+    assert num_steps <= 2 * num_suspects.bit_length() + 2
+
+
+def test_who_fails_alone_is_heard_again_behind_all_others_and_ended_if_that_fails_too():
+    inquiry = Inquiry()
+    assert inquiry.failed(["c", "b", "a"], 30).only == {"c"}
+    assert inquiry.failed(["c"], 10) == Ruling(only=frozenset({"b", "a"}))
+    assert inquiry.came_back(plan_of(["a", "b"]), 0) == Ruling(only=frozenset({"c"}))
+    assert inquiry.failed(["c"], 10) == Ruling(offenders=("c",))
+    assert not inquiry.is_open
+
+
+@pytest.mark.parametrize("num_suspects", [1, 2, 3, 16])
+@pytest.mark.parametrize("failing_step", range(6))
+def test_an_error_that_hits_somebody_alone_once_ends_nobody(num_suspects, failing_step):
+    steps: list[frozenset[str]] = []
+
+    def fails(group: frozenset[str]) -> bool:
+        steps.append(group)
+        # A request that was alone in the step that began it has failed alone already.
+        return len(steps) == failing_step + 1 and num_suspects > 1
+
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    assert hear(Inquiry(), suspects, fails)[:2] == (set(), False)
+
+
+@pytest.mark.parametrize("offenders", [{"r0", "r1"}, {"r0", "r7", "r15"}, {"r3", "r6", "r9", "r12"}])
+def test_offenders_are_ended_however_many_they_are_while_others_work_in_between(offenders):
+    num_suspects = 2 if len(offenders) == 2 else 16
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: not offenders.isdisjoint(group))
+    assert (found, is_fatal) == (offenders, False)
+
+
+def test_an_accused_that_is_gone_is_not_heard_again():
+    inquiry = Inquiry()
+    assert inquiry.failed(["b", "a"], 20).only == {"b"}
+    assert inquiry.failed(["b"], 10).only == {"a"}
+    assert inquiry.review({"a": 1}) is None
+    assert inquiry.review({}) == Ruling()
+    assert not inquiry.is_open
 
 
 def test_the_newer_half_is_heard_first_and_alone():

@@ -43,11 +43,13 @@ def test_a_session_can_go_on_from_any_place_that_was_not_acknowledged_yet():
     assert [seq for seq in range(8) if ring.covers(seq)] == [3, 4, 5]
 
 
-def test_it_overflows_by_what_lies_before_the_newest_message():
+def test_it_is_full_while_more_than_its_limit_is_unacknowledged():
     ring = ReplayRing(max_bytes=500)
-    ring.keep(message(1, num_bytes=5000))
-    assert not ring.has_overflowed
-    ring.keep(message(2))
-    assert ring.has_overflowed
+    ring.keep(message(1, num_bytes=400))
+    assert not ring.is_full
+    ring.keep(message(2, num_bytes=5000))
+    assert ring.is_full
     ring.acknowledge(1)
-    assert not ring.has_overflowed
+    assert ring.is_full
+    ring.acknowledge(2)
+    assert not ring.is_full

@@ -186,15 +186,78 @@ async def test_closing_upstream_without_goodbye_is_a_break():
         await second.until_ended(1)
 
 
-async def test_who_reads_and_never_acknowledges_is_cut_off():
-    rig = ServiceRig(max_replay_bytes=2000)
+async def unacknowledged(stub, rig: ServiceRig) -> StreamClient:
+    """A client whose first message is more than is kept unacknowledged, and whose requests have ended."""
+    rig.stop_beating()
+    client = StreamClient(stub, "f")
+    await client.open(**RESUME)
+    await client.add(*(make_entry(handle, max_tokens=100) for handle in range(8)))
+    await until_finished(stub, 8)
+    await client.flush()
+    return client
+
+
+async def acknowledge(client: StreamClient, last_seq: int) -> None:
+    await client.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=last_seq)))
+    await client.flush()
+
+
+async def beat(rig: ServiceRig, client: StreamClient, num_beats: int) -> None:
+    """Send so many heartbeats, each when the one before it has been heard."""
+    for _ in range(num_beats):
+        num_heard = client_beats(client)
+        rig.servicer.beat()
+        async with asyncio.timeout(10):
+            while client_beats(client) == num_heard:
+                await client.flush()
+
+
+def client_beats(client: StreamClient) -> int:
+    return sum(message.HasField("heartbeat") for message in client.heard)
+
+
+async def test_who_acknowledges_too_little_gets_no_steps_until_it_does_and_then_all_as_one():
+    rig = ServiceRig(max_replay_bytes=100)
     async with serving(rig) as stub:
+        client = await unacknowledged(stub, rig)
+        assert client.finished == {}
+        assert "step" not in client.kinds()
+        await acknowledge(client, client.heard[-1].seq)
+        await client.until_ended(*range(8))
+        assert client.kinds().count("step") == 1
+        assert client.last("step").ByteSize() > 2000
+        assert client.tokens == {
+            handle: expected_tokens(prompt_of(handle), handle, 100) for handle in range(8)
+        }
+        assert client.finished == {handle: [LENGTH] for handle in range(8)}
+        assert not client.is_over
+
+
+async def test_who_reads_and_acknowledges_nothing_for_two_seconds_is_cut_off():
+    rig = ServiceRig(max_replay_bytes=100)
+    async with serving(rig) as stub:
+        client = await unacknowledged(stub, rig)
+        await beat(rig, client, 4)
+        # That is one message of many, and a sign of life.
+        await acknowledge(client, 1)
+        await beat(rig, client, 4)
+        assert not client.is_over
+        rig.servicer.beat()
+        await client.until(lambda: client.is_over)
+        assert client.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rig.servicer.num_parked_sessions == 0
+        assert (await until_finished(stub, 8)).num_used_blocks == 0
+
+
+async def test_what_waits_for_acknowledgements_has_a_limit():
+    rig = ServiceRig(max_replay_bytes=100, max_outbox_bytes=1500)
+    async with serving(rig) as stub:
+        rig.stop_beating()
         client = StreamClient(stub, "f")
         await client.open(**RESUME)
         await client.add(*(make_entry(handle, max_tokens=100) for handle in range(8)))
         await client.until(lambda: client.is_over)
         assert client.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert rig.servicer.num_parked_sessions == 0
         assert (await until_finished(stub, 8)).num_used_blocks == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from engine_svc.session import Session
 from engine_svc.tensors.source import TensorDoor
 from service_kit import shared_memory
 from tests.engine_svc.service_rig import ServiceRig, StreamClient, make_entry, make_facts, serving
@@ -105,6 +107,27 @@ async def test_an_engine_that_takes_no_tensors_probes_nobody_and_refuses_uploads
         await client.add(entry_with(1, inline=DATA))
         await client.until(lambda: bool(client.rejected))
         assert client.rejected[1].status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+
+
+async def test_each_tensor_of_a_message_lets_others_have_the_loop():
+    rig = open_rig()
+    async with serving(rig):
+        hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
+        session = Session(rig.engine, hello, number=99, on_finished=lambda: None)
+        add = add_pb2.Add(entries=[entry_with(handle, inline=DATA) for handle in range(5)])
+        num_turns = 0
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.ensure_future(count_turns())
+        await session.take(engine_pb2.ConnectRequest(add=add))
+        other.cancel()
+        assert num_turns >= 5
+        session.end()
 
 
 async def test_frontends_learn_the_width_of_embeddings_and_that_they_are_taken():

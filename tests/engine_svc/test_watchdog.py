@@ -146,15 +146,32 @@ def test_the_oldest_of_two_steps_runs_since_the_one_before_it_was_over():
     assert pace.running_since is None
 
 
-def test_what_is_done_between_two_steps_is_not_their_time():
+def test_what_is_done_between_two_steps_is_not_their_time_and_has_a_budget_of_its_own():
     pace = StepPace(LIMIT_S)
     pace.begin(plan_of([4], [0]), 1.0)
-    pace.suspend()
-    assert pace.running_since is None
-    pace.resume(50.0)
-    assert pace.running_since == 50.0
+    of_step = pace.budget_s
+    pace.begin_call(2.0)
+    assert (pace.is_in_call, pace.running_since, pace.budget_s) == (True, 2.0, 600.0)
+    pace.end_call(50.0)
+    assert (pace.is_in_call, pace.running_since, pace.budget_s) == (False, 50.0, of_step)
     pace.drop()
     assert (pace.running_since, pace.budget_s) == (None, None)
+
+
+def test_a_call_on_an_engine_without_steps_leaves_nothing_running():
+    pace = StepPace(LIMIT_S)
+    pace.begin_call(2.0)
+    pace.end_call(50.0)
+    assert (pace.running_since, pace.budget_s) == (None, None)
+
+
+def test_a_call_that_hangs_is_seen_when_its_budget_is_over():
+    pace = StepPace(LIMIT_S)
+    pace.begin_call(0.0)
+    figures = Figures(step_number=3, step_started_at=pace.running_since, step_budget_s=pace.budget_s)
+    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), figures, start_s=0.0, most_s=700)
+    assert seen is not None
+    assert 600.0 < seen <= 600.5
 
 
 class Notes:
@@ -200,6 +217,16 @@ def test_a_hang_is_dumped_told_and_ends_a_process_that_does_not_end_itself():
     dumped, told, ended = notes.words
     assert (dumped, ended) == ("dump", f"exit {EXIT_HUNG}")
     assert told.startswith("step 7 has been running for ")
+
+
+def test_a_call_that_hangs_is_not_told_as_a_step():
+    notes, board = Notes(), Board()
+    board.post(Figures(step_number=7, step_started_at=0.0, has_work=True, is_in_call=True))
+    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+    watchdog.start()
+    assert notes.ended.wait(10)
+    assert watchdog.join(10)
+    assert notes.words[1].startswith("a call behind step 7 has been running for ")
 
 
 def test_a_process_that_ends_in_order_is_left_to_it():

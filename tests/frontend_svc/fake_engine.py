@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 import grpc.aio
 
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
-from triptych.common.v1 import output_pb2, tensor_pb2
+from triptych.common.v1 import error_pb2, output_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 TOKENIZER = byte_level_tokenizer()
@@ -33,6 +33,7 @@ class FakeRequest:
         self.handle: int = entry.handle
         self.abort_reason: int | None = None
         self.num_aborts = 0
+        self.num_adoptions = 0
 
     @property
     def prompt(self) -> list[int]:
@@ -50,11 +51,14 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.hello = session_pb2.Hello()
+        self.steps: list[step_pb2.Step] = []
         self.outgoing: asyncio.Queue[engine_pb2.ConnectResponse | None] = asyncio.Queue()
         self._seq = 0
 
     def send(self, **content) -> None:
         """Send one message of the stream."""
+        if "step" in content:
+            self.steps.append(content["step"])
         self._seq += 1
         self.outgoing.put_nowait(engine_pb2.ConnectResponse(seq=self._seq, **content))
 
@@ -89,7 +93,10 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         fingerprint: str = "f",
         schema_revision: int = 1,
         min_peer_revision: int = 0,
+        features: Sequence[str] = ("adopt",),
     ) -> None:
+        self.features = features
+        self.num_asked_adoptions = 0
         self.script = script
         self.model = model
         self.dp_rank = dp_rank
@@ -217,6 +224,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
                 max_inflight_adds=self.max_inflight_adds,
                 ack_interval_messages=4,
+                features=self.features,
                 schema_revision=self.schema_revision,
                 min_peer_revision=self.min_peer_revision,
             )
@@ -254,6 +262,9 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 self.requests.append(request)
                 if self.script is not None:
                     self.script(self, request)
+            for wanted in message.adopt.entries:
+                self.num_asked_adoptions += 1
+                self._adopt(session, wanted)
             for request in self.requests:
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason
@@ -263,6 +274,35 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 self.goodbyes.append(message.goodbye.reason)
             self._notify()
         session.outgoing.put_nowait(None)
+
+    def _adopt(self, session: FakeSession, wanted: engine_pb2.AdoptEntry) -> None:
+        """Hand over a request whose session is gone, and let the script go on with it where there is more."""
+        kept = [
+            request
+            for request in self.requests
+            if request.entry.request_id == wanted.request_id and request.entry.resume_state
+        ]
+        if not kept or kept[-1].session in self.sessions:
+            code = grpc.StatusCode.FAILED_PRECONDITION if kept else grpc.StatusCode.NOT_FOUND
+            status = error_pb2.ErrorStatus(code=code.value[0], message="not to be had")
+            session.send(add_rejected=engine_pb2.AddRejected(handle=wanted.handle, status=status))
+            return
+        request = kept[-1]
+        steps = [one for one in request.session.steps if _row_of(one, request.handle) is not None]
+        row = _merged([(one, _row_of(one, request.handle)) for one in steps], wanted.handle)
+        request.session, request.handle, request.abort_reason = session, wanted.handle, None
+        request.num_adoptions += 1
+        adopted = engine_pb2.Adopted(
+            handle=wanted.handle,
+            attempt=request.entry.attempt,
+            prompt_token_ids=request.entry.prompt_token_ids,
+            resume_state=request.entry.resume_state,
+        )
+        session.send(adopted=adopted)
+        session.send(step=row)
+        request.entry.output_token_ids = row.token_ids
+        if self.script is not None and not row.finished:
+            self.script(self, request)
 
     async def _beat(self, session: FakeSession) -> None:
         while True:
@@ -294,6 +334,41 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             )
             for kind, content in self.files.items()
         ]
+
+
+def _row_of(step: step_pb2.Step, handle: int) -> int | None:
+    handles = array("I", step.handles).tolist()
+    return handles.index(handle) if handle in handles else None
+
+
+def _merged(rows: Sequence[tuple[step_pb2.Step, int | None]], handle: int) -> step_pb2.Step:
+    """One row of what a request has in steps, of which log probabilities are told only where it is alone."""
+    merged = step_pb2.Step(step_number=1, handles=array("I", [handle]).tobytes())
+    counts = []
+    for step, row in rows:
+        assert row is not None
+        start = 4 * sum(step.num_tokens[:row])
+        merged.token_ids += step.token_ids[start : start + 4 * step.num_tokens[row]]
+        counts += [step.num_tokens[row]] if step.num_tokens[row] else []
+        merged.sampled_logprobs += step.sampled_logprobs
+        merged.sampled_ranks += step.sampled_ranks
+        if step.HasField("top_logprobs"):
+            merged.top_logprobs.k = step.top_logprobs.k
+            merged.top_logprobs.token_ids += step.top_logprobs.token_ids
+            merged.top_logprobs.logprobs += step.top_logprobs.logprobs
+        for records, of_merged in (
+            (step.first, merged.first),
+            (step.finished, merged.finished),
+            (step.extras, merged.extras),
+        ):
+            for record in records:
+                if record.row == row:
+                    of_merged.add().CopyFrom(record)
+                    of_merged[-1].row = 0
+    merged.num_tokens = bytes([sum(counts)])
+    if len(counts) > 1:
+        merged.parts.add(row=0, num_tokens=counts)
+    return merged
 
 
 def answer(text: str, *, token_ids: Sequence[int] | None = None) -> Script:

@@ -53,7 +53,8 @@ class Told:
 
 async def read_outputs(call) -> tuple[bytes, dict[int, Told]]:
     """What the stream of a request says of its prompt and its outputs, with their pieces put together."""
-    prompt, outputs = b"", {}
+    prompt = b""
+    outputs: dict[int, Told] = {}
     async for response in call:
         kind = response.WhichOneof("event")
         if kind == "started":

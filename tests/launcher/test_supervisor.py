@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.process import ChildDied, ProcessPlan, spawn
-from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
+from launcher.supervisor import AwaitReady, StackPlan, StartTimeout, Supervisor, SupervisorLimits
 
 FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
 
@@ -21,24 +21,37 @@ FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
 class Stack:
     """A supervisor of one coordinator, two engines and one frontend, with a record of what it reported."""
 
-    def __init__(self, diary: Path, *, limits: SupervisorLimits, extra: dict[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        diary: Path,
+        *,
+        limits: SupervisorLimits,
+        extra: dict[str, tuple[str, ...]],
+        await_ready: AwaitReady | None = None,
+        program: Path = Path(sys.executable),
+    ) -> None:
         self.diary = diary
         self.reports: list[str] = []
+        self.reported = asyncio.Event()
         self.restarted = asyncio.Event()
         names = [("coordinator", 0), ("engine", 0), ("engine", 1), ("frontend", 0)]
         plans = [
-            ProcessPlan(service, index, (sys.executable, str(FAKE_SERVICE), service, "--diary", str(diary)))
+            ProcessPlan(service, index, (str(program), str(FAKE_SERVICE), service, "--diary", str(diary)))
             for service, index in names
         ]
         self.supervisor = Supervisor(
             StackPlan(plans[0], tuple(plans[1:]), flags=extra, ports={}),
             os.environ,
-            await_ready=greeted,
-            report=self.reports.append,
+            await_ready=await_ready or greeted,
+            report=self._report,
             on_restart=self.restarted.set,
             limits=limits,
             quiet=True,
         )
+
+    def _report(self, text: str) -> None:
+        self.reports.append(text)
+        self.reported.set()
 
     def events(self) -> list[str]:
         """What the children did, without addresses."""
@@ -106,6 +119,29 @@ async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines
     await one.supervisor.stop()
 
 
+async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(
+    tmp_path: Path,
+) -> None:
+    async def all_but_the_frontend(service: str, address: str) -> None:
+        await greeted(service, address)
+        if service == "frontend":
+            while not any(report.startswith("engine-1 READY") for report in one.reports):
+                one.reported.clear()
+                await one.reported.wait()
+            os.kill(one.supervisor.children["engine-1"].pid, signal.SIGKILL)
+            await asyncio.Event().wait()
+
+    one = Stack(
+        tmp_path / "diary",
+        limits=SupervisorLimits(startup_s=30.0),
+        extra={},
+        await_ready=all_but_the_frontend,
+    )
+    with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) was killed by SIGKILL"):
+        await one.supervisor.start()
+    await one.supervisor.stop()
+
+
 async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     one = stack(tmp_path, startup_s=0.0)
     with pytest.raises(
@@ -148,6 +184,46 @@ async def test_a_restart_that_fails_does_not_cost_a_process_its_port(tmp_path: P
     assert not trap.exists()
     assert one.supervisor.address_of(name) == address
     keeping.cancel()
+    await one.supervisor.stop()
+
+
+def stack_of_a_program_that_may_go(tmp_path: Path, **limits: float) -> tuple[Stack, Path]:
+    program = tmp_path / "python"
+    program.symlink_to(sys.executable)
+    options = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01, **limits)  # type: ignore[arg-type]
+    return Stack(tmp_path / "diary", limits=options, extra={}, program=program), program
+
+
+async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+    one, program = stack_of_a_program_that_may_go(tmp_path)
+    await one.supervisor.start()
+    others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    program.unlink()
+    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while "engine-0 cannot be started: No such file or directory" not in one.reports:
+            one.reported.clear()
+            await one.reported.wait()
+        program.symlink_to(sys.executable)
+        await one.restarted.wait()
+    assert {name: one.supervisor.children[name].pid for name in others} == others
+    assert one.supervisor.children["engine-0"].is_running
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(
+    tmp_path: Path,
+) -> None:
+    one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    program.unlink()
+    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+    with pytest.raises(ChildDied, match=r"engine-0 .* after 2 restarts within 60 s"):
+        await asyncio.wait_for(keeping, 30)
+    assert sum(report.startswith("engine-0 cannot be started") for report in one.reports) == 2
     await one.supervisor.stop()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
@@ -103,6 +104,41 @@ def test_a_sweep_takes_what_nobody_owns_and_nothing_else(names):
     assert other.exists()
     other.unlink()
     mine.close()
+
+
+def test_a_folder_of_such_a_name_is_no_segment_and_is_left_alone(names):
+    folder = shared_memory.FOLDER / names[0]
+    folder.mkdir()
+    shared_memory.sweep()
+    assert folder.exists()
+    folder.rmdir()
+
+
+def test_a_sweep_for_which_there_are_no_descriptors_says_so_and_the_next_one_finds_all(names):
+    (shared_memory.FOLDER / names[0]).write_bytes(b"left by nobody who lives")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            shared_memory.sweep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    shared_memory.sweep()
+    assert left_of(OWNER) == []
+
+
+def test_a_segment_that_cannot_be_removed_is_left_to_a_sweep(names, caplog):
+    segment = shared_memory.create(names[0], b"0123456789")
+    # The system refuses to unlink a folder.
+    (shared_memory.FOLDER / names[0]).rename(shared_memory.FOLDER / names[1])
+    (shared_memory.FOLDER / names[0]).mkdir()
+    try:
+        segment.close()
+        assert [record.message for record in caplog.records] == ["segment not removed"]
+    finally:
+        (shared_memory.FOLDER / names[0]).rmdir()
+    shared_memory.sweep()
+    assert left_of(OWNER) == []
 
 
 def test_fifty_senders_killed_at_random_points_leave_no_segment():

@@ -69,6 +69,17 @@ def test_an_element_that_is_no_number_is_found(dtype, bad):
     assert not host_tensor(values.to(torch_dtype(dtype))).is_sound
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_float16_cannot_hold_is_not_moderate(dtype):
+    def values(largest: float) -> HostTensor:
+        return host_tensor(torch.tensor([0.0, -largest, 1.0]).to(torch_dtype(dtype)))
+
+    assert values(60_000.0).is_moderate
+    for beyond in (70_000.0, 3e38):
+        # What is infinite there is another mistake.
+        assert values(beyond).is_moderate is (dtype == "float16")
+
+
 def test_integers_are_sound_and_booleans_are_0_or_1():
     assert HostTensor("int64", (1,), b"\xff" * 8).is_sound
     assert HostTensor("bool", (2,), b"\0\1").is_sound

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -28,6 +31,17 @@ DATA = bytes(range(24))
 def proof_of(source: TensorSource, session_id: str = SESSION) -> bytes:
     """What a frontend of this host answers."""
     return hmac.digest(shared_memory.read(source.probe_name, 0, 32), session_id.encode(), "sha256")
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """As for a moment when too many files are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def tensor(shape=(2, 3), dtype=tensor_pb2.D_TYPE_FP32, **payload: object) -> tensor_pb2.Tensor:
@@ -149,6 +163,41 @@ def test_a_reference_or_form_that_is_wrong_is_refused_by_field(source, segment, 
 def test_a_transport_that_nobody_knows_is_refused_by_name(source):
     with pytest.raises(Unimplemented, match=r"x\.remote"):
         source.take(tensor(remote=tensor_pb2.RemoteReference(transport="rdma")), "x")
+
+
+def test_an_engine_without_descriptors_beats_on_says_so_once_and_sweeps_again_later(door, caplog):
+    left = shared_memory.FOLDER / shared_memory.segment_name(FRONTEND, 3)
+    left.write_bytes(b"left by nobody who lives")
+    with no_descriptors():
+        for _ in range(6):
+            door.beat()
+    assert [record.message for record in caplog.records] == ["shared memory not swept"]
+    assert left.exists()
+    for _ in range(2):
+        door.beat()
+    assert not left.exists()
+
+
+def test_what_cannot_be_read_for_a_moment_is_no_fault_of_the_client(source, segment):
+    source.prove(proof_of(source))
+    with no_descriptors(), pytest.raises(Unavailable, match="just now") as caught:
+        source.take(shared(segment.name), "x")
+    assert caught.value.retry_after_ms
+    assert source.take(shared(segment.name), "x").data == DATA
+
+
+def test_a_segment_that_cannot_be_removed_keeps_no_session_from_going_on(source, segment):
+    source.prove(proof_of(source))
+    source.take(shared(segment.name), "x")
+    path = shared_memory.FOLDER / segment.name
+    # The system refuses to unlink a folder.
+    path.unlink()
+    path.mkdir()
+    try:
+        source.release()
+    finally:
+        path.rmdir()
+    assert source.take(tensor(inline=DATA), "x").data == DATA
 
 
 def test_requests_hold_no_more_bytes_than_the_engine_takes(door, source):

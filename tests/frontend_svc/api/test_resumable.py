@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
+from frontend_svc.adoption import not_kept
 from frontend_svc.api.resumable import MessageLog, ResumableStreams
 from frontend_svc.build import Frontend
 from frontend_svc.generation import Caller
@@ -229,7 +230,18 @@ CALLER = Caller("call", "", "", lambda: None)
 
 
 def streams_of(source: Source, **limits: int) -> ResumableStreams:
-    return ResumableStreams(source.stream, ReaderLimit(**limits))
+    return ResumableStreams(source.stream, nothing_kept, ReaderLimit(**limits))
+
+
+async def nothing_kept(resume, caller, on_adopted) -> AsyncGenerator[Response, None]:
+    """What other frontends left: nothing."""
+    raise not_kept(resume.resume_token)
+    yield
+
+
+def resumed(streams: ResumableStreams, token: str, last_position: int) -> AsyncGenerator[Response, None]:
+    request = inference_pb2.ResumeRequest(resume_token=token, last_position=last_position)
+    return streams.resume(request, CALLER)
 
 
 async def begun(streams: ResumableStreams, grace_ms: int = GRACE_MS):
@@ -269,11 +281,11 @@ async def test_a_position_that_is_gone_is_out_of_range_and_harms_nobody():
         source.say(number)
         assert (await anext(reader)).position == number + 2
     with pytest.raises(OutOfRange, match="after last_position 2 are not kept any more, those from 9 on"):
-        await anext(streams.resume(token, 2))
+        await anext(resumed(streams, token, 2))
     source.say(10)
     assert (await anext(reader)).position == 12
     await reader.aclose()
-    assert [(await anext(streams.resume(token, position))).position for position in (9, 11)] == [10, 12]
+    assert [(await anext(resumed(streams, token, position))).position for position in (9, 11)] == [10, 12]
     await streams.close()
     assert (len(streams), source.num_closed) == (0, 1)
 
@@ -289,9 +301,9 @@ async def test_a_full_log_holds_up_its_stream_and_an_orphan_loses_nothing():
     await reader.aclose()
     await asyncio.sleep(0)
     assert source.num_taken == 5
-    resumed = streams.resume(token, 1)
-    assert [(await anext(resumed)).position for _ in range(20)] == list(range(2, 22))
-    await resumed.aclose()
+    orphan = resumed(streams, token, 1)
+    assert [(await anext(orphan)).position for _ in range(20)] == list(range(2, 22))
+    await orphan.aclose()
     await streams.close()
 
 
@@ -302,7 +314,7 @@ async def test_a_reader_that_is_taken_over_is_aborted_and_the_other_stays_the_re
     first, token = await begun(streams)
     waiting = asyncio.ensure_future(anext(first))
     await asyncio.sleep(0)
-    second = streams.resume(token, 0)
+    second = resumed(streams, token, 0)
     assert (await anext(second)).position == 1
     with pytest.raises(Aborted) as caught:
         await waiting
@@ -319,7 +331,7 @@ async def test_the_status_of_a_stream_is_told_again_to_who_resumes():
     source.say()
     reader, token = await begun(streams)
     source.messages.put_nowait(Unavailable("the engine was lost"))
-    for one in (reader, streams.resume(token, 1)):
+    for one in (reader, resumed(streams, token, 1)):
         with pytest.raises(Unavailable, match="the engine was lost"):
             await anext(one)
     await streams.close()
@@ -357,7 +369,7 @@ async def test_of_streams_that_were_read_whole_only_so_many_are_kept():
         assert [one async for one in reader] == []
     assert len(streams) == 1024
     with pytest.raises(NotFound):
-        await anext(streams.resume(tokens[0], 0))
-    assert (await anext(streams.resume(tokens[1], 0))).position == 1
+        await anext(resumed(streams, tokens[0], 0))
+    assert (await anext(resumed(streams, tokens[1], 0))).position == 1
     assert len(set(tokens)) == 1025 and all(len(token) == 32 for token in tokens)
     await streams.close()

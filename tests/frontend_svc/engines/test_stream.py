@@ -138,6 +138,22 @@ async def test_only_what_was_handled_whole_is_acknowledged():
         await running
 
 
+async def test_much_is_acknowledged_at_once_however_few_messages_it_came_in():
+    call, taker = FakeCall(), Taker()
+    taker.may_go_on.set()
+    stream = await opened_stream(call, ack_interval_messages=1000, ack_interval_ms=3_600_000)
+    half = "x" * (512 * 1024)
+    for seq in (3, 4, 5, 6):
+        dead = engine_pb2.Dead(reason=half)
+        call.incoming.put_nowait(engine_pb2.ConnectResponse(seq=seq, dead=dead))
+    running = asyncio.ensure_future(stream.run(taker.take))
+    async with asyncio.timeout(10):
+        assert [await call.acks_told.get(), await call.acks_told.get()] == [4, 6]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_a_stream_of_a_resumed_session_goes_on_behind_what_was_handled():
     call, taker = FakeCall(), Taker()
     taker.may_go_on.set()

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -52,11 +52,12 @@ class FakeStub:
 class Rig:
     def __init__(self, **options: Any) -> None:
         self.sent: list[add_pb2.AddEntry] = []
+        self.has_sent = asyncio.Event()
         self.failed: list[tuple[int, ServiceError]] = []
         self.stub = FakeStub()
         self.sender = TensorSender(
             FRONTEND,
-            send=self.sent.extend,
+            send=self._note_sent,
             fail=lambda handle, error: self.failed.append((handle, error)),
             **options,
         )
@@ -68,6 +69,10 @@ class Rig:
                 entry.prompt_embeds.CopyFrom(tensor.reference)
         stub: Any = self.stub
         self.sender.send(entries, [] if tensor is None else [tensor], stub)
+
+    def _note_sent(self, entries: Sequence[add_pb2.AddEntry]) -> None:
+        self.sent += entries
+        self.has_sent.set()
 
     def meet_neighbour(self, session_id: str = "s") -> engine_pb2.ConnectRequest | None:
         secret = secrets.token_bytes(32)
@@ -184,13 +189,35 @@ async def test_nothing_is_sent_to_an_engine_that_was_lost_meanwhile():
 def test_a_probe_that_cannot_be_read_proves_nothing(name):
     rig = Rig()
     assert rig.sender.greet(session_pb2.HelloAck(host_probe=name), "s", False) is None
-    assert not rig.sender.is_neighbour
 
 
-def test_a_session_that_goes_on_keeps_its_neighbour_and_a_new_one_asks_again():
+async def test_a_session_that_goes_on_keeps_its_neighbour_and_a_new_one_asks_again():
     rig = Rig()
+    rig.stub.may_answer.set()
     rig.meet_neighbour()
     assert rig.sender.greet(session_pb2.HelloAck(), "s", True) is None
-    assert rig.sender.is_neighbour
+    rig.send(1, tensor=LARGE)
+    assert rig.sent[0].prompt_embeds.WhichOneof("payload") == "shm"
+    rig.sender.forget(1)
     rig.sender.greet(session_pb2.HelloAck(), "t", False)
-    assert not rig.sender.is_neighbour
+    rig.send(2, tensor=LARGE)
+    await until(lambda: len(rig.sent) == 2)
+    assert rig.sent[1].prompt_embeds.WhichOneof("payload") == "blob"
+
+
+async def test_what_a_new_connection_cuts_is_uploaded_over_it():
+    rig, stub = Rig(), FakeStub()
+    rig.send(1, 2, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.stub.error = asyncio.CancelledError()
+    rig.stub.may_answer.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (rig.sent, rig.failed) == ([], [])
+    stub.may_answer.set()
+    next_stub: Any = stub
+    rig.sender.go_on(next_stub)
+    await asyncio.wait_for(rig.has_sent.wait(), 10)
+    assert [entry.handle for entry in rig.sent] == [1, 2]
+    assert [data for _, data in stub.uploads] == [LARGE.data]
+    assert rig.failed == []
