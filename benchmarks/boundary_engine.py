@@ -130,13 +130,12 @@ async def _start_aio(served: ServedEngine, listen: str) -> tuple[int, object]:
     from engine_svc.servicer import EngineCoreServicer
     from service_kit.interceptors import server_interceptors
     from service_kit.limits import INTERNAL
-    from triptych.engine.v1 import engine_pb2_grpc
 
     servicer = EngineCoreServicer(served)
     server = grpc.aio.server(
         interceptors=server_interceptors("engine", max_fields=INTERNAL.max_fields), options=INTERNAL.options()
     )
-    engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(servicer, server)
+    servicer.add_to(server)
     port = server.add_insecure_port(listen)
     await server.start()
     return port, (server, asyncio.ensure_future(servicer.beat_forever()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import secrets
@@ -42,7 +41,6 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.telemetry import tracer
-from triptych.engine.v1 import engine_pb2_grpc
 
 if TYPE_CHECKING:
     from engine_svc.build_runner import RunnerSide
@@ -102,11 +100,10 @@ def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCo
         lambda: announce.status(engine, servicer.num_sessions),
         utility=AdminCalls(engine).serve,
     )
-    add = functools.partial(engine_pb2_grpc.add_EngineCoreServiceServicer_to_server, servicer)
     return [
         Server(
             listen=f"{config.host}:{config.port}",
-            registrations=[Registration(FULL_NAME, add)],
+            registrations=[Registration(FULL_NAME, servicer.add_to)],
             profile=INTERNAL,
             service="engine",
             reflection=config.reflection,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from triptych.engine.v1 import engine_pb2
-
 MAX_REPLAY_BYTES = 8 * 1024 * 1024
 
 
@@ -16,9 +14,9 @@ class ReplayRing:
     """Numbered messages from the first that is not acknowledged to the newest, without gaps."""
 
     def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:
-        self.size_bytes = 0  # of everything that is kept, serialized
+        self.size_bytes = 0  # of everything that is kept
         self._max_bytes = max_bytes
-        self._kept: deque[tuple[engine_pb2.ConnectResponse, int]] = deque()
+        self._kept: deque[bytes] = deque()
         self._acknowledged = 0
         self._newest_seq = 0
 
@@ -32,25 +30,24 @@ class ReplayRing:
         """Whether nothing more should be sent until the frontend has acknowledged some of it."""
         return self.size_bytes > self._max_bytes
 
-    def keep(self, message: engine_pb2.ConnectResponse) -> None:
-        """Remember `message`, whose seq follows that of the one before."""
-        assert message.seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
-        num_bytes = message.ByteSize()
-        self._newest_seq = message.seq
-        self.size_bytes += num_bytes
-        self._kept.append((message, num_bytes))
+    def keep(self, seq: int, message: bytes) -> None:
+        """Remember a serialized message, whose `seq` follows that of the one before."""
+        assert seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
+        self._newest_seq = seq
+        self.size_bytes += len(message)
+        self._kept.append(message)
 
     def acknowledge(self, last_seq: int) -> None:
         """Forget what the frontend has processed. What was not sent yet cannot be acknowledged."""
         kept, last_seq = self._kept, min(last_seq, self._newest_seq)
         while self._acknowledged < last_seq:
             self._acknowledged += 1
-            self.size_bytes -= kept.popleft()[1]
+            self.size_bytes -= len(kept.popleft())
 
     def covers(self, last_seq: int) -> bool:
         """Whether everything behind `last_seq` is still here."""
         return self._acknowledged <= last_seq <= self._newest_seq
 
-    def messages(self) -> list[engine_pb2.ConnectResponse]:
+    def messages(self) -> list[bytes]:
         """Everything that is kept, oldest first."""
-        return [message for message, _ in self._kept]
+        return list(self._kept)

@@ -76,12 +76,26 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         """Who follows the prefix cache now."""
         return len(self._kv_subscriptions)
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve this engine there. What `Connect` writes is serialized already, once for wire and replay."""
+        connect = grpc.stream_stream_rpc_method_handler(
+            self.Connect, request_deserializer=engine_pb2.ConnectRequest.FromString, response_serializer=None
+        )
+        # The first handler of a method is the one that is used.
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(FULL_NAME, {"Connect": connect}),)
+        )
+        engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, server)
+
     async def Connect(
         self,
         request_iterator: AsyncIterator[engine_pb2.ConnectRequest],
-        context: grpc.aio.ServicerContext[engine_pb2.ConnectRequest, engine_pb2.ConnectResponse],
-    ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
-        """A frontend's session, until one side ends it. Where its stream breaks, it waits for another."""
+        context: grpc.aio.ServicerContext[engine_pb2.ConnectRequest, bytes],
+    ) -> None:
+        """A frontend's session, until one side ends it. Where its stream breaks, it waits for another.
+
+        Writes serialized responses: see `add_to`.
+        """
         requests = aiter(request_iterator)
         call = asyncio.current_task()
         assert call is not None, "a handler runs in a task"
@@ -91,8 +105,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         reader = asyncio.create_task(self._feed(session, carrier, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            async for response in session.responses(carrier, is_resumed=is_resumed):
-                yield response
+            await session.speak(carrier, context.write, is_resumed=is_resumed)
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, is this call's error.
                 reader.result()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from engine_svc import announce, convert
 from engine_svc.carrier import Carrier
@@ -216,7 +216,7 @@ class Session:
             self.end(left if num_left else None)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Let `responses` send what waits and return, or raise `error`. The first end counts."""
+        """Let `speak` write what waits and return, or raise `error`. The first end counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
             self._changed.set()
@@ -230,31 +230,30 @@ class Session:
         self._tensors.close()
         return num_aborted
 
-    async def responses(
-        self, carrier: Carrier, *, is_resumed: bool = False
-    ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
-        """hello_ack, what is to be sent again, then everything for this frontend, numbered without gaps.
+    async def speak(
+        self, carrier: Carrier, write: Callable[[bytes], Awaitable[object]], *, is_resumed: bool = False
+    ) -> None:
+        """Write hello_ack, what is to be sent again, then all for this frontend, numbered without gaps.
 
         Returns when the session is over or has left `carrier`; raises what it was ended with.
         """
-        yield engine_pb2.ConnectResponse(
-            hello_ack=announce.hello_ack(
-                self._engine,
-                MAX_INFLIGHT_ADDS,
-                features=self.features,
-                is_resumed=is_resumed,
-                host_probe=self._tensors.probe_name,
-            )
+        hello_ack = announce.hello_ack(
+            self._engine,
+            MAX_INFLIGHT_ADDS,
+            features=self.features,
+            is_resumed=is_resumed,
+            host_probe=self._tensors.probe_name,
         )
+        await write(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
         for message in self._replay.messages() if self._replay is not None else ():
-            yield message
+            await write(message)
             if self._carrier is not carrier:
                 return
         while self._carrier is carrier:
             self._changed.clear()
             is_over = self._is_over
             for message in self._waiting():
-                yield message
+                await write(message)
                 if self._carrier is not carrier:
                     return
             if is_over:
@@ -267,11 +266,11 @@ class Session:
         failure = self._engine.failure
         if failure is not None:
             dead = engine_pb2.Dead(reason=failure.reason, exit_code=failure.exit_code, handles=self._handles)
-            yield self._numbered(engine_pb2.ConnectResponse(dead=dead))
+            await write(self._numbered(engine_pb2.ConnectResponse(dead=dead)))
         if self._error is not None:
             raise self._error
 
-    def _waiting(self) -> Iterator[engine_pb2.ConnectResponse]:
+    def _waiting(self) -> Iterator[bytes]:
         """What there is to say now. A message that was handed out once is kept for a replay, not repeated."""
         # Before the steps: whoever adds early must hear that the engine is ready before any output.
         while self._unsent:
@@ -290,8 +289,8 @@ class Session:
         if self._is_beat_due:
             self._is_beat_due = False
             self._num_unacknowledged_beats += self._holds_back
-            for message in self._signs_of_life():
-                yield self._numbered(message)
+            for sign in self._signs_of_life():
+                yield self._numbered(sign)
 
     @property
     def _holds_back(self) -> bool:
@@ -345,12 +344,14 @@ class Session:
             self._unsent.append(message)
             self._changed.set()
 
-    def _numbered(self, message: engine_pb2.ConnectResponse) -> engine_pb2.ConnectResponse:
+    def _numbered(self, message: engine_pb2.ConnectResponse) -> bytes:
+        """`message` as it goes over the wire, now and in a replay."""
         self._seq += 1
         message.seq = self._seq
+        serialized = message.SerializeToString()
         if self._replay is not None:
-            self._replay.keep(message)
-        return message
+            self._replay.keep(self._seq, serialized)
+        return serialized
 
     def _wake(self) -> None:
         """Called in the engine thread, until the outbox is closed."""

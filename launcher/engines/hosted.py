@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from engine_svc.servicer import FULL_NAME, EngineCoreServicer
 from launcher.engines.core_client import EngineDead
 from launcher.engines.local_channel import LocalChannel, LocalServer
 from service_kit.server import Registration
-from triptych.engine.v1 import engine_pb2_grpc
 
 # A step cannot be interrupted; the longest ones are those of large prompts on a CPU.
 _THREAD_END_S = 30.0
@@ -57,11 +55,7 @@ class HostedEngine:
         config = await asyncio.get_running_loop().run_in_executor(None, _with_folder, self._config)
         self._served = served = build_served_engine(config)
         self._servicer = EngineCoreServicer(served)
-        registration = Registration(
-            FULL_NAME,
-            functools.partial(engine_pb2_grpc.add_EngineCoreServiceServicer_to_server, self._servicer),
-        )
-        self._server = LocalServer([registration], service="engine")
+        self._server = LocalServer([Registration(FULL_NAME, self._servicer.add_to)], service="engine")
         self._heartbeats = asyncio.ensure_future(self._servicer.beat_forever())
         changed = asyncio.Event()
         served.lifecycle.subscribe(lambda state: changed.set())

@@ -22,7 +22,8 @@ _MAX_UNREAD = 16
 class LocalCall:
     """A call as its client sees it: with the methods of every kind of grpc.aio call that stubs return.
 
-    Messages are handed over as they are, so neither side may change one afterwards.
+    Messages are handed over as they are, so neither side may change one afterwards. `parse` makes messages of
+    answers that come as bytes.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class LocalCall:
         request: Any = None,
         metadata: Pairs = (),
         timeout_s: float | None = None,
+        parse: Callable[[bytes], Any] | None = None,
     ) -> None:
+        self._parse = parse
         self._requests = _Pipe()
         self._responses = _Pipe()
         self._context = LocalContext(self._responses, metadata, timeout_s)
@@ -55,6 +58,8 @@ class LocalCall:
         response = await self._responses.get()
         if response is EOF:
             await self._raise_unless_ok()
+        if self._parse is not None and isinstance(response, bytes):
+            return self._parse(response)
         return response
 
     async def initial_metadata(self) -> grpc.aio.Metadata:

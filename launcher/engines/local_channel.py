@@ -83,9 +83,15 @@ class LocalChannel(grpc.aio.Channel):
         """A method with many requests and one answer."""
         return functools.partial(self._open, method)
 
-    def stream_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """A method with many messages each way."""
-        return functools.partial(self._open, method)
+    def stream_stream(
+        self,
+        method: str,
+        *codecs: Any,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """A method with many messages each way; those that its handler has serialized itself are parsed."""
+        return functools.partial(self._open, method, parse=response_deserializer)
 
     async def close(self, grace: float | None = None) -> None:
         """End every call, after `grace` seconds at most, and take no more."""
@@ -127,6 +133,7 @@ class LocalChannel(grpc.aio.Channel):
         timeout: float | None = None,
         metadata: Iterable[tuple[str, str | bytes]] | None = None,
         wait_for_ready: bool | None = None,
+        parse: Callable[[bytes], Any] | None = None,
     ) -> LocalCall:
         if self._is_closed:
             raise grpc.aio.UsageError("Channel is closed.")
@@ -136,6 +143,7 @@ class LocalChannel(grpc.aio.Channel):
             request=request,
             metadata=tuple(metadata or ()),
             timeout_s=timeout,
+            parse=parse,
         )
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)

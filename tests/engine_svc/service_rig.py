@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -86,12 +85,7 @@ class ServiceRig:
         )
         self.server = Server(
             listen="127.0.0.1:0",
-            registrations=[
-                Registration(
-                    FULL_NAME,
-                    functools.partial(engine_pb2_grpc.add_EngineCoreServiceServicer_to_server, self.servicer),
-                )
-            ],
+            registrations=[Registration(FULL_NAME, self.servicer.add_to)],
             profile=INTERNAL,
             service="engine",
         )
