@@ -235,7 +235,7 @@ class ClientConnection:
         for handle in range(num_rows):
             processor.register(handle, CountingReceiver(lambda: None))
         step = StepColumns(range(num_rows), bytes([1] * num_rows), list(range(num_rows)), {}, {})
-        pieces = list(step.slices(32))
+        pieces = list(step.slices(64))
         began_at_s = time.process_time()
         for _ in range(num_repeats):
             for piece in pieces:

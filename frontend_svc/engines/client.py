@@ -38,7 +38,7 @@ _CLOSE_DEADLINE_S = 1.0
 # For so long an engine that nobody tells of any more is asked to end what has moved on from it.
 _MAX_OWED_S = 30.0
 # Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
-_MAX_ROWS_A_TURN = 32
+_MAX_ROWS_A_TURN = 64
 
 
 class EngineClient:

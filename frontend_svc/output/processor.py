@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 from frontend_svc.engines.loss import Loss
 from frontend_svc.output.collector import Ending
@@ -14,6 +15,8 @@ from service_kit.errors import ServiceError
 from triptych.common.v1 import tensor_pb2
 
 _Value = TypeVar("_Value")
+
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Receiver(Protocol):
@@ -90,22 +93,30 @@ class StepColumns:
             yield self
             return
         starts = range(0, num_rows, max_rows)
-        if not self.cached:
-            end = 0
-            for first in starts:
-                start, end = end, end + sum(self.num_tokens[first : first + max_rows])
-                yield self._piece(first, max_rows, start, end)
-            return
-        with_begins = {row // max_rows for row in self.cached}
-        ends = [0, *accumulate(sum(self.num_tokens[first : first + max_rows]) for first in starts)]
-        for place in sorted(range(len(starts)), key=lambda place: place not in with_begins):
+        if len(self.token_ids) == num_rows == self.num_tokens.count(1):
+            ends: Sequence[int] = (*starts, num_rows)
+        else:
+            ends = [0, *accumulate(sum(self.num_tokens[first : first + max_rows]) for first in starts)]
+        places: Iterable[int] = range(len(starts))
+        if self.cached:
+            with_begins = {row // max_rows for row in self.cached}
+            places = sorted(places, key=lambda place: place not in with_begins)
+        for place in places:
             yield self._piece(starts[place], max_rows, ends[place], ends[place + 1])
 
     def _piece(self, first: int, max_rows: int, start: int, end: int) -> StepColumns:
         """At most `max_rows` rows from `first` on, whose tokens are those from `start` to `end`."""
         stop = first + max_rows
         piece = StepColumns(
-            self.handles[first:stop], self.num_tokens[first:stop], self.token_ids[start:end], {}, {}
+            self.handles[first:stop],
+            self.num_tokens[first:stop],
+            self.token_ids[start:end],
+            _NOTHING,
+            _NOTHING,
+            None,
+            _NOTHING,
+            _NOTHING,
+            _NOTHING,
         )
         if self.logprobs is not None:
             piece.logprobs = self.logprobs.part(start, end)
