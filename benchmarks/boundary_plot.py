@@ -21,7 +21,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(_PANELS), figsize=(16, 5))
+    figure, panels = pyplot.subplots(1, len(_PANELS), figsize=(18, 5), layout="constrained")
     for panel, (column, title) in zip(panels, _PANELS, strict=True):
         for name in dict.fromkeys(str(row["arrangement"]) for row in rows):
             own = [row for row in rows if row["arrangement"] == name]
@@ -33,6 +33,5 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                 label=name,
             )
         panel.set(title=title, xlabel="requests in flight", ylim=(0, None))
-    panels[0].legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
