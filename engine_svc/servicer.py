@@ -235,8 +235,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         for session in list(self._sessions):
             is_same_frontend = session.frontend_id == hello.frontend_id
             is_older = is_same_frontend and session.frontend_epoch != hello.frontend_epoch
-            is_left = is_same_frontend and session.is_parked
-            if session is not resumed and (is_older or is_left or session.session_id == hello.session_id):
+            # Who names the session of another frontend ends nothing by it.
+            is_left = is_same_frontend and (session.is_parked or session.session_id == hello.session_id)
+            if session is not resumed and (is_older or is_left):
                 self._engine.adoptables.drop(session.number)
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
                 session.close()

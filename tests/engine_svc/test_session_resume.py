@@ -172,6 +172,18 @@ async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
         await until_finished(stub, 1)
 
 
+async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, 1)
+        stranger = StreamClient(stub, "another")
+        await stranger.open(**again(first))
+        assert not stranger.heard[0].hello_ack.resume_ok
+        rig.executor.gate.set()
+        await first.until_ended(1)
+        assert first.finished == {1: [LENGTH]}
+
+
 async def test_closing_upstream_without_goodbye_is_a_break():
     rig = ServiceRig()
     async with serving(rig) as stub:
