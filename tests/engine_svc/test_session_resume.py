@@ -177,7 +177,8 @@ async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
     async with serving(rig) as stub:
         first = await begun(stub, rig, 1)
         stranger = StreamClient(stub, "another")
-        await stranger.open(**again(first))
+        await stranger.open(session_id="f" * 4, **again(first))
+        await stranger.until(lambda: bool(stranger.heard))
         assert not stranger.heard[0].hello_ack.resume_ok
         rig.executor.gate.set()
         await first.until_ended(1)
