@@ -166,6 +166,28 @@ async def test_a_wrong_hello_ends_the_stream(hello, code):
         await rig.load()
 
 
+async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        client = StreamClient(stub, "f")
+        # A field that only the next revision has, number 99, and a feature of its own.
+        hello = session_pb2.Hello.FromString(
+            session_pb2.Hello(
+                frontend_id="f", session_id="s", frontend_epoch=1, schema_revision=2, min_peer_revision=1,
+                features=["resume", "telepathy"],
+            ).SerializeToString() + b"\x9a\x06\x03new"
+        )  # fmt: skip
+        await client.send(engine_pb2.ConnectRequest(hello=hello))
+        client.start_reading()
+        # So has a message of a kind that is not known here.
+        await client.send(engine_pb2.ConnectRequest.FromString(b"\x9a\x06\x03new"))
+        await client.add(make_entry(1, max_tokens=20))
+        await client.until_ended(1)
+        assert client.tokens[1] == expected_tokens(prompt_of(1), 1, 20)
+        ack = client.heard[0].hello_ack
+        assert (ack.schema_revision, list(ack.features)) == (1, ["resume"])
+
+
 async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came():
     rig = ServiceRig()
     async with serving(rig) as stub:
