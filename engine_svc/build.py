@@ -166,7 +166,7 @@ def build_engine(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
-        hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events),
+        hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events, *_log_steps(config, served)),
         observers=kv_events,
     )
     scheduler: Scheduler | RecordedScheduler = core.scheduler
@@ -248,6 +248,15 @@ def build_core(
         observers=observers,
     )
     return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
+
+
+def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
+    """Who logs each step, where that is asked for."""
+    if not config.log_steps:
+        return ()
+    from engine_svc.features.log_steps import LogSteps
+
+    return (LogSteps(served.clock),)
 
 
 def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:

@@ -125,6 +125,7 @@ class EngineConfig:
     log_level: str = option(
         "info", choices=("debug", "info", "warning", "error"), help="least level that is logged"
     )
+    log_steps: bool = option(False, help="log a line for each step: what it computed, and how long that took")
     reflection: bool = option(True, help="serve gRPC reflection")
     drain_deadline_s: float = option(20.0, help="time for running requests at the end; 0: none")
     step_limit_s: float = option(

@@ -1,0 +1,51 @@
+"""A log line for each step: what it computed, and how long that took from plan to tokens."""
+
+from __future__ import annotations
+
+import logging
+
+from engine_svc.request import Request
+from engine_svc.step import StepPlan, StepResult
+from service_kit.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+
+class LogSteps:
+    """A row of one token, drafts apart, decodes; a longer one is of a prompt, or computes one anew."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_add(self, request: Request) -> None:
+        """Requests have lines of their own elsewhere."""
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Note when the step began; with the plan, for a step that fails has no line."""
+        plan.extras[LogSteps] = self._clock.now()
+
+    def on_update(self, plan: StepPlan, result: StepResult) -> None:
+        """Log the step."""
+        began_at = plan.extras[LogSteps]
+        assert isinstance(began_at, float)
+        sizes = [
+            num_tokens - len(drafts)
+            for num_tokens, drafts in zip(plan.num_tokens, plan.draft_token_ids, strict=True)
+        ]
+        num_decodes = sum(size == 1 for size in sizes)
+        logger.info(
+            "step",
+            extra={
+                "step_number": plan.step_number,
+                "num_prefills": len(sizes) - num_decodes,
+                "num_prefill_tokens": sum(size for size in sizes if size > 1),
+                "num_decodes": num_decodes,
+                "num_drafts": sum(map(len, plan.draft_token_ids)),
+                "num_sampled": sum(map(len, result.sampled)),
+                "num_preempted": len(plan.preempted),
+                "duration_ms": round((self._clock.now() - began_at) * 1000, 2),
+            },
+        )
+
+    def on_finish(self, request: Request) -> None:
+        """Nor have ends one here."""

@@ -1,0 +1,39 @@
+"""The log line of a step says what its plan and its result say."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine_svc.features.log_steps import LogSteps
+from engine_svc.step import StepPlan, StepResult
+from service_kit.clock import FakeClock
+
+
+def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
+    clock = FakeClock(5.0)
+    hook = LogSteps(clock)
+    plan = StepPlan(
+        7,
+        request_ids=["a", "b", "c", "d"],
+        num_tokens=[40, 1, 3, 1],
+        draft_token_ids=[[], [], [8, 9], []],
+        preempted=["e"],
+    )
+    hook.on_plan(plan)
+    clock.advance(0.25)
+    with caplog.at_level(logging.INFO):
+        hook.on_update(plan, StepResult(7, [[], [1], [8, 2], [3]]))
+    (record,) = caplog.records
+    told = {name: value for name, value in vars(record).items() if name.startswith(("num_", "step_", "dur"))}
+    assert told == {
+        "step_number": 7,
+        "num_prefills": 1,
+        "num_prefill_tokens": 40,
+        "num_decodes": 3,
+        "num_drafts": 2,
+        "num_sampled": 4,
+        "num_preempted": 1,
+        "duration_ms": 250.0,
+    }
