@@ -95,7 +95,7 @@ test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 	$(BIN)/python -m pytest -m network
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
-	$(BIN)/python -m pytest -m chaos tests/chaos
+	$(BIN)/python -m pytest -m chaos
 
 # These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
 test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3

@@ -19,6 +19,8 @@ from tests.system.generation import read_to_end, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.engine.v1 import engine_pb2_grpc
 
+pytestmark = pytest.mark.chaos
+
 MODEL = str(embedded_model())
 # Far more tokens than are computed before a short deadline, or a second signal, has come.
 MANY = 1900

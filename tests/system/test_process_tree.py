@@ -18,6 +18,8 @@ import pytest
 from tests.system.ranks import named_segments, wait_for_end
 from tests.system.stack import START_LIMIT_S
 
+pytestmark = pytest.mark.chaos
+
 # What each starts: workers that share a port with text workers of their own, and an engine's ranks.
 FLAGS = ("--workers=2", "--text-workers=1", "--pipeline-parallel-size=2", "--drain-lag-s=0")
 TITLES = {

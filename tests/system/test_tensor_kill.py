@@ -11,10 +11,14 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import pytest
+
 from engine_svc.tensors.source import TensorDoor
 from service_kit import shared_memory
 from tests.engine_svc.service_rig import ServiceRig, make_facts
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
+
+pytestmark = pytest.mark.chaos
 
 ROUNDS, SENDERS = 10, 5
 
