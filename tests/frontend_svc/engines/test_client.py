@@ -219,6 +219,23 @@ async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go
         assert engine.num_connects == 2
 
 
+async def test_an_operator_sees_why_an_engine_is_not_used_and_it_is_logged_once(caplog):
+    newer = FakeEngine(schema_revision=2, min_peer_revision=2)
+    await newer.start()
+    async with serving(FakeEngine(dp_rank=1)) as (client, frontend):
+        frontend.directory.tell("configuration too", [newer.address])
+        async with asyncio.timeout(WAIT_S):
+            while f"engine.{newer.address}.down_reason" not in frontend.status():
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        reason = frontend.status()[f"engine.{newer.address}.down_reason"]
+        assert "engine has contract revision 2, this frontend 1" in str(reason)
+        told = [
+            record for record in caplog.records if "contract revision 2" in str(vars(record).get("reason"))
+        ]
+        assert [record.levelname for record in told] == ["WARNING"]
+    await newer.kill()
+
+
 @pytest.mark.parametrize(
     "revisions",
     [{"schema_revision": 2, "min_peer_revision": 2}, {"schema_revision": 0}],
