@@ -105,15 +105,16 @@ class SessionRequests:
         """What ran under `handles` has had its end."""
         for handle in handles:
             entry = self.handles[handle]
-            if self._is_kept(entry) and not self._is_elsewhere(entry):
-                self._engine.adoptables.end(entry.entry_id[0])
+            kept = self._kept(entry)
+            if kept is not None and kept.owner == self._number:
+                self._engine.adoptables.end(kept.wire_id)
             self.handles.end([handle])
 
     def close(self) -> int:
         """Abort what runs, except what somebody else may adopt or has; returns how many were aborted."""
         num_aborted = 0
         for entry in self.handles.clear():
-            if not self._is_kept(entry):
+            if self._kept(entry) is None:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
         return num_aborted
@@ -199,12 +200,12 @@ class SessionRequests:
         )
         self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
 
-    def _is_kept(self, entry: InFlight) -> bool:
-        """Whether another session may adopt it, or has."""
+    def _kept(self, entry: InFlight) -> Adoptable | None:
+        """The request as another session may adopt it, or has; None where none may."""
         kept = self._engine.adoptables.get(entry.entry_id[0])
-        return kept is not None and kept.request_id == entry.request_id
+        return kept if kept is not None and kept.request_id == entry.request_id else None
 
     def _is_elsewhere(self, entry: InFlight) -> bool:
         """Whether another session has adopted it: nothing that is said here counts for it any more."""
-        kept = self._engine.adoptables.get(entry.entry_id[0])
-        return kept is not None and kept.request_id == entry.request_id and kept.owner != self._number
+        kept = self._kept(entry)
+        return kept is not None and kept.owner != self._number

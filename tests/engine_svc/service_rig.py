@@ -293,3 +293,19 @@ def column(values: Sequence[int]) -> bytes:
 LENGTH = output_pb2.FINISH_REASON_LENGTH
 ABORT = output_pb2.FINISH_REASON_ABORT
 STOP = output_pb2.FINISH_REASON_STOP
+
+
+async def parked(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub, num_parked: int = 1) -> None:
+    """Wait until so many sessions have no stream."""
+    async with asyncio.timeout(10):
+        while rig.servicer.num_parked_sessions != num_parked:
+            await stub.GetLoad(engine_pb2.GetLoadRequest())
+
+
+async def until_finished(stub: engine_pb2_grpc.EngineCoreServiceStub, num_requests: int) -> session_pb2.Stats:
+    """The engine's figures when so many requests have ended there."""
+    async with asyncio.timeout(10):
+        while True:
+            stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
+            if stats.num_finished == num_requests:
+                return stats

@@ -15,8 +15,10 @@ from tests.engine_svc.service_rig import (
     StreamClient,
     column,
     make_entry,
+    parked,
     prompt_of,
     serving,
+    until_finished,
 )
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
@@ -56,20 +58,6 @@ async def another(stub, name: str = "b") -> StreamClient:
     client = StreamClient(stub, name)
     await client.open(**FEATURES)
     return client
-
-
-async def parked(rig: ServiceRig, stub, num_parked: int = 1) -> None:
-    async with asyncio.timeout(10):
-        while rig.servicer.num_parked_sessions != num_parked:
-            await stub.GetLoad(engine_pb2.GetLoadRequest())
-
-
-async def until_finished(stub, num_requests: int) -> session_pb2.Stats:
-    async with asyncio.timeout(10):
-        while True:
-            stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
-            if stats.num_finished == num_requests:
-                return stats
 
 
 def reason_of(rejected: engine_pb2.AddRejected) -> bytes:

@@ -11,7 +11,16 @@ from grpc_status import rpc_status
 
 from engine_svc.lifecycle import EngineState
 from tests.engine_svc.fakes import expected_tokens
-from tests.engine_svc.service_rig import LENGTH, ServiceRig, StreamClient, make_entry, prompt_of, serving
+from tests.engine_svc.service_rig import (
+    LENGTH,
+    ServiceRig,
+    StreamClient,
+    make_entry,
+    parked,
+    prompt_of,
+    serving,
+    until_finished,
+)
 from triptych.engine.v1 import engine_pb2, session_pb2
 
 RESUME = {"features": ["resume"]}
@@ -31,22 +40,6 @@ async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> S
     await client.add(*(make_entry(handle, max_tokens=max_tokens) for handle in handles))
     await client.until(lambda: any(client.tokens.get(handle) for handle in handles))
     return client
-
-
-async def parked(rig: ServiceRig, stub, num_parked: int = 1) -> None:
-    """Wait until so many sessions have no stream."""
-    async with asyncio.timeout(10):
-        while rig.servicer.num_parked_sessions != num_parked:
-            await stub.GetLoad(engine_pb2.GetLoadRequest())
-
-
-async def until_finished(stub, num_requests: int) -> session_pb2.Stats:
-    """The engine's figures when so many requests have ended there."""
-    async with asyncio.timeout(10):
-        while True:
-            stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
-            if stats.num_finished == num_requests:
-                return stats
 
 
 async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed():
