@@ -107,6 +107,11 @@ class Rig:
         """Wait for the client to be in `state`."""
         await self.until(lambda: self.client.state is state)
 
+    async def until_taken(self) -> None:
+        """Wait until the engine has taken what was sent so far, aborts for one: a refusal comes after that."""
+        (refused,) = self.add(range(9999, 10_000), num_tokens=0)
+        await self.until(lambda: refused.is_over)
+
     def _note(self, state: EngineState) -> None:
         self.states.append(state)
         self._changed.set()
@@ -178,9 +183,7 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
         rig.client.abort(range(5, 7), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.gate.set()
         await rig.until_state(EngineState.READY)
-        # What comes after the aborts has its answer after they were taken.
-        (refused,) = rig.add(range(99, 100), num_tokens=0)
-        await rig.until(lambda: refused.is_over)
+        await rig.until_taken()
         engine.executor.gate.set()
         await rig.until(lambda: all(taker.is_over for taker in takers[6:]))
         assert [len(taker.token_ids) == _NUM_TOKENS for taker in takers] == [False] * 6 + [True] * 2
@@ -203,6 +206,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         await asyncio.to_thread(engine.executor.wait_for_launches, 6)
         rig.proxy.gate.set()
         await rig.until_state(EngineState.READY)
+        await rig.until_taken()
         engine.executor.gate.set()
         (after,) = rig.add(range(1000, 1001))
         await rig.until(lambda: after.is_over)
