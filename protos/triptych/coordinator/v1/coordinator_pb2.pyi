@@ -21,7 +21,7 @@ class EngineSessionRequest(_message.Message):
     def __init__(self, register: _Optional[_Union[_member_pb2.EngineRegistration, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., command_result: _Optional[_Union[_command_pb2.CommandResult, _Mapping]] = ..., goodbye: _Optional[_Union[EngineGoodbye, _Mapping]] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("seq", "load", "state", "wave", "step_number", "wave_complete", "start_wave_needed", "scaling_notice")
+    __slots__ = ("seq", "load", "state", "wave", "step_number", "wave_complete", "start_wave_needed", "scaling_notice", "generation")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class EngineReport(_message.Message):
     WAVE_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     START_WAVE_NEEDED_FIELD_NUMBER: _ClassVar[int]
     SCALING_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     seq: int
     load: _member_pb2.EngineLoad
     state: _member_pb2.MemberState
@@ -38,7 +39,8 @@ class EngineReport(_message.Message):
     wave_complete: bool
     start_wave_needed: bool
     scaling_notice: _command_pb2.ScalingNotice
-    def __init__(self, seq: _Optional[int] = ..., load: _Optional[_Union[_member_pb2.EngineLoad, _Mapping]] = ..., state: _Optional[_Union[_member_pb2.MemberState, str]] = ..., wave: _Optional[int] = ..., step_number: _Optional[int] = ..., wave_complete: _Optional[bool] = ..., start_wave_needed: _Optional[bool] = ..., scaling_notice: _Optional[_Union[_command_pb2.ScalingNotice, _Mapping]] = ...) -> None: ...
+    generation: int
+    def __init__(self, seq: _Optional[int] = ..., load: _Optional[_Union[_member_pb2.EngineLoad, _Mapping]] = ..., state: _Optional[_Union[_member_pb2.MemberState, str]] = ..., wave: _Optional[int] = ..., step_number: _Optional[int] = ..., wave_complete: _Optional[bool] = ..., start_wave_needed: _Optional[bool] = ..., scaling_notice: _Optional[_Union[_command_pb2.ScalingNotice, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class EngineGoodbye(_message.Message):
     __slots__ = ("reason",)

@@ -1,0 +1,69 @@
+"""What the lockstep of data-parallel ranks asks of the process group that they form. Declared here, by its user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine_svc.lockstep import Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of one generation meet, and as which of them this engine comes."""
+
+    generation: int
+    rank: int
+    size: int
+    master_address: str  # host of rank 0
+    store_port: int  # of the store that rank 0 holds
+
+
+class RankGroup(Protocol):
+    """The ranks of one generation. Whatever cannot be done because another rank is gone raises PeersLost."""
+
+    meeting: Meeting
+
+    def count(self, vote: Vote) -> Vote:
+        """The verdict of all ranks' votes; waits for the slowest. For the engine thread."""
+        ...
+
+    def when_all_resumed(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Tell that this rank has resumed; one of both is called, in any thread, when all have or one is gone."""
+        ...
+
+    def close(self) -> None:
+        """Leave: the others notice at once, and every wait here for them ends. May be called by any thread."""
+        ...
+
+
+class RankGroups(Protocol):
+    """Makes process groups, one after the other, in one process.
+
+    host: where others reach the store of this engine.  store_port: its port.
+    """
+
+    host: str
+    store_port: int
+
+    def form(self, meeting: Meeting) -> RankGroup:
+        """Meet the others; the model exchanges tensors through this group from now on. Raises PeersLost."""
+        ...
+
+
+class ExpertShards(Protocol):
+    """Which of the model's experts this engine holds."""
+
+    num_bytes: int  # of those that are held now
+
+    def prepare(self, rank: int, size: int) -> None:
+        """Load what this rank of so many is to hold beside what is held now. For a thread of its own.
+
+        Raises ValueError or OSError, and holds what it held.
+        """
+        ...
+
+    def adopt(self) -> None:
+        """Hold what was prepared last, and forget the rest. For the engine thread, with no step in flight."""
+        ...
