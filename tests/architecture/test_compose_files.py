@@ -1,0 +1,114 @@
+"""The compose files are valid, and name only what the services know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service_kit.config import load_config
+from tests.architecture.test_options import SERVICES, config_class
+from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variables_of
+
+FILES = (GPU_FILE, CPU_FILE)
+# Read by libraries, not by us.
+FOREIGN = {"HF_TOKEN", "HF_HUB_OFFLINE", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+DEPLOY_GUIDE = ROOT / "docs" / "deploy.md"
+
+
+def service_kind(name: str) -> str | None:
+    """Which of our services that is; None for somebody else's."""
+    kind = name.partition("-")[0]
+    return kind if kind in SERVICES else None
+
+
+def own_services(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    services = read(path)["services"]
+    return [(name, service) for name, service in services.items() if service_kind(name)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_follows_the_schema_of_compose(path: Path, tmp_path: Path) -> None:
+    replaced = tmp_path / path.name
+    replaced.write_text(yaml.safe_dump(read(path)))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(replaced)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_file_that_does_not_follow_it_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(yaml.safe_dump({"services": {"frontend": {"immage": "x"}}}))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(wrong)]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_variable_of_a_service_is_an_option_of_it(path: Path) -> None:
+    for name, service in own_services(path):
+        kind = service_kind(name)
+        environment = service.get("environment", {})
+        own = {key: str(value) for key, value in environment.items() if key not in FOREIGN}
+        assert [key for key in own if not key.startswith(f"TRIPTYCH_{kind}_".upper())] == []
+        # Unknown variables and flags, and values of the wrong kind, are errors.
+        model = [] if kind != "engine" or flags_of(service) else ["model"]
+        load_config(config_class(str(kind)), [*flags_of(service), *model], service=str(kind), env=own)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_service_of_ours_runs_with_no_more_rights_than_it_needs(path: Path) -> None:
+    for _, service in own_services(path):
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not service.get("privileged", False)
+        assert "user" not in service, "the image says who it runs as"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_nobody_waits_for_another_service_to_start(path: Path) -> None:
+    assert [name for name, service in own_services(path) if "depends_on" in service] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_variable_from_outside_is_told_of_in_the_guide(path: Path) -> None:
+    guide = DEPLOY_GUIDE.read_text()
+    assert [name for name in variables_of(path) if f"`{name}`" not in guide] == []
+
+
+def test_every_engine_of_a_gpu_host_has_its_own_gpu_and_rank() -> None:
+    engines = [service for name, service in own_services(GPU_FILE) if service_kind(name) == "engine"]
+    devices = [service["deploy"]["resources"]["reservations"]["devices"][0] for service in engines]
+    assert {(device["driver"], tuple(device["capabilities"])) for device in devices} == {("nvidia", ("gpu",))}
+    assert [device["device_ids"] for device in devices] == [[str(rank)] for rank in range(len(engines))]
+    ranks = [service["environment"]["TRIPTYCH_ENGINE_DATA_PARALLEL_RANK"] for service in engines]
+    assert ranks == [str(rank) for rank in range(len(engines))]
+    assert len({tuple(flags_of(service)) for service in engines}) == 1
+
+
+def test_every_file_that_is_mounted_exists() -> None:
+    services = read(GPU_FILE)["services"].values()
+    mounted = [mount.split(":")[0] for service in services for mount in service.get("volumes", ())]
+    files = [mount for mount in mounted if mount.startswith("./")]
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_every_panel_asks_for_what_the_collector_makes() -> None:
+    collector = yaml.safe_load((ROOT / "deploy" / "otel-collector.yml").read_text())
+    spans = collector["connectors"]["spanmetrics"]
+    made = {f"{spans['namespace']}_calls_total", f"{spans['namespace']}_duration_milliseconds_bucket"}
+    board = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "triptych.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert asked
+    assert [expr for expr in asked if not any(f"{name}{{" in expr for name in made)] == []
+    names = {expr.split('span_name="')[1].split('"')[0] for expr in asked}
+    code = "".join(
+        (ROOT / name).read_text() for name in ("frontend_svc/tracing.py", "engine_svc/features/observe.py")
+    )
+    assert [name for name in names if f'"{name}"' not in code] == []
