@@ -30,7 +30,7 @@ NATIVE := $(wildcard kernels/triptych_kernels/cpu/*.cpp kernels/triptych_kernels
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-chaos test-gpu bench-gpu mutants simulate bench up
+.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu mutants simulate bench up
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,9 +54,8 @@ demo: $(RUNTIME_STAMP)  ## answer one prompt through three processes: make demo 
 serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
 	$(BIN)/triptych serve $(ARGS)
 
-up: $(RUNTIME_STAMP)  ## as serve: there are no container images yet
-	@echo "no container images yet: this runs the stack on this machine, as make serve does"
-	$(BIN)/triptych serve $(ARGS)
+up:  ## the stack in containers: on the GPUs of this host, or the embedded model where it has none
+	docker compose $(if $(shell command -v nvidia-smi),,-f docker-compose.cpu.yml) up $(ARGS)
 
 protos: setup  ## regenerate the stubs beside the protos
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
@@ -96,6 +95,11 @@ test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(BIN)/python -m pytest -m chaos
+
+# CONTAINERS: docker, or a script with the verbs build, compose and podman where no Docker engine runs.
+CONTAINERS ?= docker
+test-compose: setup  ## build the images and run them in containers: make test-compose CONTAINERS=docker
+	CONTAINERS=$(CONTAINERS) $(BIN)/python -m pytest -m compose -s $(ARGS)
 
 # These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
 test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3

@@ -1,4 +1,4 @@
-"""A small Llama with random weights, written as a Hugging Face folder, for benchmarks that bring no model."""
+"""Small models with random weights, written as Hugging Face folders, for benchmarks that bring no model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from launcher.tiny_model.corpus import training_examples
 from launcher.tiny_model.tokenizer import END, PAD, learn_tokenizer, token_id
 
 _NUM_TOKENIZER_EXAMPLES = 4_000
+_EMBEDDING_GAIN = 4.0
+_LINEAR_GAIN = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,7 @@ def make_checkpoint(folder: Path, shape: CheckpointShape, *, dtype: torch.dtype,
 
     The tokenizer's vocabulary is smaller than the model's: the rest of the ids decode to nothing.
     """
-    examples = itertools.islice(training_examples(seed), _NUM_TOKENIZER_EXAMPLES)
-    tokenizer = learn_tokenizer(turn.text for example in examples for turn in example.turns)
+    tokenizer = _tokenizer(seed)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocabulary_size,
@@ -53,3 +60,40 @@ def make_checkpoint(folder: Path, shape: CheckpointShape, *, dtype: torch.dtype,
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
+
+
+def make_mixture(folder: Path, *, seed: int) -> int:
+    """Write a Mixtral of eight experts with random fp32 weights; returns the number of parameters.
+
+    Its weights are drawn so wide that what it says varies from place to place.
+    """
+    tokenizer = _tokenizer(seed)
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        vocab_size=2_048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=2_048,
+        bos_token_id=None,
+        eos_token_id=token_id(tokenizer, END),
+        pad_token_id=token_id(tokenizer, PAD),
+    )
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                is_embedding = "embed" in name or "lm_head" in name
+                parameter.mul_(_EMBEDDING_GAIN if is_embedding else _LINEAR_GAIN)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    examples = itertools.islice(training_examples(seed), _NUM_TOKENIZER_EXAMPLES)
+    return learn_tokenizer(turn.text for example in examples for turn in example.turns)

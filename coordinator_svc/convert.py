@@ -6,9 +6,12 @@ import ipaddress
 import re
 
 from coordinator_svc.load import Load, LoadReport
+from coordinator_svc.orders import Abort, Commit, Order, Prepare
+from coordinator_svc.ranks import Rank, RankReport
 from coordinator_svc.registry import Member, MemberState, Registration
+from coordinator_svc.wave import Stand, Start
 from service_kit.errors import InvalidArgument
-from triptych.coordinator.v1 import coordinator_pb2, member_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
 _MAX_ID_LENGTH = 128
 # So that a snapshot of all members fits into one message.
@@ -43,12 +46,17 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
             ("dp_size", _wrong_dp_size(message.dp_size)),
             ("dp_rank", _wrong_dp_rank(message)),
             ("capacity", _wrong_capacity(message)),
+            ("host", _wrong_host(message.host)),
+            ("store_port", _wrong_store_port(message)),
             ("labels", _wrong_size(message)),
         )
         if problem
     ]
     if violations:
         raise InvalidArgument("; ".join(text for _, text in violations), violations=violations)
+    facts = member_pb2.EngineRegistration()
+    facts.CopyFrom(message)
+    facts.ClearField("highest_coordinator_epoch")
     return Registration(
         engine_id=message.engine_id,
         engine_epoch=message.engine_epoch,
@@ -56,7 +64,21 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
         dp_group=message.dp_group,
         dp_rank=message.dp_rank,
         dp_size=max(message.dp_size, 1),
-        facts=message.SerializeToString(),
+        is_lockstep=message.lockstep,
+        parallel_config_hash=message.parallel_config_hash,
+        facts=facts.SerializeToString(),
+    )
+
+
+def to_rank(message: member_pb2.EngineRegistration) -> Rank:
+    """An engine of a lockstep group."""
+    return Rank(
+        engine_id=message.engine_id,
+        engine_epoch=message.engine_epoch,
+        dp_rank=message.dp_rank,
+        dp_size=max(message.dp_size, 1),
+        host=message.host or message.endpoint.rpartition(":")[0].strip("[]"),
+        store_port=message.store_port,
     )
 
 
@@ -94,6 +116,63 @@ def to_load_report(report: coordinator_pb2.EngineReport) -> LoadReport:
             num_total_blocks=load.num_total_blocks,
         ),
     )
+
+
+def to_stand(report: coordinator_pb2.EngineReport) -> Stand:
+    """Where an engine of a lockstep group stands by its report."""
+    return Stand(
+        wave=report.wave,
+        is_running=not report.wave_complete and report.generation > 0,
+        asks=report.start_wave_needed,
+        is_apart=report.generation == 0,
+    )
+
+
+def to_rank_report(report: coordinator_pb2.EngineReport) -> RankReport:
+    """What an engine of a lockstep group says of its membership."""
+    is_ready = report.state == member_pb2.MEMBER_STATE_READY
+    notice = report.scaling_notice.kind
+    return RankReport(
+        generation=report.generation,
+        is_loaded=is_ready or notice == command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY,
+        was_formed=is_ready,
+        is_leaving=report.state == member_pb2.MEMBER_STATE_DRAINING,
+    )
+
+
+def to_membership_command(order: Order, parallel_config_hash: str) -> command_pb2.Command:
+    """An order about a lockstep group's membership as an engine gets it."""
+    command = command_pb2.Command()
+    match order:
+        case Prepare():
+            command.prepare_scale.generation = order.generation
+            command.prepare_scale.new_size = order.size
+            if order.rank is None:
+                command.prepare_scale.leave = True
+            else:
+                command.prepare_scale.rank = order.rank
+                command.prepare_scale.rendezvous.CopyFrom(to_rendezvous(order, parallel_config_hash))
+        case Commit():
+            command.commit_scale.generation = order.generation
+        case Abort():
+            command.abort_scale.generation = order.generation
+    return command
+
+
+def to_rendezvous(meeting: Prepare, parallel_config_hash: str) -> command_pb2.Rendezvous:
+    """Where the ranks of a generation meet."""
+    return command_pb2.Rendezvous(
+        master_address=meeting.host,
+        store_port=meeting.store_port,
+        dp_size=meeting.size,
+        generation=meeting.generation,
+        parallel_config_hash=parallel_config_hash,
+    )
+
+
+def to_start_command(start: Start) -> command_pb2.Command:
+    """What begins a wave."""
+    return command_pb2.Command(start_wave=command_pb2.StartWave(wave=start.wave, exclude=list(start.exclude)))
 
 
 def from_load(engine_id: str, report: LoadReport) -> member_pb2.EngineLoad:
@@ -163,6 +242,20 @@ def _wrong_dp_size(dp_size: int) -> str:
 def _wrong_dp_rank(message: member_pb2.EngineRegistration) -> str:
     dp_size = max(message.dp_size, 1)
     return f"is {message.dp_rank}, the group has {dp_size}" if message.dp_rank >= dp_size else ""
+
+
+def _wrong_host(host: str) -> str:
+    """Others meet at it, so it has to be a name or an address; none is that of the endpoint."""
+    address = _address(f"[{host}]" if ":" in host else host)
+    if not host or (address is None and _is_name(host)):
+        return ""
+    if address is None or address.is_unspecified or address.is_multicast:
+        return f"{host!r} is not a name or an address of an engine"
+    return ""
+
+
+def _wrong_store_port(message: member_pb2.EngineRegistration) -> str:
+    return f"is {message.store_port}, the range is 0..65535" if message.store_port > 65535 else ""
 
 
 def _wrong_size(message: member_pb2.EngineRegistration) -> str:

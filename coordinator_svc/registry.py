@@ -38,6 +38,8 @@ class Registration:
     dp_group: str = ""
     dp_rank: int = 0
     dp_size: int = 1
+    is_lockstep: bool = False
+    parallel_config_hash: str = ""  # "": no lockstep, or not loaded so far that it is known
     facts: bytes = b""  # all of what it said, passed on to frontends unread
 
 
@@ -72,7 +74,7 @@ class EngineRegistry:
     def __init__(self, clock: Clock, *, lease_s: float) -> None:
         self.version = 1
         self.lease_s = lease_s
-        self._clock = clock
+        self.clock = clock
         self._members: dict[str, Member] = {}
         self._lease_ends_at: dict[str, float] = {}
         self._expired_at = clock.now()
@@ -90,12 +92,14 @@ class EngineRegistry:
 
         The same epoch is the same process: its newest session replaces an older one, which may be half open.
         Another epoch takes the place of an engine whose session is lost, since that engine has restarted,
-        and is refused with AlreadyExists while the place is held by a live one.
+        and is refused with AlreadyExists while the place is held by a live one. An engine that cannot step
+        together with the others of its group is refused with FailedPrecondition.
         """
         rivals = self._rivals(registration)
         for rival in rivals:
             if rival.is_reporting:
                 raise _place_taken(registration, rival)
+        self._check_parallel_config(registration, rivals)
         is_new = registration.engine_id not in self._members
         if is_new and len(self._members) - len(rivals) >= MAX_MEMBERS:
             raise ResourceExhausted(f"{MAX_MEMBERS} engines are registered, which is the limit")
@@ -103,6 +107,9 @@ class EngineRegistry:
         for rival in rivals:
             self._forget(rival.registration.engine_id)
         present = self._members.get(registration.engine_id)
+        if present is not None and (present.registration, present.session_id) == (registration, session_id):
+            self._renew(registration.engine_id)
+            return present
         self.version += 1
         state = present.state if present else MemberState.JOINING
         member = Member(registration, session_id, self.version, state)
@@ -149,13 +156,21 @@ class EngineRegistry:
             self.version += 1
             self._forget(engine_id)
 
+    def evict(self, engine_id: str) -> Member | None:
+        """Forget an engine whatever it does, and return what it was; its next report is refused."""
+        member = self._members.get(engine_id)
+        if member is not None:
+            self.version += 1
+            self._forget(engine_id)
+        return member
+
     def expire(self) -> list[Member]:
         """Forget the members whose lease has ended, and return them as GONE.
 
         To be called several times in a lease. When the last call lies half a lease back, the coordinator was
         stopped, not the engines: their renewals wait unread, so every lease is longer by that gap.
         """
-        now = self._clock.now()
+        now = self.clock.now()
         gap_s = now - self._expired_at
         self._expired_at = now
         if gap_s > self.lease_s / 2:
@@ -179,8 +194,21 @@ class EngineRegistry:
             != (registration.engine_id, registration.engine_epoch)
         ]
 
+    def _check_parallel_config(self, registration: Registration, rivals: list[Member]) -> None:
+        """Raise FailedPrecondition where a member of the same group would compute something else."""
+        for member in self._members.values():
+            held = member.registration
+            is_other = held.engine_id != registration.engine_id and member not in rivals
+            if is_other and held.dp_group == registration.dp_group and _differ(held, registration):
+                raise FailedPrecondition(
+                    f"parallel_config_hash of engine {registration.engine_id} is {_config(registration)},"
+                    f" that of engine {held.engine_id} in group {held.dp_group!r} is {_config(held)}",
+                    reason="PARALLEL_CONFIG_MISMATCH",
+                    metadata={"hash": registration.parallel_config_hash, "held": held.parallel_config_hash},
+                )
+
     def _renew(self, engine_id: str) -> None:
-        self._lease_ends_at[engine_id] = self._clock.now() + self.lease_s
+        self._lease_ends_at[engine_id] = self.clock.now() + self.lease_s
 
     def _forget(self, engine_id: str) -> None:
         del self._members[engine_id]
@@ -191,6 +219,19 @@ def _claims_same_place(one: Registration, other: Registration) -> bool:
     if one.engine_id == other.engine_id:
         return True
     return one.dp_size > 1 and (one.dp_group, one.dp_rank) == (other.dp_group, other.dp_rank)
+
+
+def _differ(held: Registration, registration: Registration) -> bool:
+    if not held.is_lockstep and not registration.is_lockstep:
+        return False
+    hashes = {held.parallel_config_hash, registration.parallel_config_hash}
+    return held.is_lockstep != registration.is_lockstep or ("" not in hashes and len(hashes) == 2)
+
+
+def _config(registration: Registration) -> str:
+    if not registration.is_lockstep:
+        return "unset (no lockstep)"
+    return repr(registration.parallel_config_hash)
 
 
 def _place_taken(registration: Registration, rival: Member) -> AlreadyExists:

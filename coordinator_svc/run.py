@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import sys
+import time
 from functools import partial
 
 import uvloop
 
 from coordinator_svc.config import CoordinatorConfig
 from coordinator_svc.registry import EngineRegistry
+from coordinator_svc.scaling import Scaling
+from coordinator_svc.scaling_engines import MemberEngines
+from coordinator_svc.scaling_servicer import ScalingServicer
 from coordinator_svc.servicer import CoordinatorServicer
 from coordinator_svc.topology import Topology
 from service_kit.admin import AdminServicer
@@ -29,7 +32,7 @@ from service_kit.server import (
     write_announcement,
 )
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
-from triptych.coordinator.v1 import coordinator_pb2_grpc
+from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +56,19 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
 async def _serve(config: CoordinatorConfig) -> int:
     clock = MonotonicClock()
     lease_s = config.lease_ms / 1000
-    # Never 0, which means "none" on the wire.
-    topology = Topology(EngineRegistry(clock, lease_s=lease_s), coordinator_epoch=secrets.randbits(63) + 1)
+    # The wall clock, so that whoever knows two coordinators knows which of them was started later.
+    registry = EngineRegistry(clock, lease_s=lease_s)
+    topology = Topology(registry, coordinator_epoch=time.time_ns())
     servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
+    scaling = ScalingServicer(
+        # Not of two coordinators the same names.
+        Scaling(id_prefix=f"scale-{topology.coordinator_epoch // 10**9:x}"),
+        MemberEngines(registry, topology),
+        servicer.signal,
+        clock,
+        epoch=topology.coordinator_epoch,
+        rebuilt_at=clock.now() + lease_s,
+    )
     admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status)
     servers = [
         Server(
@@ -73,24 +86,41 @@ async def _serve(config: CoordinatorConfig) -> int:
         ),
         Server(
             listen=f"127.0.0.1:{config.admin_port}",
-            registrations=[admin.registration()],
+            registrations=[
+                admin.registration(),
+                Registration(
+                    "triptych.coordinator.v1.ScalingService",
+                    partial(scaling_pb2_grpc.add_ScalingServiceServicer_to_server, scaling),
+                    is_ready=True,
+                ),
+            ],
             profile=ADMIN,
             service="coordinator",
             reflection=config.reflection,
         ),
     ]
-    expiring = asyncio.ensure_future(servicer.expire_leases())
+    background = [
+        asyncio.ensure_future(servicer.expire_leases()),
+        asyncio.ensure_future(servicer.step_groups()),
+        asyncio.ensure_future(scaling.run()),
+    ]
+
+    async def close() -> None:
+        scaling.close()
+        await servicer.close()
+
     try:
         exit_code = await run_server(
             servers,
-            on_drain=servicer.close,
+            on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
             announce=lambda addresses: _announce(config, addresses),
         )
         end_at_once_on_signals(exit_code)
         return exit_code
     finally:
-        expiring.cancel()
+        for task in background:
+            task.cancel()
 
 
 def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:

@@ -11,12 +11,19 @@ from typing import TypeAlias, TypeVar
 import grpc.aio
 
 from coordinator_svc.convert import check_frontend
+from coordinator_svc.engine_writer import EngineWriter
 from coordinator_svc.publisher import ChangeSignal, Publisher
 from coordinator_svc.rate_limit import RateLimit
 from coordinator_svc.registry import MemberState
 from coordinator_svc.topology import Topology
 from service_kit.clock import Clock
-from service_kit.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from service_kit.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 logger = logging.getLogger(__name__)
@@ -32,19 +39,27 @@ TopologyRequest: TypeAlias = coordinator_pb2.GetTopologyRequest
 TopologyResponse: TypeAlias = coordinator_pb2.GetTopologyResponse
 
 _HANDSHAKE_S = 10.0
+MAX_FRONTENDS = 1024
 _MAX_IN_FLIGHT_ENTRIES = 4096
+# Groups are looked at so often even if nothing seems to be due.
+_MAX_STEP_INTERVAL_S = 0.5
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Takes in what engines report and tells frontends. All of its state lives in one event loop."""
 
-    def __init__(self, topology: Topology, clock: Clock, *, lease_s: float) -> None:
+    def __init__(
+        self, topology: Topology, clock: Clock, *, lease_s: float, max_frontends: int = MAX_FRONTENDS
+    ) -> None:
         self._topology = topology
         self._clock = clock
         self._lease_s = lease_s
+        self._max_frontends = max_frontends
         self._rebuilt_at = clock.now() + lease_s
         self._session_ids = itertools.count(1)
-        self._signal = ChangeSignal()
+        self.signal = ChangeSignal()
+        self._timers = ChangeSignal()
+        self._next_step_at: float | None = None
         self._closing = asyncio.Event()
 
     async def EngineSession(
@@ -74,7 +89,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             for member in self._topology.expire():
                 fields = {"engine_id": member.registration.engine_id, "cause": "lease ended"}
                 logger.warning("engine gone", extra=fields)
-                self._signal.notify()
+                self.signal.notify()
+
+    async def step_groups(self) -> None:
+        """Tell engines of lockstep groups what is due by time, for ever."""
+        while True:
+            next_at = self._topology.groups.next_at()
+            wait_s = _MAX_STEP_INTERVAL_S if next_at is None else next_at - self._clock.now()
+            await self._timers.wait(min(max(wait_s, 0.0), _MAX_STEP_INTERVAL_S))
+            version = self._topology.version
+            self._topology.groups.step_all()
+            self._tell_changes(version)
 
     async def close(self) -> None:
         """End all sessions, so that engines and frontends look for the next coordinator."""
@@ -86,13 +111,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise FailedPrecondition("the first message of a session must be register")
         session_id = next(self._session_ids)
         engine_id = first.register.engine_id
-        self._register_engine(first.register, session_id)
+        writer = EngineWriter(self._topology.commands, engine_id, session_id)
+        self._register_engine(first.register, session_id, writer)
         try:
-            await context.write(self._registered())
-            await self._read_engine(engine_id, session_id, requests, context)
+            await _first_to_end(
+                self._read_engine(engine_id, session_id, requests, writer), writer.run(context.write)
+            )
         finally:
+            self._topology.commands.close(engine_id, session_id)
             self._topology.lose_engine(engine_id, session_id)
-            self._signal.notify()
+            self.signal.notify()
 
     async def _serve_frontend(
         self, requests: AsyncIterator[FrontendRequest], context: FrontendContext
@@ -102,12 +130,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if first.WhichOneof("message") != "register":
             raise FailedPrecondition("the first message of a session must be register")
         check_frontend(register)
+        self._check_epoch(f"frontend {register.frontend_id}", register.known_coordinator_epoch)
+        if len(self._topology.frontends) >= self._max_frontends:
+            raise ResourceExhausted(f"{self._max_frontends} frontends have a session, which is the limit")
         session_id = next(self._session_ids)
         self._topology.frontends[session_id] = member_pb2.FrontendMember(
             frontend_id=register.frontend_id, endpoint=register.endpoint
         )
         logger.info("frontend joined", extra={"frontend_id": register.frontend_id})
-        publisher = Publisher(self._topology, self._signal, self._clock)
+        publisher = Publisher(self._topology, self.signal, self._clock)
         try:
             await _first_to_end(
                 self._read_frontend(session_id, requests, publisher),
@@ -122,7 +153,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         engine_id: str,
         session_id: int,
         requests: AsyncIterator[EngineRequest],
-        context: EngineContext,
+        writer: EngineWriter,
     ) -> None:
         limit = RateLimit(self._clock)
         async for request in requests:
@@ -133,8 +164,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case "register":
                     if request.register.engine_id != engine_id:
                         raise InvalidArgument("engine_id must stay the same", field="register.engine_id")
-                    self._register_engine(request.register, session_id)
-                    await context.write(self._registered())
+                    self._register_engine(request.register, session_id, writer)
+                case "command_result":
+                    version = self._topology.version
+                    self._topology.take_result(engine_id, request.command_result)
+                    self._tell_changes(version)
                 case "goodbye":
                     self._topology.leave_engine(engine_id, session_id)
                     fields = {"engine_id": engine_id, "cause": request.goodbye.reason or "goodbye"}
@@ -143,30 +177,62 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case kind:
                     _log_ignored(kind)
 
-    def _register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> None:
+    def _register_engine(
+        self, message: member_pb2.EngineRegistration, session_id: int, writer: EngineWriter
+    ) -> None:
+        self._check_epoch(f"engine {message.engine_id}", message.highest_coordinator_epoch)
+        version = self._topology.version
         member = self._topology.register_engine(message, session_id)
         fields = {"engine_id": message.engine_id, "endpoint": message.endpoint, "state": member.state.value}
         logger.info("engine registered", extra=fields)
-        self._signal.notify()
-
-    def _registered(self) -> EngineResponse:
+        self._topology.commands.open(message.engine_id, session_id, writer.wake)
+        rendezvous = self._topology.join_group(message)
         lease_ms = round(self._lease_s * 1000)
-        return EngineResponse(
-            registered=coordinator_pb2.Registered(
+        writer.answer(
+            coordinator_pb2.Registered(
                 lease_ms=lease_ms,
                 # Two renewals may be lost before the lease ends.
                 renew_after_ms=lease_ms // 3,
+                rendezvous=rendezvous,
                 coordinator_epoch=self._topology.coordinator_epoch,
             )
         )
+        self._tell_changes(version)
+
+    def _check_epoch(self, who: str, known: int) -> None:
+        """Raise FailedPrecondition where somebody knows a coordinator that was started after this one."""
+        own = self._topology.coordinator_epoch
+        if known > own:
+            self._topology.num_refused_as_stale += 1
+            logger.error("a newer coordinator is known", extra={"who": who, "epoch": known, "own_epoch": own})
+            raise FailedPrecondition(
+                f"{who} knows coordinator epoch {known}, this coordinator has {own}: if no other one runs,"
+                " the clock was set back, and this one has to be restarted",
+                reason="STALE_COORDINATOR",
+            )
 
     def _take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> None:
-        version = self._topology.version
+        urgent, loads_version = self._topology.urgent_version, self._topology.loads_version
         member = self._topology.take_report(engine_id, session_id, report)
-        if self._topology.version != version:
-            self._signal.notify()
+        if self._topology.urgent_version != urgent:
+            self.signal.notify()
+        elif self._topology.loads_version != loads_version:
+            self.signal.notify_loads()
+        self._set_timer()
         if member.state is MemberState.GONE:
             raise FailedPrecondition(f"engine {engine_id} has reported FAILED and is no member any more")
+
+    def _tell_changes(self, version: int) -> None:
+        """Wake those whom a change since that version of the topology concerns."""
+        if self._topology.version != version:
+            self.signal.notify()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        next_at = self._topology.groups.next_at()
+        if next_at != self._next_step_at:
+            self._next_step_at = next_at
+            self._timers.notify()
 
     async def _read_frontend(
         self, session_id: int, requests: AsyncIterator[FrontendRequest], publisher: Publisher
@@ -176,11 +242,31 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             limit.take()
             match request.WhichOneof("message"):
                 case "ack":
-                    publisher.take_ack(request.ack.nonce)
+                    self._take_ack(session_id, request.ack, publisher)
                 case "in_flight":
-                    self._topology.frontends[session_id].num_in_flight = request.in_flight.num_requests
+                    self._take_in_flight(session_id, request.in_flight)
+                case "first_request_while_paused":
+                    version = self._topology.version
+                    self._topology.groups.hint(request.first_request_while_paused)
+                    self._tell_changes(version)
                 case kind:
                     _log_ignored(kind)
+
+    def _take_ack(self, session_id: int, ack: coordinator_pb2.FrontendAck, publisher: Publisher) -> None:
+        if not ack.HasField("error"):
+            publisher.take_ack(ack.nonce)
+            return
+        frontend_id = self._topology.frontends[session_id].frontend_id
+        logger.warning("message refused", extra={"frontend_id": frontend_id, "cause": ack.error.message})
+        publisher.take_nack(ack.nonce)
+
+    def _take_in_flight(self, session_id: int, in_flight: coordinator_pb2.FrontendInFlight) -> None:
+        if len(in_flight.engines) > _MAX_IN_FLIGHT_ENTRIES:
+            raise InvalidArgument(
+                f"engines has {len(in_flight.engines)} entries, the limit is {_MAX_IN_FLIGHT_ENTRIES}",
+                field="in_flight.engines",
+            )
+        self._topology.frontends[session_id].num_in_flight = in_flight.num_requests
 
     def _wait_before_snapshot_s(self, register: coordinator_pb2.FrontendRegistration) -> float:
         # A frontend that knew an earlier coordinator keeps what it knows until the engines have had the time
@@ -217,5 +303,5 @@ async def _first(requests: AsyncIterator[T]) -> T:
 
 
 def _log_ignored(kind: str | None) -> None:
-    # A wave or command this coordinator never sends, or a message of a newer contract.
+    # A message of a newer contract.
     logger.info("message ignored", extra={"kind": kind or "unknown"})

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from coordinator_svc.commands import Commands
 from coordinator_svc.convert import from_load, from_member, to_load_report, to_registration, to_state
+from coordinator_svc.groups import Groups
 from coordinator_svc.load import LoadTable
 from coordinator_svc.registry import EngineRegistry, Member, MemberState
 from service_kit.errors import FailedPrecondition
-from triptych.coordinator.v1 import coordinator_pb2, member_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+
+_MAX_EVICTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +22,54 @@ class Seen:
 
     engine_ids: frozenset[str]
     members_version: int
+    waves_version: int
     loads_version: int
+
+    @property
+    def versions(self) -> tuple[int, int, int]:
+        """What tells it from others of the same topology."""
+        return self.members_version, self.waves_version, self.loads_version
 
 
 class Topology:
-    """Members with their loads, and the frontends that listen. Soft state: registrations refill it."""
+    """Members with their loads, their lockstep groups, and the frontends that listen.
+
+    Soft state: registrations and reports refill it. coordinator_epoch: the time of the start in ns, so that
+    generations and command ids that are derived from it are above those of every coordinator before.
+    """
 
     def __init__(self, registry: EngineRegistry, *, coordinator_epoch: int) -> None:
         self.coordinator_epoch = coordinator_epoch
+        self.num_refused_as_stale = 0  # sessions of who knows a later coordinator
         self.frontends: dict[int, member_pb2.FrontendMember] = {}  # by session id
+        self.commands = Commands(first_id=coordinator_epoch)
+        self.groups = Groups(
+            self.commands,
+            registry.clock,
+            first_generation=max(1, coordinator_epoch // 1_000_000),
+            settled_at=registry.clock.now() + registry.lease_s,
+        )
         self._registry = registry
         self._loads = LoadTable()
+        self._seen = Seen(frozenset(), 0, 0, 0)
+        # What has changed since somebody was told last; it holds for the present versions only.
+        self._deltas: dict[tuple[int, int, int], coordinator_pb2.TopologyDelta] = {}
+        self._evicted: OrderedDict[tuple[str, int], str] = OrderedDict()  # processes, with the reason
 
     @property
     def version(self) -> int:
-        """Grows with every change of members or loads."""
-        return self.members_version + self.loads_version
+        """Grows with every change of members, waves or loads."""
+        return self.members_version + self.groups.version + self.loads_version
 
     @property
     def members_version(self) -> int:
         """Grows with every change of members."""
         return self._registry.version
+
+    @property
+    def urgent_version(self) -> int:
+        """Grows with every change of members or waves."""
+        return self.members_version + self.groups.version
 
     @property
     def loads_version(self) -> int:
@@ -47,14 +79,25 @@ class Topology:
     def register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> Member:
         """Enter an engine under a session, or note its new facts if the session has it already."""
         registration = to_registration(message)
+        self._check_evicted(message)
+        if message.lockstep:
+            self.groups.check_room(message.dp_group)
         before = {member.registration.engine_id: member for member in self._registry.members()}
         member = self._registry.register(registration, session_id)
         for engine_id, earlier in before.items():
             if not self._is_same_process(earlier):
-                self._loads.forget(engine_id)
+                self._forget(engine_id, has_ended=True)
         if registration.engine_id in before and before[registration.engine_id].session_id != session_id:
             self._loads.restart_order(registration.engine_id)
         return member
+
+    def join_group(self, message: member_pb2.EngineRegistration) -> command_pb2.Rendezvous | None:
+        """Enter a registered engine into its lockstep group, if it says so; where that has met."""
+        if not message.lockstep:
+            self.groups.leave(message.engine_id, has_ended=False)
+            return None
+        self.groups.join(message)
+        return self.groups.rendezvous(message.engine_id)
 
     def take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> Member:
         """Renew an engine's lease, note its state, and its load unless a newer one is known."""
@@ -65,27 +108,53 @@ class Topology:
             )
         member = self._registry.report(engine_id, session_id, to_state(report, before.state))
         if member.state is MemberState.GONE:
-            self._loads.forget(engine_id)
+            self._forget(engine_id, has_ended=True)
+            return member
+        self.groups.report(engine_id, report)
         # A load of another epoch was measured by another process.
-        elif report.load.engine_epoch == member.registration.engine_epoch:
+        if report.load.engine_epoch == member.registration.engine_epoch:
             self._loads.put(engine_id, to_load_report(report))
         return member
 
     def lose_engine(self, engine_id: str, session_id: int) -> None:
         """Note that an engine's session ended without goodbye."""
-        self._registry.lose_session(engine_id, session_id)
+        member = self._registry.find(engine_id)
+        if member is not None and member.session_id == session_id:
+            self._registry.lose_session(engine_id, session_id)
+            self.groups.lose(engine_id)
 
     def leave_engine(self, engine_id: str, session_id: int) -> None:
         """Forget an engine that said goodbye."""
         self._registry.leave(engine_id, session_id)
         if self._registry.find(engine_id) is None:
-            self._loads.forget(engine_id)
+            self._forget(engine_id, has_ended=True)
+
+    def evict_engine(self, engine_id: str, reason: str) -> int:
+        """End a membership, for this process of that id for good; returns the version without it."""
+        member = self._registry.evict(engine_id)
+        if member is not None:
+            self._evicted[(engine_id, member.registration.engine_epoch)] = reason
+            while len(self._evicted) > _MAX_EVICTED:
+                self._evicted.popitem(last=False)
+            self._forget(engine_id, has_ended=True)
+        return self.version
+
+    def num_in_flight(self, engine_id: str) -> int:
+        """How many requests an engine has, by its newest report; 0 where it has told none."""
+        report = self._loads.find(engine_id)
+        return 0 if report is None else report.load.num_running + report.load.num_waiting
+
+    def take_result(self, engine_id: str, result: command_pb2.CommandResult) -> None:
+        """Take in an engine's answer to a command."""
+        if self.commands.take_result(engine_id, result):
+            self.groups.answered(engine_id)
 
     def expire(self) -> list[Member]:
         """Forget the members whose lease has ended, and return them."""
         gone = self._registry.expire()
         for member in gone:
-            self._loads.forget(member.registration.engine_id)
+            # It is silent, which does not say that it has ended.
+            self._forget(member.registration.engine_id, has_ended=False)
         return gone
 
     def snapshot(self) -> member_pb2.Topology:
@@ -93,18 +162,40 @@ class Topology:
         return member_pb2.Topology(
             version=self.version,
             engines=[self._member(member) for member in self._registry.members()],
+            waves=self.groups.states(),
             coordinator_epoch=self.coordinator_epoch,
             frontends=list(self.frontends.values()),
         )
 
     def seen(self) -> Seen:
         """What somebody has seen who is told everything now."""
-        engine_ids = frozenset(member.registration.engine_id for member in self._registry.members())
-        return Seen(engine_ids, self.members_version, self.loads_version)
+        engine_ids = self._seen.engine_ids
+        if self._seen.members_version != self.members_version:
+            engine_ids = frozenset(member.registration.engine_id for member in self._registry.members())
+        now = Seen(engine_ids, self.members_version, self.groups.version, self.loads_version)
+        if now.versions != self._seen.versions:
+            self._seen = now
+            self._deltas.clear()
+        return self._seen
+
+    def is_changed_since(self, seen: Seen) -> bool:
+        """Whether members or waves have changed, which nobody is to wait for."""
+        return (self.members_version, self.groups.version) != (seen.members_version, seen.waves_version)
 
     def delta(self, seen: Seen) -> coordinator_pb2.TopologyDelta:
-        """What changed since `seen`."""
+        """What changed since `seen`; the same message, not to be changed, for all who have seen the same."""
+        self.seen()
+        if seen.versions not in self._deltas:
+            self._deltas[seen.versions] = self._delta(seen)
+        return self._deltas[seen.versions]
+
+    def _delta(self, seen: Seen) -> coordinator_pb2.TopologyDelta:
         delta = coordinator_pb2.TopologyDelta()
+        delta.waves.extend(self.groups.states(since=seen.waves_version))
+        for engine_id, report in self._loads.changed_since(seen.loads_version).items():
+            delta.loads.append(from_load(engine_id, report))
+        if seen.members_version == self.members_version:
+            return delta
         present = {member.registration.engine_id: member for member in self._registry.members()}
         for engine_id, member in present.items():
             if engine_id not in seen.engine_ids:
@@ -112,8 +203,6 @@ class Topology:
             elif member.version > seen.members_version:
                 delta.updated.append(self._member(member))
         delta.removed_engine_ids.extend(sorted(seen.engine_ids - present.keys()))
-        for engine_id, report in self._loads.changed_since(seen.loads_version).items():
-            delta.loads.append(from_load(engine_id, report))
         return delta
 
     def status(self) -> dict[str, str | int | float]:
@@ -127,7 +216,23 @@ class Topology:
             "num_unreported": sum(not member.is_reporting for member in members),
             "num_frontends": len(self.frontends),
             "num_stale_reports": self._loads.num_stale,
+            "num_refused_as_stale": self.num_refused_as_stale,
+            "num_outstanding_commands": self.commands.num_outstanding,
+            "num_refused_commands": self.commands.num_refused,
+            **self.groups.status(),
         }
+
+    def _check_evicted(self, message: member_pb2.EngineRegistration) -> None:
+        reason = self._evicted.get((message.engine_id, message.engine_epoch))
+        if reason is not None:
+            raise FailedPrecondition(
+                f"engine {message.engine_id} was evicted: {reason or 'no reason was given'}", reason="EVICTED"
+            )
+
+    def _forget(self, engine_id: str, *, has_ended: bool) -> None:
+        self._loads.forget(engine_id)
+        self.commands.forget(engine_id)
+        self.groups.leave(engine_id, has_ended=has_ended)
 
     def _is_same_process(self, earlier: Member) -> bool:
         """Whether the engine that `earlier` was is still the member of that id."""

@@ -1,8 +1,8 @@
 """Who of a lockstep group has to be told to begin a wave. Knows no streams, no protos and no other rule.
 
-What a group does is what its engines say of themselves; nothing here runs ahead of it. An engine that has begun
-a wave asks, in every report, for the others until they have joined, so a start cannot be lost for good: not with
-a message, and not with a coordinator.
+What a group does is what its engines say of themselves; nothing here runs ahead of it. An engine that has
+begun a wave asks, in every report, for the others until they have joined, so a start cannot be lost for good:
+not with a message, and not with a coordinator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Start:
     exclude: tuple[str, ...]  # who runs already
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Told:
     wave: int
     again_at: float  # inf: answered
@@ -58,6 +58,10 @@ class Wave:
     def report(self, engine_id: str, stand: Stand) -> None:
         """Take in where an engine stands."""
         self._stands[engine_id] = stand
+        told = self._told.get(engine_id)
+        # What it has taken it may have had to drop, with its process group: its word now counts for more.
+        if told is not None and told.again_at == float("inf") and self._can_join(stand, told.wave):
+            del self._told[engine_id]
         self.number = max(self.number, stand.wave)
         if self._hinted is not None and self._hinted[1] < self.number:
             self._hinted = None
@@ -88,7 +92,7 @@ class Wave:
         """
         told = self._told.get(engine_id)
         if is_taken and told is not None and told.wave == wave:
-            told.again_at = float("inf")
+            self._told[engine_id] = _Told(wave, float("inf"))
         if not is_taken and self._hinted is not None and self._hinted[1] == wave:
             self._hinted = None
 
@@ -114,14 +118,19 @@ class Wave:
 
     def _wanted(self) -> int | None:
         """The wave that somebody waits for: an engine by its own word first."""
-        if any(stand.asks for stand in self._stands.values()):
-            return self.number
+        # The wave that they ask for, not `number`: what one asked for before it told of the end of that wave
+        # must not begin the next.
+        asked = max((stand.wave for stand in self._stands.values() if stand.asks), default=None)
+        if asked is not None:
+            return asked
         return self._hinted[1] if self._hinted is not None else None
 
     def _missing(self, wanted: int) -> Collection[str]:
         """Who could be in that wave and is not. Who was hinted at begins it by itself, after the others."""
         return [
-            engine_id
-            for engine_id, stand in sorted(self._stands.items())
-            if not stand.is_running and not stand.is_apart and stand.wave <= wanted
+            engine_id for engine_id, stand in sorted(self._stands.items()) if self._can_join(stand, wanted)
         ]
+
+    @staticmethod
+    def _can_join(stand: Stand, wave: int) -> bool:
+        return not stand.is_running and not stand.is_apart and stand.wave <= wave

@@ -213,7 +213,18 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
         "prompt_tokens": figures.num_prompt_tokens,
         "generated_tokens": figures.num_generated_tokens,
         "num_finished": figures.num_finished,
+        "num_fenced_commands": engine.num_fenced_commands,
     }
+    driver = None if engine.core is None else engine.core.lockstep
+    if driver is not None:
+        standing = driver.standing
+        values |= {
+            "lockstep.state": standing.state.value,
+            "lockstep.wave": standing.wave,
+            "lockstep.generation": standing.generation,
+            "lockstep.num_votes": driver.num_votes,
+            "lockstep.num_idle_steps": driver.num_idle_steps,
+        }
     if figures.scheduler is not None:
         values |= {
             "running": figures.scheduler.num_running,

@@ -20,9 +20,10 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import EngineConfig
+from engine_svc.departure import Departure
 from engine_svc.engine import Engine, NoLockstep
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
-from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
+from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults, says_experts
 from engine_svc.lifecycle import Lifecycle
 from engine_svc.mailbox import Board, Fail, Inbox, KVEventLog
 from engine_svc.membership import Membership
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from engine_svc.controls import EngineControls
     from engine_svc.features.kv_events import KVEvents
     from engine_svc.features.record import RecordedScheduler
+    from engine_svc.lockstep_driver import LockstepDriver
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ def build_served_engine(
         version=_version(),
         dp_rank=config.data_parallel_rank,
         dp_size=config.data_parallel_size,
+        dp_group=config.data_parallel_group,
     )
     return ServedEngine(
         identity=identity,
@@ -89,6 +92,7 @@ def build_served_engine(
         else None,
         tensors=TensorDoor(is_open=config.enable_prompt_embeds),
         options=_options(config, origins),
+        shares_experts=config.divides_experts and says_experts(Path(config.model)),
     )
 
 
@@ -119,13 +123,19 @@ def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCo
 
 
 def build_memberships(
-    config: EngineConfig, engine: ServedEngine, *, bound: str, stop_engine: Callable[[], None]
+    config: EngineConfig,
+    engine: ServedEngine,
+    servicer: EngineCoreServicer,
+    *,
+    bound: str,
+    stop_process: Callable[[], None],
 ) -> list[Membership]:
     """The membership at the coordinator, where there is one."""
     if config.coordinator is None:
         return []
+    departure = Departure(engine.lifecycle, until_dry=servicer.until_dry, stop_process=stop_process)
     endpoint = _endpoint(config, bound)
-    return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, stop_engine=stop_engine)]
+    return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, departure=departure)]
 
 
 def build_engine(
@@ -171,6 +181,7 @@ def build_engine(
     )
     scheduler: Scheduler | RecordedScheduler = core.scheduler
     at_end: list[Callable[[], None]] = []
+    lockstep = _build_lockstep(config, served, side, facts, at_end)
     if config.record_decisions is not None:
         from engine_svc.features.record import RecordedScheduler
         from engine_svc.features.recorded_case import case_config, create_case
@@ -185,15 +196,32 @@ def build_engine(
         inbox=served.inbox,
         board=served.board,
         clock=served.clock,
-        lockstep=NoLockstep(),
+        lockstep=lockstep or NoLockstep(),
         max_in_flight=side.steps_in_flight,
         at_end=at_end,
         step_limit_s=config.step_limit_s,
     )
-    controls = _build_controls(config, served, side, facts, engine, scheduler, defer)
-    return engine, LoadedCore(
-        facts, refusal=core.scheduler.refusal, prepare=core.kv_cache.hasher.extend, controls=controls
-    )
+    controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
+    return engine, LoadedCore(facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep)
+
+
+def _build_lockstep(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    facts: EngineFacts,
+    at_end: list[Callable[[], None]],
+) -> LockstepDriver | None:
+    """How the engine keeps step with those that hold the other experts of its model; None: it has all."""
+    if served.shares_experts != (side.lockstep is not None):
+        raise ConfigError(
+            "--expert-parallel over several engines is for the mixtures of experts that run natively"
+        )
+    if side.lockstep is None:
+        return None
+    from engine_svc.build_driver import build_driver
+
+    return build_driver(config, served, side.lockstep, facts.fingerprint, at_end)
 
 
 def _build_controls(
@@ -204,6 +232,7 @@ def _build_controls(
     engine: Engine,
     scheduler: Scheduler | RecordedScheduler,
     defer: Callable[[Callable[[], None]], object],
+    lockstep: LockstepDriver | None,
 ) -> EngineControls:
     from engine_svc.controls import EngineControls
 
@@ -220,6 +249,7 @@ def _build_controls(
         profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
         profile_prefix=f"engine-{config.index}",
         on_weights=on_weights,
+        lockstep=lockstep,
     )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
+from engine_svc.build_lockstep import LockstepSide, build_experts, build_lockstep
 from engine_svc.config import EngineConfig
 from engine_svc.engine import Executor
 from engine_svc.model.decoder import Model
+from engine_svc.model.expert_shards import HeldExperts
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
@@ -43,17 +45,26 @@ class RunnerSide:
     num_kv_blocks: int
     steps_in_flight: int
     kernel_mode: str
+    lockstep: LockstepSide | None = None  # where this engine holds a part of the experts
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     """Load the model, size its cache, start what runs plans. ValueError, in words for people, if not."""
+    experts = build_experts(config)
     try:
-        loaded = load_model(config.model, load_wishes(config), progress=progress)
+        loaded = load_model(
+            config.model,
+            load_wishes(config),
+            share=None if experts is None else experts.share,
+            progress=progress,
+        )
+        if experts is not None:
+            experts.attach(loaded, Path(config.model))
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
         progress("warm-up", 0, 1)
         if config.enable_prompt_embeds and not isinstance(loaded.model, NativeDecoder):
             loaded.model.check_embeds(torch.arange(8, device=loaded.device))
-        runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing)
+        runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
         runner.warm_up(WARM_UP_TOKENS)
         progress("warm-up", 1, 1)
     except torch.OutOfMemoryError as error:
@@ -73,7 +84,10 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         max_model_len=max_model_len,
         num_kv_blocks=sizing.num_blocks,
         steps_in_flight=config.steps_in_flight,
-        kernel_mode=kernel_mode(config, loaded),
+        # How many engines share the experts is left out: sums over them differ in their last bits, and a
+        # request goes on where another engine of its group, whatever is left of that, takes it up.
+        kernel_mode=kernel_mode(config, loaded) + ("" if experts is None else "-ep"),
+        lockstep=None if experts is None else build_lockstep(config, experts, loaded.device),
     )
 
 
@@ -101,6 +115,7 @@ def make_runner(
     max_model_len: int,
     sizing: KVSizing,
     parallel: Parallel | None = None,
+    experts: HeldExperts | None = None,
 ) -> ModelRunner:
     """The runner of this rank, with its cache; `sizing` is without the placeholder block."""
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
@@ -109,10 +124,16 @@ def make_runner(
 
     # Neither keeps `loaded`: what sleeps could not give up its weights.
     def load(folder: Path) -> tuple[Model, ModelFacts]:
-        again = load_model(folder, load_wishes(config), parallel=parallel, ops=ops)
+        share = None if experts is None else experts.share
+        again = load_model(folder, load_wishes(config), parallel=parallel, share=share, ops=ops)
+        if experts is not None:
+            experts.attach(again, folder)
         return again.model, again.facts
 
     def record(model: Model) -> DecodeGraphs | None:
+        # What engines say to each other between kernels is not recorded.
+        if experts is not None:
+            return None
         return _graphs(config, model, facts, kv, max_model_len)
 
     return ModelRunner(
@@ -123,6 +144,7 @@ def make_runner(
         ops,
         graphs=record(loaded.model),
         source=WeightSource(Path(config.model), load, record),
+        exchange=None if experts is None else experts.exchange,
     )
 
 

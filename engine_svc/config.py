@@ -7,6 +7,8 @@ from typing import Literal
 
 from service_kit.config import ConfigError, option
 
+_MAX_GROUP_CHARACTERS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -55,7 +57,9 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")
     expert_parallel: bool = option(
-        False, help="give each tensor-parallel process whole experts instead of a share of every expert"
+        False,
+        help="give each tensor-parallel process, or each of several equal engines, whole experts instead of "
+        "a share of every expert, or all of them",
     )
     num_threads: int | None = option(
         None, help="CPU threads of the model (default: one less than the CPUs, at least 1)"
@@ -104,6 +108,14 @@ class EngineConfig:
 
     data_parallel_rank: int = option(0, help="index of this engine among equal ones")
     data_parallel_size: int = option(1, help="number of equal engines")
+    data_parallel_group: str = option(
+        "", help="name of these engines' group, where a coordinator has several with more than one engine"
+    )
+    lockstep_timeout_s: float = option(
+        4.0,
+        help="how long an engine waits for another that holds experts of the same model, its longest step "
+        "included, before it takes it for lost",
+    )
 
     record_decisions: str | None = option(
         None,
@@ -135,6 +147,11 @@ class EngineConfig:
         5.0, help="how long the requests of a frontend go on whose stream broke; 0: they end with it"
     )
 
+    @property
+    def divides_experts(self) -> bool:
+        """Whether equal engines are to share the experts of a model, if it has any."""
+        return self.expert_parallel and self.data_parallel_size > 1
+
     def __post_init__(self) -> None:
         """Refuse what can never work; what depends on the model is checked when it is known."""
         for name in (
@@ -161,12 +178,7 @@ class EngineConfig:
             self.enable_prompt_embeds,
             "off where the model is divided over several processes",
         )
-        _require(
-            not self.expert_parallel or self.tensor_parallel_size > 1,
-            "expert_parallel",
-            self.expert_parallel,
-            "off where --tensor-parallel-size is 1",
-        )
+        self._check_parallel()
         _require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
@@ -190,11 +202,36 @@ class EngineConfig:
         for name in ("drain_deadline_s", "replay_window_s"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
+
+    def _check_parallel(self) -> None:
+        """Refuse what cannot be divided over processes or engines."""
         _require(
             0 <= self.data_parallel_rank < self.data_parallel_size,
             "data_parallel_rank",
             self.data_parallel_rank,
             f"below the number of engines, {self.data_parallel_size}",
+        )
+        _require(
+            not self.expert_parallel or self.tensor_parallel_size > 1 or self.data_parallel_size > 1,
+            "expert_parallel",
+            self.expert_parallel,
+            "off where --tensor-parallel-size and --data-parallel-size are 1",
+        )
+        if self.divides_experts:
+            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                size = getattr(self, name)
+                _require(size == 1, name, size, "1 where --expert-parallel divides experts over engines")
+            _require(
+                0 < self.lockstep_timeout_s < self.step_limit_s,
+                "lockstep_timeout_s",
+                self.lockstep_timeout_s,
+                f"above 0 and below --step-limit-s, {self.step_limit_s:g}",
+            )
+        _require(
+            len(self.data_parallel_group) <= _MAX_GROUP_CHARACTERS and self.data_parallel_group.isprintable(),
+            "data_parallel_group",
+            repr(self.data_parallel_group),
+            f"at most {_MAX_GROUP_CHARACTERS} printable characters",
         )
 
 

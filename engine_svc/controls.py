@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine_svc.answer import EngineBroken
-from engine_svc.pause import Part, Standstill, StandstillState
+from engine_svc.pause import Part, Standstill, StandstillState, refuse_moving
 from engine_svc.runner.control import RanksDisagree, Refused
 from engine_svc.runner.rank_watch import RankLost
 from engine_svc.runner.sleep import WakeTag
@@ -64,6 +64,35 @@ class ControlledScheduler(Protocol):
         ...
 
 
+class ControlledLockstep(Protocol):
+    """How the engine keeps step with others that share its model."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether none of them can step before this engine resumes."""
+        ...
+
+    def pause(self) -> None:
+        """The requests of this engine stand still."""
+        ...
+
+    def resume(self) -> None:
+        """They go on."""
+        ...
+
+
+class Alone:
+    """The lockstep of an engine that shares its model with nobody."""
+
+    is_quiet = True
+
+    def pause(self) -> None:
+        """Nobody has to know."""
+
+    def resume(self) -> None:
+        """Nobody has waited."""
+
+
 class ControlledRunners(Protocol):
     """All ranks of the engine. Each of these raises Refused, and changes nothing, where it cannot be."""
 
@@ -110,6 +139,7 @@ class EngineControls:
         profile_dir: Path | None = None,
         profile_prefix: str = "engine",
         on_weights: Callable[[Path, str], None] = lambda folder, digest: None,
+        lockstep: ControlledLockstep | None = None,
     ) -> None:
         self._loop = loop
         self._scheduler = scheduler
@@ -120,7 +150,8 @@ class EngineControls:
         self._profile_prefix = profile_prefix
         self._on_weights = on_weights
         self._weight_version = ""
-        self.standstill = Standstill(_Held(loop, scheduler, clock), _Sleeper(runners))
+        self._held = _Held(loop, scheduler, clock, lockstep or Alone())
+        self.standstill = Standstill(self._held, _Sleeper(runners))
 
     @property
     def weight_version(self) -> str:
@@ -171,6 +202,8 @@ class EngineControls:
         Nothing may run, or all has to be held: then what is held computes its tokens anew, by the new ones. A
         refusal leaves the old ones, and no cache.
         """
+        if not self._held.is_alone:
+            refuse_moving()
         is_going = self.standstill.state in (StandstillState.RUNNING, StandstillState.PAUSING)
         num_running = len(self._scheduler.running_ids)
         if is_going and num_running:
@@ -199,13 +232,23 @@ class _Held:
     loop: ControlledLoop
     scheduler: ControlledScheduler
     clock: Clock
+    lockstep: ControlledLockstep
 
     @property
     def has_running(self) -> bool:
         return bool(self.scheduler.running_ids)
 
+    @property
+    def is_alone(self) -> bool:
+        return self.lockstep.is_quiet
+
     def hold(self, state: PauseState) -> None:
         self.scheduler.set_pause(state)
+        if state is PauseState.ALL:
+            self.lockstep.pause()
+        else:
+            # Who lets running requests end has to step as well.
+            self.lockstep.resume()
 
     def abort_all(self) -> None:
         self.loop.abort([*self.scheduler.running_ids, *self.scheduler.waiting_ids], "pause")

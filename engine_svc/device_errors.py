@@ -9,3 +9,10 @@ class DeviceLost(RuntimeError):
 
 class DeviceFull(RuntimeError):
     """A step found too little memory; one with fewer tokens may find enough."""
+
+
+class PeersLost(RuntimeError):
+    """Another rank of the lockstep group is gone, so that a step or a vote cannot come to its end.
+
+    No request is to blame: all of them run again once the ranks that are left have met.
+    """

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from engine_svc.deadlines import Deadlines
-from engine_svc.device_errors import DeviceFull, DeviceLost
+from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
 from engine_svc.failure_dump import log_failure
+from engine_svc.loop_neighbours import EngineScheduler, Lockstep
 from engine_svc.mailbox import Abort, Add, Adopt, Board, Call, Fail, Figures, Forget, Inbox, Outbox, Stop
 from engine_svc.poison import OFFENDER, UNREADY, Inquiry, Ruling
-from engine_svc.request import FinishReason, Request, RequestOutput
+from engine_svc.request import FinishReason, RequestOutput
 from engine_svc.routes import Routes
-from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step import StepPlan, StepResult
 from engine_svc.step_output import StepOutput
 from engine_svc.step_pace import StepPace
@@ -30,49 +30,6 @@ _BLOCKED_WAIT_S = 0.001
 _MAX_PARK_S = 3600.0
 # A step that takes no longer needs no announcement.
 DEFAULT_STEP_LIMIT_S = 5.0
-
-
-class EngineScheduler(Protocol):
-    """Decides what each step computes, and takes in what it yielded."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step planned now could compute something."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """Enter a new request into the queue."""
-        ...
-
-    def abort(
-        self,
-        request_ids: Iterable[str],
-        now: float,
-        cause: str = "",
-        reason: FinishReason = FinishReason.ABORT,
-    ) -> list[RequestOutput]:
-        """End requests from outside; what has ended already is ignored."""
-        ...
-
-    def withdraw(self, now: float) -> None:
-        """Take back every plan that has not come back: its requests wait again."""
-        ...
-
-    def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these run, on so many tokens a step; None: everybody, and as many as ever."""
-        ...
-
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step."""
-        ...
-
-    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a plan yielded, in the order of the plans."""
-        ...
-
-    def stats(self) -> SchedulerStats:
-        """State now, and counters since the start."""
-        ...
 
 
 class PendingStep(Protocol):
@@ -102,20 +59,27 @@ class Executor(Protocol):
         ...
 
 
-class Lockstep(Protocol):
-    """Keeps data-parallel ranks in step."""
-
-    def needs_idle_step(self) -> bool:
-        """Whether another rank works, so that this one has to take part without requests of its own."""
-        ...
-
-
 class NoLockstep:
     """The lockstep of an engine that steps alone."""
 
-    def needs_idle_step(self) -> bool:
-        """Never."""
-        return False
+    needs_idle_step = False
+
+    def wants_step(self, has_work: bool) -> bool:
+        """Where there is something to compute."""
+        return has_work
+
+    def may_step(self, has_work: bool) -> bool:
+        """Always."""
+        return True
+
+    def launched(self, *, is_idle: bool, has_work: bool) -> None:
+        """Nobody else does."""
+
+    def came_back(self) -> None:
+        """Nobody has waited for it."""
+
+    def lose(self, error: Exception) -> None:
+        """It is nobody else's."""
 
 
 class Engine:
@@ -158,7 +122,10 @@ class Engine:
         self._idle_calls: deque[Callable[[], None]] = deque()
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Call it once, as soon as no step is in flight and none can be planned. For the engine thread."""
+        """Call it once, as soon as nothing is computed here, nor can be. For the engine thread.
+
+        Steps may be in flight in which this engine only takes part for other ranks.
+        """
         self._idle_calls.append(call)
 
     def settle(self) -> None:
@@ -203,7 +170,7 @@ class Engine:
             self._obey(self._inquiry.review(self._routes.by_id))
         if self._aborted:
             self._publish([])
-        while self._idle_calls and not self._has_work():
+        while self._idle_calls and not self._is_busy():
             self._run_call(self._idle_calls.popleft())
         return not self._is_stopping and self._has_work() and self.step()
 
@@ -218,14 +185,16 @@ class Engine:
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
         now = self._clock.now()
-        plan = self._scheduler.schedule(now)
-        if (plan.request_ids or self._lockstep.needs_idle_step()) and not self._launch(plan, now):
-            return True
+        plan: StepPlan | None = None
+        if self._lockstep.may_step(self._scheduler.has_work):
+            plan = self._scheduler.schedule(now)
+            if (plan.request_ids or self._lockstep.needs_idle_step) and not self._launch(plan, now):
+                return True
         if not self._in_flight:
             return False
         # Who is suspected of making steps fail runs in one at a time.
         depth = 1 if self._inquiry.is_open else self._max_in_flight
-        if len(self._in_flight) >= depth or not plan.request_ids:
+        if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
 
@@ -236,10 +205,11 @@ class Engine:
         self._post()
         try:
             self._in_flight.append((plan, self._executor.launch(plan)))
+            self._launching = None
+            self._lockstep.launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
         except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
             self._recover(error)
             return False
-        self._launching = None
         return True
 
     def _finish_oldest(self) -> None:
@@ -249,6 +219,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
             self._recover(error)
             return
+        self._lockstep.came_back()
         ruling = self._inquiry.came_back(plan, len(result.non_finite))
         if ruling is not None and ruling.is_fatal:
             raise DeviceLost("no row of the last steps has finite logits")
@@ -264,6 +235,11 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Take back what is in flight, and look for who makes it fail; raise `error` where that is nobody."""
         plans = self._plans()
+        # First of all: a step that still runs may be waiting for the other ranks.
+        self._lockstep.lose(error)
+        if isinstance(error, PeersLost):
+            self._take_back()
+            return
         in_them = {request_id for plan in plans for request_id in plan.request_ids}
         ruling = self._inquiry.failed(
             [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
@@ -274,12 +250,16 @@ class Engine:
             raise error
         logger.error("a step failed, its requests run again", exc_info=error)
         log_failure(plans, self._scheduler.stats)
+        self._take_back()
+        self._obey(ruling)
+
+    def _take_back(self) -> None:
+        """Forget every step in flight: its requests wait again."""
         self._in_flight.clear()
         self._launching = None
         self._pace.drop()
         self._executor.drop()
         self._scheduler.withdraw(self._clock.now())
-        self._obey(ruling)
 
     def _obey(self, ruling: Ruling | None) -> None:
         """Do what follows from who is suspected. No step may be in flight that others than these are in."""
@@ -307,7 +287,12 @@ class Engine:
         self._pace.end_call(self._clock.now())
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight) or self._lockstep.needs_idle_step()
+        """Whether a step can be launched, or ended."""
+        return bool(self._in_flight) or self._lockstep.wants_step(self._scheduler.has_work)
+
+    def _is_busy(self) -> bool:
+        """Whether anything is computed for requests of this engine, or can be."""
+        return self._scheduler.has_work or any(plan.request_ids for plan, _ in self._in_flight)
 
     def _until_deadline(self) -> float | None:
         """How long a loop without work may park: what a pause holds ends at its deadlines as well."""

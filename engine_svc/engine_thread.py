@@ -65,6 +65,8 @@ class EngineThread:
             logger.exception("loading failed")
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
             return
+        if core.lockstep is not None:
+            core.lockstep.subscribe(lambda standing: self._tell(lambda: self._served.note_standing(standing)))
         self._tell(lambda: self._served.become_ready(core))
         if self._watchdog is not None:
             self._watchdog.start()

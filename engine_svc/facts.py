@@ -18,6 +18,7 @@ class EngineIdentity:
     version: str
     dp_rank: int = 0
     dp_size: int = 1
+    dp_group: str = ""  # tells groups of equal engines apart
 
 
 @dataclass(frozen=True, slots=True)

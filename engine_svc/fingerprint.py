@@ -11,6 +11,8 @@ from engine_svc.facts import ModelFingerprint, SamplingDefaults
 
 _SAMPLE_BYTES = 64 * 1024
 _NUM_SAMPLES = 64
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -58,6 +60,19 @@ def main_eos_first(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, .
         if main in eos_token_ids:
             return (main, *(token for token in eos_token_ids if token != main))
     return eos_token_ids
+
+
+def says_experts(folder: Path) -> bool:
+    """Whether config.json describes a mixture of experts, before anything of the model is loaded."""
+    try:
+        config = _read_json(folder / "config.json")
+    except ValueError:
+        # Loading says what is wrong with it.
+        return False
+    if any(_number(config, key) for key in _EXPERT_KEYS):
+        return True
+    # What a family has by default need not be written down.
+    return config.get("model_type") in _EXPERT_FAMILIES and not any(key in config for key in _EXPERT_KEYS)
 
 
 def _weights_sha256(folder: Path, weights_digest: str) -> str:

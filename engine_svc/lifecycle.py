@@ -21,7 +21,8 @@ class EngineState(enum.Enum):
 _TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.LOADING: frozenset({EngineState.READY, EngineState.STOPPED, EngineState.FAILED}),
     EngineState.READY: frozenset({EngineState.DRAINING, EngineState.FAILED}),
-    EngineState.DRAINING: frozenset({EngineState.STOPPED, EngineState.FAILED}),
+    # Back to READY where it was to leave a group, and that was taken back.
+    EngineState.DRAINING: frozenset({EngineState.READY, EngineState.STOPPED, EngineState.FAILED}),
     EngineState.STOPPED: frozenset(),
     EngineState.FAILED: frozenset(),
 }

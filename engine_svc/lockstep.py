@@ -7,10 +7,9 @@ together find, in a vote every so many steps, that none has. Nothing is decided 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
+from engine_svc.vote import Vote
 from service_kit.errors import InvalidTransition
 
 # Steps from one vote to the next; the ranks wait for each other there.
@@ -34,26 +33,6 @@ _TRANSITIONS: dict[LockstepState, frozenset[LockstepState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """What one rank has to say, and in the same form what all of them have."""
-
-    wave: int
-    has_work: bool  # of all: whether any has
-    is_pausing: bool  # of all: whether all are
-    generation: int  # the newest one that is ready to be changed to; of all: the oldest of these
-
-    @staticmethod
-    def count(votes: Sequence[Vote]) -> Vote:
-        """The verdict of these votes, one of each rank."""
-        return Vote(
-            wave=max(vote.wave for vote in votes),
-            has_work=any(vote.has_work for vote in votes),
-            is_pausing=all(vote.is_pausing for vote in votes),
-            generation=min(vote.generation for vote in votes),
-        )
-
-
 class WaveMachine:
     """One rank's part in the waves of its group. Belongs to the engine thread.
 
@@ -69,13 +48,14 @@ class WaveMachine:
         self._num_earlier = 0  # of these, what an earlier wave has left
         self._start_next = 0  # a wave that was asked for while the one before it ran here
         self._is_pausing = False
+        self._has_resumed = False  # since all ranks agreed to stand still
         self._ready_generation = 0
         # A vote is wanted though there is nothing to compute: a pause, or another generation.
         self._has_news = False
         self._formed_generation = 0  # the last one that was
         self.wave = 1  # the one that runs, or the next
         self.generation = 0  # of the process group; 0: none
-        # This rank has begun the wave and does not know yet whether the others have.
+        # This rank is in the wave and does not know yet whether the others are, whoever began it.
         self.asks = False
 
     @property
@@ -94,11 +74,16 @@ class WaveMachine:
         is_ready = self._state is LockstepState.APART and self._ready_generation > self._formed_generation
         return self._ready_generation if is_ready else 0
 
+    def wants_step(self, has_work: bool) -> bool:
+        """What `may_step` would say now; changes nothing."""
+        if self._state is LockstepState.PAUSED:
+            return has_work or self._has_news
+        return self._state is LockstepState.RUNNING
+
     def may_step(self, has_work: bool) -> bool:
         """Whether a step may be launched now. Begins a wave where this rank has a reason for one."""
-        if self._state is LockstepState.PAUSED and (has_work or self._has_news):
+        if self._state is LockstepState.PAUSED and self.wants_step(has_work):
             self._begin(self.wave)
-            self.asks = True
         return self._state is LockstepState.RUNNING
 
     def launched(self, has_work: bool) -> Vote | None:
@@ -128,6 +113,7 @@ class WaveMachine:
         elif not verdict.has_work:
             if verdict.is_pausing:
                 self._end(LockstepState.QUIET)
+                self._has_resumed = False
                 return
             self._end(LockstepState.PAUSED)
             # What was asked for while the verdict was under way is for the wave that follows it.
@@ -150,9 +136,15 @@ class WaveMachine:
             self._is_pausing = self._has_news = True
 
     def resume(self) -> bool:
-        """Take that back. True where all had agreed: then nobody steps before `all_resumed`."""
+        """Take that back. True where all had agreed: then nobody steps before `all_resumed`.
+
+        True once for each agreement, however often a rank that waits for the others pauses and resumes.
+        """
         self._is_pausing = False
-        return self._state is LockstepState.QUIET
+        if self._state is not LockstepState.QUIET or self._has_resumed:
+            return False
+        self._has_resumed = True
+        return True
 
     def all_resumed(self) -> None:
         """Every rank has resumed since they agreed to stand still."""
@@ -187,6 +179,7 @@ class WaveMachine:
         self.wave = wave
         self._num_steps = self._start_next = 0
         self._num_earlier = self._num_in_flight
+        self.asks = True
 
     def _end(self, state: LockstepState) -> None:
         self._move_to(state)

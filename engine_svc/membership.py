@@ -9,17 +9,23 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from engine_svc import convert
+from engine_svc.commands import CommandDesk
+from engine_svc.departure import Departure
+from engine_svc.fence import Fence
 from engine_svc.lifecycle import EngineState
-from engine_svc.served_engine import ServedEngine
+from engine_svc.lockstep_driver import Standing
+from engine_svc.reports import registration_of, report_of
+from engine_svc.served_engine import Failure, ServedEngine
 from service_kit.channel import open_channel
-from service_kit.errors import Unimplemented
+from service_kit.errors import FailedPrecondition, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 logger = logging.getLogger(__name__)
@@ -33,13 +39,11 @@ _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
 _GOODBYE_S = 1.0
 
-_STATES = {
-    EngineState.LOADING: member_pb2.MEMBER_STATE_LOADING,
-    EngineState.READY: member_pb2.MEMBER_STATE_READY,
-    EngineState.DRAINING: member_pb2.MEMBER_STATE_DRAINING,
-    EngineState.STOPPED: member_pb2.MEMBER_STATE_DRAINING,
-    EngineState.FAILED: member_pb2.MEMBER_STATE_FAILED,
-}
+# What a coordinator answers who cannot step with the engines that it knows; it ends the process so.
+MISMATCH = "PARALLEL_CONFIG_MISMATCH"
+EXIT_MISMATCH = 2
+# Generations that were met in and lost again before anybody could be told; more than these follow no rule.
+_MAX_UNREPORTED = 64
 
 _Request: TypeAlias = coordinator_pb2.EngineSessionRequest
 _Response: TypeAlias = coordinator_pb2.EngineSessionResponse
@@ -47,27 +51,38 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[_Request, _Response]"
 
 
 class Membership:
-    """Keeps one engine registered. `stop_engine` is what a drain command calls."""
+    """Keeps one engine registered, and has it do what the coordinator commands."""
 
     def __init__(
-        self, engine: ServedEngine, *, coordinator: str, endpoint: str, stop_engine: Callable[[], None]
+        self, engine: ServedEngine, *, coordinator: str, endpoint: str, departure: Departure
     ) -> None:
         self._engine = engine
         self._coordinator = coordinator
         self._endpoint = endpoint
-        self._stop_engine = stop_engine
+        self._desk = CommandDesk(engine, departure, self)
+        self._fence = Fence(engine.clock)
+        self._lease_s = 0.0
+        self._epoch = 0  # of the coordinator of this session
+        self._answering: set[asyncio.Task[None]] = set()
+        # Each generation is reported, even one that was lost again at once.
+        self._unreported: deque[Standing] = deque(maxlen=_MAX_UNREPORTED)
+        self._generation = 0
         self._interval_s = _REPORT_INTERVAL_S
         self._renew_after_s = _RENEW_AFTER_S
         self._seq = 0
-        self._is_member = False
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._state_changed = asyncio.Event()
         engine.lifecycle.subscribe(lambda state: self._state_changed.set())
+        engine.on_standing.append(self._on_standing)
 
     @property
     def is_member(self) -> bool:
         """Whether a coordinator has taken the registration and its session stands."""
-        return self._is_member
+        return self._engine.is_member
+
+    def set_interval(self, interval_s: float) -> None:
+        """Report changes so often, but those of membership and waves at once."""
+        self._interval_s = max(_REPORT_INTERVAL_S, interval_s)
 
     async def run(self) -> None:
         """Stay registered until cancelled, or until the engine has ended."""
@@ -79,13 +94,19 @@ class Membership:
                 try:
                     await self._hold_session(stub)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+                    mismatch = _mismatch(error)
+                    if mismatch is not None:
+                        self._engine.fail(Failure(mismatch, EXIT_MISMATCH))
+                        return
                     # Once, or an engine without its coordinator would fill the log.
-                    if self._is_member or not has_complained:
+                    if self.is_member or not has_complained:
                         logger.warning("coordinator is away", extra={"cause": _cause(error)})
                         has_complained = True
-                if self._is_member:
+                if self.is_member:
                     retry_s = _FIRST_RETRY_S
-                self._is_member = False
+                    # Until now it has been heard.
+                    self._fence.hear(self._epoch, self._lease_s)
+                self._engine.is_member = False
                 # Jitter, so that a fleet does not come back as one.
                 await self._pause(retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -93,8 +114,10 @@ class Membership:
     async def _hold_session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         """Register and report until the stream breaks or the engine has ended."""
         call = stub.EngineSession()
+        # Who was not told of them goes by where the engine stands now.
+        self._unreported.clear()
         try:
-            await call.write(_Request(register=self._registration()))
+            await call.write(_Request(register=self._as_of_now(self._registration())))
             responses = aiter(call)
             async with asyncio.timeout(_HANDSHAKE_S):
                 answer = await anext(responses, None)
@@ -106,6 +129,8 @@ class Membership:
                 await self._report_until_done(call, commands)
             finally:
                 commands.cancel()
+                for answering in self._answering:
+                    answering.cancel()
         finally:
             call.cancel()
 
@@ -116,9 +141,10 @@ class Membership:
         while not commands.done():
             registration = self._registration()
             if registration != registered:
-                await self._write(call, _Request(register=registration))
+                await self._write(call, _Request(register=self._as_of_now(registration)))
                 registered = registration
-            report = self._report()
+            standing = self._unreported.popleft() if self._unreported else self._standing()
+            report = report_of(self._engine, standing)
             if report != reported or quiet_s >= self._renew_after_s:
                 self._seq += 1
                 numbered = coordinator_pb2.EngineReport(seq=self._seq)
@@ -128,6 +154,8 @@ class Membership:
             if self._engine.lifecycle.has_ended:
                 await self._say_goodbye(call, commands)
                 return
+            if self._unreported:
+                continue
             has_work = self._engine.board.read().has_work
             interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
             await self._pause(interval_s)
@@ -148,8 +176,9 @@ class Membership:
                 case "registered":
                     self._take_registered(message)
                 case "command":
-                    result = self._do(message.command)
-                    await self._write(call, _Request(command_result=result))
+                    answering = asyncio.create_task(self._answer(call, message.command))
+                    self._answering.add(answering)
+                    answering.add_done_callback(self._answering.discard)
                 case kind:
                     logger.info("unknown message ignored", extra={"kind": str(kind)})
 
@@ -164,64 +193,66 @@ class Membership:
         async with self._writing:
             await call.write(message)
 
-    def _do(self, command: command_pb2.Command) -> command_pb2.CommandResult:
-        result = command_pb2.CommandResult(command_id=command.command_id)
-        match command.WhichOneof("command"):
-            case "drain":
-                logger.info("coordinator asks to drain")
-                self._stop_engine()
-                result.ack.SetInParent()
-            case "update_interval":
-                self._interval_s = max(_REPORT_INTERVAL_S, command.update_interval.interval_ms / 1000)
-                result.ack.SetInParent()
-            case kind:
-                error = Unimplemented(f"command {kind or 'unknown'} is not obeyed by this engine")
-                result.nack.CopyFrom(convert.to_error_status(error))
-        return result
+    async def _answer(self, call: _Call, command: command_pb2.Command) -> None:
+        """Have a command done, and say so when it is; a stream that broke meanwhile is told by the next."""
+        if self._fence.hear(self._epoch, self._lease_s):
+            result = await asyncio.shield(self._desk.take(command, self._epoch))
+        else:
+            self._engine.num_fenced_commands += 1
+            kind = command.WhichOneof("command") or "unknown"
+            logger.warning("command of an older coordinator refused", extra={"command": kind})
+            result = command_pb2.CommandResult(command_id=command.command_id)
+            error = FailedPrecondition(
+                "a newer coordinator was heard within its lease, and only that one is obeyed", reason="FENCED"
+            )
+            result.nack.CopyFrom(convert.to_error_status(error))
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._write(call, _Request(command_result=result))
 
     def _take_registered(self, message: _Response) -> None:
         registered = message.registered
         if registered.renew_after_ms:
             self._renew_after_s = registered.renew_after_ms / 1000
-        if not self._is_member:
-            self._is_member = True
+        self._epoch, self._lease_s = registered.coordinator_epoch, registered.lease_ms / 1000
+        before = self._fence.epoch
+        if self._fence.hear(self._epoch, self._lease_s) and before not in (0, self._epoch):
+            self._desk.forget_prepared()
+        if not self.is_member:
+            self._engine.is_member = True
             logger.info("registered at the coordinator", extra={"lease_ms": registered.lease_ms})
 
-    def _registration(self) -> member_pb2.EngineRegistration:
-        identity, core = self._engine.identity, self._engine.core
-        registration = member_pb2.EngineRegistration(
-            engine_id=identity.engine_id,
-            engine_epoch=identity.engine_epoch,
-            dp_rank=identity.dp_rank,
-            dp_size=identity.dp_size,
-            endpoint=self._endpoint,
-        )
-        if core is not None:
-            facts = core.facts
-            registration.fingerprint = facts.fingerprint.digest
-            registration.model_name = facts.model_name
-            registration.capacity.num_kv_blocks = facts.num_kv_blocks
-            registration.capacity.block_size = facts.block_size
-            registration.capacity.max_num_seqs = facts.max_num_seqs
-            registration.capacity.max_model_len = facts.max_model_len
-        return registration
+    def _on_standing(self, standing: Standing) -> None:
+        if standing.generation != self._generation:
+            self._generation = standing.generation
+            self._unreported.append(standing)
+        self._state_changed.set()
 
-    def _report(self) -> coordinator_pb2.EngineReport:
-        """How the engine is now, without a number."""
-        identity, figures = self._engine.identity, self._engine.board.read()
-        report = coordinator_pb2.EngineReport(
-            state=_STATES[self._engine.lifecycle.state], step_number=figures.step_number
-        )
-        if figures.scheduler is not None:
-            report.load.engine_id = identity.engine_id
-            report.load.engine_epoch = identity.engine_epoch
-            report.load.step_number = figures.step_number
-            report.load.num_running = figures.scheduler.num_running
-            report.load.num_waiting = figures.scheduler.num_waiting + figures.scheduler.num_blocked
-            report.load.num_waiting_tokens = figures.scheduler.num_waiting_tokens
-            report.load.num_used_blocks = figures.scheduler.num_used_blocks
-            report.load.num_total_blocks = figures.scheduler.num_total_blocks
-        return report
+    def _standing(self) -> Standing | None:
+        core = self._engine.core
+        return None if core is None or core.lockstep is None else core.lockstep.standing
+
+    def _registration(self) -> member_pb2.EngineRegistration:
+        """Who the engine is; what reports tell of as well is left out."""
+        return registration_of(self._engine, self._endpoint)
+
+    def _as_of_now(self, registration: member_pb2.EngineRegistration) -> member_pb2.EngineRegistration:
+        """With what changes without being worth a registration of its own."""
+        standing = self._standing()
+        as_of_now = member_pb2.EngineRegistration(highest_coordinator_epoch=self._fence.least)
+        as_of_now.MergeFrom(registration)
+        if standing is not None:
+            as_of_now.wave = standing.wave
+        return as_of_now
+
+
+def _mismatch(error: Exception) -> str | None:
+    """Why this engine can be no member of its group, in words for people; None where it can."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return None
+    refusal = from_rpc_error(error)
+    if not isinstance(refusal, FailedPrecondition) or refusal.reason != MISMATCH:
+        return None
+    return refusal.message
 
 
 def _cause(error: Exception) -> str:

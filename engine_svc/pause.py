@@ -71,6 +71,11 @@ class HeldLoop(Protocol):
         """Whether any request runs, held ones included."""
         ...
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank may want this engine to take part in its steps."""
+        ...
+
     def hold(self, state: PauseState) -> None:
         """Hold back everything, only admissions, or nothing, from the next plan on."""
         ...
@@ -161,10 +166,13 @@ class Standstill:
         """Stand still as in a pause, then give memory back; from a sleep, go on to a deeper one.
 
         level: 0 stops scheduling alone; 1 gives back the KV cache, and a GPU's weights, which the host keeps;
-        2 gives the weights up. From 1 on, requests that are held compute their tokens anew afterwards.
+        2 gives the weights up. From 1 on, requests that are held compute their tokens anew afterwards, and
+        all ranks that step together have to be paused before.
         """
         if not 0 <= level <= MAX_SLEEP_LEVEL:
             give(answer, lambda: _refuse_level(level))
+        elif level > 0 and not self._loop.is_alone:
+            give(answer, refuse_moving)
         elif self._state is StandstillState.ASLEEP:
             give(answer, lambda: self._fall_asleep(level))
         else:
@@ -271,6 +279,14 @@ class Standstill:
         logger.info("standstill", extra={"state": state.value, "before": self._state.value})
         self._state = state
         self._loop.hold(_HELD[state])
+
+
+def refuse_moving() -> None:
+    """Tell who would change what the ranks of a lockstep group step with, while they may."""
+    raise FailedPrecondition(
+        "this engine steps together with the other ranks of its group: pause all of them first",
+        reason="RANKS_NOT_QUIET",
+    )
 
 
 def _refuse_asleep() -> None:

@@ -1,4 +1,4 @@
-"""What the lockstep of data-parallel ranks asks of the process group that they form. Declared here, by its user."""
+"""What the lockstep of data-parallel ranks asks of the process group that they form. Declared by its user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_svc.lockstep import Vote
+from engine_svc.vote import Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class RankGroup(Protocol):
     meeting: Meeting
 
     def count(self, vote: Vote) -> Vote:
-        """The verdict of all ranks' votes; waits for the slowest. For the engine thread."""
+        """The verdict of all ranks' votes; waits for the slowest. Never called by two threads at once."""
         ...
 
     def when_all_resumed(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Tell that this rank has resumed; one of both is called, in any thread, when all have or one is gone."""
+        """Tell that this rank has resumed; one of both is called, in any thread: all have, or one is gone."""
         ...
 
     def close(self) -> None:
-        """Leave: the others notice at once, and every wait here for them ends. May be called by any thread."""
+        """Leave: the others notice at once, and every wait here for them ends. For any thread."""
         ...
 
 
@@ -48,7 +48,10 @@ class RankGroups(Protocol):
     store_port: int
 
     def form(self, meeting: Meeting) -> RankGroup:
-        """Meet the others; the model exchanges tensors through this group from now on. Raises PeersLost."""
+        """Meet the others; the model exchanges tensors through this group from now on. Raises PeersLost.
+
+        For a thread of its own, while no step is in flight and none can be launched.
+        """
         ...
 
 
@@ -66,4 +69,8 @@ class ExpertShards(Protocol):
 
     def adopt(self) -> None:
         """Hold what was prepared last, and forget the rest. For the engine thread, with no step in flight."""
+        ...
+
+    def forget(self) -> None:
+        """Give up what was prepared and not adopted. For the thread that prepares."""
         ...

@@ -132,7 +132,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
 
     def announce(addresses: list[str]) -> None:
         _announce(config, addresses)
-        built = build_memberships(config, engine, bound=addresses[0], stop_engine=_stop_process)
+        built = build_memberships(config, engine, servicer, bound=addresses[0], stop_process=_stop_process)
         memberships.extend(_background(engine, membership.run()) for membership in built)
         thread.start()
 

@@ -6,6 +6,7 @@ Owned by the event loop; the engine thread reaches it only through callbacks pos
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,10 @@ from service_kit.clock import Clock
 
 if TYPE_CHECKING:
     from engine_svc.controls import EngineControls
+    from engine_svc.lockstep_driver import LockstepDriver, Standing
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class LoadedCore:
     controls: EngineControls | None = (
         None  # for the engine thread; None: nobody pauses it or puts it to sleep
     )
+    lockstep: LockstepDriver | None = None  # None: it steps alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,10 @@ class ServedEngine:
     core: LoadedCore | None = None
     failure: Failure | None = None
     options: tuple[OptionInEffect, ...] = ()  # in order of their names
+    shares_experts: bool = False  # with other engines, so that it steps together with them
+    is_member: bool = False  # whether a coordinator has taken the registration and its session stands
+    num_fenced_commands: int = 0  # of a coordinator that another one has taken the place of
+    on_standing: list[Callable[[Standing], None]] = field(default_factory=list)
     adoptables: Adoptables = field(init=False)  # requests that another frontend may take over
 
     def __post_init__(self) -> None:
@@ -83,10 +93,30 @@ class ServedEngine:
         return StandstillState.RUNNING if controls is None else controls.standstill.state
 
     def become_ready(self, core: LoadedCore) -> None:
-        """The model is loaded. Too late, and without effect, when the process is already on its way out."""
-        if self.lifecycle.state is EngineState.LOADING:
-            self.core = core
+        """The model is loaded. Too late, and without effect, when the process is already on its way out.
+
+        An engine that steps with others is ready when they have met for the first time.
+        """
+        if self.lifecycle.state is not EngineState.LOADING:
+            return
+        self.core = core
+        if core.lockstep is None:
             self.lifecycle.move_to(EngineState.READY)
+            return
+        identity = self.identity
+        logger.info(
+            "loaded, waits for the other ranks of its group, and for the coordinator to let them meet",
+            extra={"group": identity.dp_group, "rank": identity.dp_rank, "size": identity.dp_size},
+        )
+        self.progress = LoadProgress("group", 0, identity.dp_size)
+        self.note_standing(core.lockstep.standing)
+
+    def note_standing(self, standing: Standing) -> None:
+        """The engine stands elsewhere among the ranks that step together; whoever listens is told."""
+        if standing.generation and self.core is not None and self.lifecycle.state is EngineState.LOADING:
+            self.lifecycle.move_to(EngineState.READY)
+        for listener in self.on_standing:
+            listener(standing)
 
     def renew(self, facts: EngineFacts) -> None:
         """The engine serves other weights than before; whoever was told what it is hears it again."""

@@ -216,12 +216,16 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         lifecycle = self._engine.lifecycle
         if lifecycle.state is EngineState.READY:
             lifecycle.move_to(EngineState.DRAINING)
-        while not lifecycle.has_ended and self._can_progress():
-            self._progressed.clear()
-            await self._progressed.wait()
+        await self.until_dry()
         if not lifecycle.has_ended:
             lifecycle.move_to(EngineState.STOPPED)
         while self._sessions or self._kv_subscriptions:
+            self._progressed.clear()
+            await self._progressed.wait()
+
+    async def until_dry(self) -> None:
+        """Wait until no request is left that can come to its end here, or until the engine drains no more."""
+        while self._engine.lifecycle.state is EngineState.DRAINING and self._can_progress():
             self._progressed.clear()
             await self._progressed.wait()
 

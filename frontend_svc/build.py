@@ -29,6 +29,7 @@ from frontend_svc.engines.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.engine_state import EngineState
+from frontend_svc.engines.routing.policies import find_policy, first_turn
 from frontend_svc.engines.stream import HEARTBEAT_S
 from frontend_svc.failover import Failover
 from frontend_svc.generation import Generation
@@ -94,10 +95,15 @@ class Frontend:
             clock=clock,
             heartbeat_s=heartbeat_s,
             connect=connect,
+            on_add=self._note_request,
         )
-        window_s = config.reconnect_window_s
         self.directory = Directory(
-            make_client, on_change=self._engines_changed, clock=clock, reconnect_window_s=window_s
+            make_client,
+            on_change=self._engines_changed,
+            clock=clock,
+            reconnect_window_s=config.reconnect_window_s,
+            policy=find_policy(config.routing_policy),
+            first_turn=first_turn(config.index, self.identity.epoch),
         )
         self.failover = Failover(self.directory, clock, random.Random(self.identity.epoch))
         limits = RequestLimits(
@@ -128,15 +134,7 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
-        self._coordinator: CoordinatorSession | None = None
-        if config.coordinator is not None:
-            self._coordinator = CoordinatorSession(
-                config.coordinator,
-                self.identity,
-                endpoint=lambda: self.address,
-                on_engines=functools.partial(self.directory.tell, "coordinator"),
-                num_in_flight=lambda: self.draining.num_open,
-            )
+        self._coordinator = self._coordinator_session(clock)
 
     def connect(self, address: str) -> None:
         """Begin to reach engines and coordinator; `address` is where this frontend listens."""
@@ -238,6 +236,24 @@ class Frontend:
                 is_ready=True,
             ),
         ]
+
+    def _coordinator_session(self, clock: MonotonicClock) -> CoordinatorSession | None:
+        if self._config.coordinator is None:
+            return None
+        return CoordinatorSession(
+            self._config.coordinator,
+            self.identity,
+            endpoint=lambda: self.address,
+            on_engines=functools.partial(self.directory.tell, "coordinator"),
+            on_loads=self.directory.take_loads,
+            num_in_flight=lambda: self.draining.num_open,
+            clock=clock,
+            wanted=dict(label.split("=", 1) for label in self._config.engine_label),
+        )
+
+    def _note_request(self, client: EngineClient) -> None:
+        if self._coordinator is not None:
+            self._coordinator.note_request(client.engine_id)
 
     def _engines_changed(self) -> None:
         self._show_readiness()

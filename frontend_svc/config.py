@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
 from service_kit.channel import parse_target
 from service_kit.config import option
@@ -25,6 +26,14 @@ class FrontendConfig:
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that tells which engines there are, host:port")
+    routing_policy: str = option(
+        DEFAULT_POLICY,
+        help="which engine gets a request: kv-aware, prefix-affinity, load, p2c, round-robin or a plugin's",
+    )
+    engine_label: tuple[str, ...] = option(
+        (),
+        help="key=value that a coordinator's engine needs to be used: a label, or host, dp_rank, dp_group",
+    )
     tokenizer: str | None = option(
         None, help="tokenizer.json or tokenizer.model, or a folder with one, instead of the engine's own"
     )
@@ -75,6 +84,14 @@ class FrontendConfig:
                 parse_target(address)
             except InvalidArgument as error:
                 raise ValueError(f"engine or coordinator: {error}") from error
+        find_policy(self.routing_policy)
+        for label in self.engine_label:
+            if not label.partition("=")[0] or "=" not in label:
+                raise ValueError(f"engine_label {label!r} is not key=value")
+        if self.engine_label and self.coordinator is None:
+            raise ValueError(
+                "engine_label chooses among a coordinator's engines, and there is no --coordinator"
+            )
         for name in ("port", "admin_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.loss import RETRY_AFTER_MS, LossKind
+from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.retry_budget import RetryBudget
 from frontend_svc.suspects import Suspect, Suspects, in_order
 from frontend_svc.text.model import ServedModel
@@ -41,8 +42,7 @@ class Wish:
     """What a request needs of an engine. With `is_exact` only the very same model will do."""
 
     model: ServedModel
-    data_parallel_rank: int | None
-    num_entries: int
+    routing: RoutingRequest
     is_exact: bool = False
 
 
@@ -181,9 +181,10 @@ class Moves:
     def key(self) -> tuple[object, ...]:
         """Equal for requests that the same engines could take."""
         wish, origin = self._wish, self._origin
-        rank = wish.data_parallel_rank
+        # What else is told for routing says which engine is better, not which would do.
+        rank, num_requests = wish.routing.data_parallel_rank, wish.routing.num_requests
         refused_by = frozenset(map(id, self._refused_by))
-        return id(wish.model), rank, wish.num_entries, wish.is_exact, id(origin), refused_by
+        return id(wish.model), rank, num_requests, wish.is_exact, id(origin), refused_by
 
     def start(self) -> None:
         """Send it for the first time, at once or when an engine is back that was lost a moment ago.
@@ -192,9 +193,7 @@ class Moves:
         """
         failover, wish = self._failover, self._wish
         try:
-            client = failover.directory.pick(
-                wish.model, wish.data_parallel_rank, num_requests=wish.num_entries
-            )
+            client = failover.directory.pick(wish.model, wish.routing)
         except Unavailable as error:
             expected_until = failover.directory.expected_until(wish.model)
             if expected_until is None or failover.is_closed:
@@ -222,8 +221,7 @@ class Moves:
         self._origin, self._cause, self._error = client, cause, error
         self._wish = Wish(
             self._wish.model if client.model is None else client.model,
-            self._wish.data_parallel_rank,
-            self._wish.num_entries,
+            self._wish.routing,
             is_exact=has_begun,
         )
         failover = self._failover
@@ -306,11 +304,7 @@ class Moves:
         wish = self._wish
         try:
             return self._failover.directory.pick(
-                wish.model,
-                wish.data_parallel_rank,
-                num_requests=wish.num_entries,
-                is_exact=wish.is_exact,
-                is_allowed=is_allowed,
+                wish.model, wish.routing, is_exact=wish.is_exact, is_allowed=is_allowed
             )
         except ServiceError:
             # What an engine lacks just now it may have before the wait is over.

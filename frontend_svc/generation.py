@@ -14,6 +14,8 @@ from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.loss import LossKind
+from frontend_svc.engines.routing.affinity import prefix_hash
+from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.failover import Failover, Moves, Wish
 from frontend_svc.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
@@ -327,7 +329,6 @@ class Generation:
         trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
             entry.trace_context.CopyFrom(trace_context)
-        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         collector = Collector(
             kind,
             len(prepared.entries),
@@ -351,7 +352,7 @@ class Generation:
             prepared,
             states,
             self._failover,
-            Wish(model, rank, len(prepared.entries)),
+            Wish(model, _routing(request, prepared)),
             trace,
             tracked.arrived_at,
         )
@@ -368,6 +369,17 @@ class Generation:
             make_adoptable(prepared, request, request_id, caller.resume_token)
         trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
         return prepared
+
+
+def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(prepared.prompt_token_ids),
+        num_requests=len(prepared.entries),
+        session_id=request.session_id,
+        # Ids that stand for embeddings tell nothing of what two prompts have in common.
+        prefix_hash=b"" if prepared.tensors else prefix_hash(prepared.prompt_token_ids),
+        data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+    )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.loss import LossKind
+from frontend_svc.engines.routing.affinity import prefix_hash
+from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.failover import Failover, Move, Moves, Wish
 from frontend_svc.generation import Caller, too_late
 from frontend_svc.open_requests import OpenRequests, RequestPhase
@@ -31,13 +33,21 @@ _MAX_SENT = 32
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingPrompt:
+    """One prompt. Those with the same `affinity_key` go to one engine; empty: to any."""
+
+    token_ids: list[int]
+    affinity_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingWork:
     """What is to be pooled: `tokenize` gives the prompts, each of which becomes one result."""
 
     request_id: str
     model: ServedModel
     params: sampling_pb2.PoolingParams
-    tokenize: Callable[[], Awaitable[list[list[int]]]]
+    tokenize: Callable[[], Awaitable[list[PoolingPrompt]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,7 @@ class PooledPrompt:
         self,
         failover: Failover,
         model: ServedModel,
+        routing: RoutingRequest,
         entry: add_pb2.AddEntry,
         caller: Caller,
         arrived_at: float,
@@ -71,7 +82,7 @@ class PooledPrompt:
         self._handles: list[int] = []
         self._moves = Moves(
             failover,
-            Wish(model, None, 1),
+            Wish(model, routing),
             send=self._send,
             fail=self._fail,
             tell=tell,
@@ -219,7 +230,7 @@ class Pooling:
         ):
             with trace.tokenizing():
                 prompts = await work.tokenize()
-            num_tokens = sum(map(len, prompts))
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             self._admission.add_prompt(ticket, num_tokens)
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
@@ -227,12 +238,13 @@ class Pooling:
                 PooledPrompt(
                     self._failover,
                     work.model,
-                    _entry(work, token_ids, trace, caller),
+                    _routing(work.params, prompt),
+                    _entry(work, prompt.token_ids, trace, caller),
                     caller,
                     tracked.arrived_at,
                     lambda move: trace.note_move(move, 0),
                 )
-                for token_ids in prompts
+                for prompt in prompts
             ]
             results = await self._run_all(on_their_way, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
@@ -257,6 +269,14 @@ class Pooling:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _routing(params: sampling_pb2.PoolingParams, prompt: PoolingPrompt) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(prompt.token_ids),
+        prefix_hash=b"" if is_per_token(params.task) else prefix_hash(prompt.token_ids),
+        affinity_key=params.late_interaction_key or prompt.affinity_key,
+    )
 
 
 def _entry(

@@ -123,6 +123,67 @@ def config(context: typer.Context) -> None:
     _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()))
 
 
+@admin.command()
+def scale(
+    context: typer.Context,
+    size: Annotated[int, typer.Argument(min=1, help="engines that the group is to have")],
+    group: Annotated[str, typer.Option(help="the group; needed where there are several")] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="take it back after so many seconds")] = 600.0,
+) -> None:
+    """Have a coordinator change how many engines there are; shows how that goes on, exits 1 if it fails."""
+    from launcher.admin_scaling import run_scale
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_scale(address, group, size, timeout, timeout_s))
+
+
+@admin.command()
+def operations(context: typer.Context) -> None:
+    """Print a coordinator's changes of size, those that run and the last that ended."""
+    from launcher.admin_scaling import run_operations
+
+    raise typer.Exit(run_operations(*context.obj))
+
+
+@admin.command("cancel-operation")
+def cancel_operation(
+    context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
+) -> None:
+    """Take a change of size back, where no engine has been told to leave yet."""
+    from launcher.admin_scaling import run_cancel
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_cancel(address, operation_id, timeout_s))
+
+
+@admin.command("drain-engine")
+def drain_engine(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
+    deadline_s: Annotated[
+        float, typer.Option(min=0.0, help="time for its requests, then they move; 0: no limit")
+    ] = 0.0,
+) -> None:
+    """Have a coordinator take one engine out of use; it ends when its requests are done or have moved."""
+    from launcher.admin_scaling import run_drain_engine
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_drain_engine(address, engine_id, deadline_s, timeout_s))
+
+
+@admin.command("evict-engine")
+def evict_engine(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
+    reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
+) -> None:
+    """Have a coordinator forget one engine at once, and not take that process again."""
+    from launcher.admin_scaling import run_evict_engine
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_evict_engine(address, engine_id, reason, timeout_s))
+
+
 def _mode(name: str) -> utility_pb2.PauseMode:
     from triptych.engine.v1 import utility_pb2
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_svc.config import EngineConfig
 from engine_svc.model.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
@@ -32,6 +33,7 @@ class Serving:
 
     config: ServeConfig
     flags: Mapping[str, Sequence[str]]  # by service
+    group: str = ""  # the data-parallel group of its engines
 
     @property
     def model(self) -> str:
@@ -49,15 +51,13 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     if config.ready_file:
         _check_writable(Path(config.ready_file))
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
-    origins = {
-        service: load_config(
-            config_of(service), [*flags[service], *_TOLD_LATER.get(service, ())], service=service
-        ).origins
-        for service in SERVICES
-    }
-    if config.data_parallel_size > 1 and origins["engine"]["num_threads"] == "default":
+    told = (f"--data-parallel-size={config.data_parallel_size}",)
+    engine = load_config(EngineConfig, [*flags["engine"], *told], service="engine")
+    for service in ("coordinator", "frontend"):
+        load_config(config_of(service), [*flags[service], *_TOLD_LATER.get(service, ())], service=service)
+    if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
-    return Serving(config, flags)
+    return Serving(config, flags, engine.config.data_parallel_group)
 
 
 def with_model(argv: Sequence[str]) -> list[str]:

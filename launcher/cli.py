@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.admin_verbs import admin
+from launcher.ray_verbs import ray
 from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services hands on what it is given: their own configurations know the flags and the help.
@@ -34,6 +35,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
+app.add_typer(ray, name="ray")
 
 
 def main() -> None:

@@ -14,7 +14,9 @@ class ServeConfig:
     model: str | None = option(None, help="model folder; without it the embedded model", positional=True)
     host: str = option("127.0.0.1", help="address of the frontend; the other services stay on loopback")
     port: int = option(50051, help="port of the frontend; 0 lets the kernel choose")
-    data_parallel_size: int = option(1, short="dp", help="engines to start, each with all of the model")
+    data_parallel_size: int = option(
+        1, short="dp", help="engines to start, each with all of the model, or its share of the experts"
+    )
     tensor_parallel_size: int = option(1, short="tp", help="ranks that share a model; only 1 so far")
     ready_file: str | None = option(None, help="file for addresses and pids as JSON once all is ready")
     startup_timeout_s: float = option(600.0, help="time for everything to get ready, in s")

@@ -77,7 +77,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         environment,
         await_ready=await_ready,
         report=report,
-        on_restart=_nothing,
+        on_change=_nothing,
         limits=limits_of(config),
         quiet=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from service_kit.config import ConfigError, flag_names, switch_names
 
@@ -24,11 +24,12 @@ RESERVED = frozenset(
 
 
 def split_flags(
-    argv: Sequence[str], own: type, services: Mapping[str, type]
+    argv: Sequence[str], own: type, services: Mapping[str, type], *, reserved: Set[str] = RESERVED
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Sort arguments into those of `own` and those of each service; raises ConfigError for a flag nobody has.
 
-    A flag that `own` has stays there; any other goes to every service that has it. No flag: `own`'s.
+    A flag that `own` has stays there; any other goes to every service that has it. No flag: `own`'s. Those
+    `reserved` are refused.
     """
     owners = {service: flag_names(config) for service, config in services.items()}
     switches = switch_names(own).union(*(switch_names(config) for config in services.values()))
@@ -41,8 +42,8 @@ def split_flags(
             kept.append(argument)
             continue
         spelling = argument.partition("=")[0]
-        if spelling not in known or spelling in RESERVED:
-            raise ConfigError(_refusal(spelling, known - RESERVED))
+        if spelling not in known or spelling in reserved:
+            raise ConfigError(_refusal(spelling, known - reserved))
         words = [argument]
         if "=" not in argument and spelling not in switches:
             words += _value(spelling, next(arguments, None))

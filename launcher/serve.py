@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.arguments import Serving
 from launcher.config import ServeConfig
+from launcher.group_follower import follow_group
 from launcher.loopback import ensure_loopback
 from launcher.port_owner import find_port_owner
 from launcher.process import ChildDied, ProcessPlan
@@ -22,6 +23,7 @@ from launcher.version import installed_version
 
 _USAGE_ERROR = 2
 _FRONTEND = "frontend-0"
+_COORDINATOR = "coordinator-0"
 _EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 
 
@@ -47,18 +49,19 @@ def plan_stack(serving: Serving) -> StackPlan:
     """The processes of a stack, with their flags but for what is known only once the coordinator runs."""
     config = serving.config
     parent = os.getpid()
-    names = [
-        ("coordinator", 0),
-        *(("engine", index) for index in range(config.data_parallel_size)),
-        ("frontend", 0),
-    ]
-    plans = [ProcessPlan(service, index, command_of(service, parent)) for service, index in names]
-    flags = {plan.name: (*serving.flags.get(plan.service, ()), *_extra_flags(plan, config)) for plan in plans}
+
+    def plan(service: str, index: int = 0) -> ProcessPlan:
+        return ProcessPlan(service, index, command_of(service, parent))
+
+    def flags(plan: ProcessPlan, num_engines: int) -> tuple[str, ...]:
+        return (*serving.flags.get(plan.service, ()), *_extra_flags(plan, config, num_engines))
+
     return StackPlan(
-        coordinator=plans[0],
-        others=tuple(plans[1:]),
+        coordinator=plan("coordinator"),
+        others=(*(plan("engine", rank) for rank in range(config.data_parallel_size)), plan("frontend")),
         flags=flags,
         ports={_FRONTEND: config.port},
+        engine=lambda rank: plan("engine", rank),
     )
 
 
@@ -68,12 +71,14 @@ def limits_of(config: ServeConfig) -> SupervisorLimits:
     return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0)
 
 
-def _extra_flags(plan: ProcessPlan, config: ServeConfig) -> list[str]:
+def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:
     flags = [f"--drain-deadline-s={config.drain_deadline_s}"]
     if plan.service == "frontend":
         flags.append(f"--host={config.host}")
     if plan.service == "engine":
-        flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={config.data_parallel_size}"]
+        # Ranks that share experts stay ranks of a group even where a single one of them is wanted.
+        size = max(num_engines, config.data_parallel_size)
+        flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={size}"]
     return flags
 
 
@@ -84,11 +89,11 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
         environment,
         await_ready=await_ready,
         report=_report,
-        on_restart=lambda: write_ready_file(config, supervisor),
+        on_change=lambda: write_ready_file(config, supervisor),
         limits=limits_of(config),
     )
     stopping = _stop_on_signals(supervisor)
-    running = asyncio.ensure_future(_run(config, serving.model, supervisor))
+    running = asyncio.ensure_future(_run(serving, supervisor))
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -104,11 +109,18 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
     return 0
 
 
-async def _run(config: ServeConfig, model: str, supervisor: Supervisor) -> None:
+async def _run(serving: Serving, supervisor: Supervisor) -> None:
     await supervisor.start()
-    write_ready_file(config, supervisor)
-    print(banner(model, supervisor.address_of(_FRONTEND)), flush=True)
-    await supervisor.keep_running()
+    write_ready_file(serving.config, supervisor)
+    print(banner(serving.model, supervisor.address_of(_FRONTEND)), flush=True)
+    following = asyncio.ensure_future(
+        follow_group(serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want)
+    )
+    try:
+        await supervisor.keep_running()
+    finally:
+        following.cancel()
+        await asyncio.wait((following,))
 
 
 def _stop_on_signals(supervisor: Supervisor) -> asyncio.Future[None]:
@@ -141,7 +153,7 @@ def write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
                 "index": child.plan.index,
                 "pid": child.pid,
                 "address": supervisor.address_of(name),
-                "admin_address": child.announcement.admin_address if child.announcement else "",
+                "admin_address": supervisor.admin_address_of(name),
             }
             for name, child in supervisor.children.items()
         ],

@@ -27,12 +27,18 @@ class SupervisorLimits:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """The processes of a stack and the flags of each service."""
+    """The processes of a stack and the flags of each."""
 
     coordinator: ProcessPlan
     others: tuple[ProcessPlan, ...]  # engines and frontends: they start together
-    flags: Mapping[str, tuple[str, ...]]  # by process name
+    flags: Callable[[ProcessPlan, int], tuple[str, ...]]  # of a process, where so many engines are wanted
     ports: Mapping[str, int]  # by process name; 0 lets the kernel choose
+    engine: Callable[[int], ProcessPlan] | None = None  # that of a rank; None: no engine is ever added
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines it starts with."""
+        return sum(plan.service == "engine" for plan in self.others)
 
 
 class StartTimeout(Exception):
@@ -40,7 +46,11 @@ class StartTimeout(Exception):
 
 
 class Supervisor:
-    """One stack. `start` once, then `keep_running`, then `stop`; `report` gets a line on each event."""
+    """One stack. `start` once, then `keep_running`, then `stop`; `report` gets a line on each event.
+
+    While it keeps things running, `want` tells it how many engines there are to be. An engine that ends with
+    0 has left on purpose and is not started again.
+    """
 
     def __init__(
         self,
@@ -49,16 +59,20 @@ class Supervisor:
         *,
         await_ready: AwaitReady,
         report: Callable[[str], None],
-        on_restart: Callable[[], None],
+        on_change: Callable[[], None],
         limits: SupervisorLimits,
         quiet: bool = False,
     ) -> None:
         self.children: dict[str, ChildProcess] = {}
         self._plan = plan
+        self._num_wanted = plan.num_engines
+        self._starts_missing = False  # also engines that have left
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None  # of the keepers, while things are kept running
         self._environment = environment
         self._await_ready = await_ready
         self._report = report
-        self._on_restart = on_restart
+        self._on_change = on_change
         self._limits = limits
         self._quiet = quiet
         # By process name. Kept while a process is down: it comes back where the others know it.
@@ -86,11 +100,33 @@ class Supervisor:
     async def keep_running(self) -> None:
         """Restart what dies, until cancelled; raises ChildDied for a process that keeps dying."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as self._group:
                 for plan in self._plans():
-                    group.create_task(self._keep(plan))
+                    self._keepers[plan.name] = self._group.create_task(self._keep(plan))
+                self.want(self._num_wanted, starts_missing=self._starts_missing)
+                # Every engine may have left, and others may be wanted later.
+                await asyncio.Event().wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
+        finally:
+            self._group = None
+
+    def want(self, num_engines: int, *, starts_missing: bool) -> None:
+        """Have engines of ranks below `num_engines` alone, and now each of them, if `starts_missing`.
+
+        Those above leave by themselves when they are told to drain; they are not started again, and are ended
+        where they were not ready yet.
+        """
+        self._num_wanted, self._starts_missing = num_engines, starts_missing
+        if self._group is None or self._plan.engine is None or self._is_stopping:
+            return
+        for rank in range(num_engines if starts_missing else 0):
+            plan = self._plan.engine(rank)
+            if plan.name not in self._keepers:
+                self._keepers[plan.name] = self._group.create_task(self._add(plan))
+        for child in self.children.values():
+            if not self._is_wanted(child.plan) and child.plan.name not in self._ready:
+                child.terminate()
 
     async def stop(self) -> None:
         """Stop frontends, then engines, then the coordinator, so that running requests can end."""
@@ -112,6 +148,13 @@ class Supervisor:
     def address_of(self, name: str) -> str:
         """Where a process listens, or will again once it has been restarted."""
         return self._addresses.get(name, "")
+
+    def admin_address_of(self, name: str) -> str:
+        """Where operators reach a process; empty while it has not said so."""
+        child = self.children.get(name)
+        return (
+            child.announcement.admin_address if child is not None and child.announcement is not None else ""
+        )
 
     def _plans(self) -> tuple[ProcessPlan, ...]:
         return (self._plan.coordinator, *self._plan.others)
@@ -160,32 +203,67 @@ class Supervisor:
         # A process that starts again takes its old port, under which the others know it.
         before = self.address_of(plan.name)
         port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
-        flags = [*self._plan.flags.get(plan.name, ()), f"--port={port}"]
+        flags = [*self._plan.flags(plan, self._num_wanted), f"--port={port}"]
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags
+
+    def _is_wanted(self, plan: ProcessPlan) -> bool:
+        return plan.service != "engine" or plan.index < self._num_wanted
+
+    async def _add(self, plan: ProcessPlan) -> None:
+        """Start an engine that joins the others, then keep it."""
+        await self._restart(plan)
+        await self._keep(plan)
 
     async def _keep(self, plan: ProcessPlan) -> None:
         loop = asyncio.get_running_loop()
         restarted_at: list[float] = []
         limits = self._limits
         while True:
-            child = self.children[plan.name]
-            await child.wait()
+            child = self.children.get(plan.name)
+            if child is not None:
+                await child.wait()
             if self._is_stopping:
+                return
+            self._ready.discard(plan.name)
+            if self._has_left(plan, child):
+                self._forget(plan, "left" if child is None else f"{child.ending} and is not started again")
                 return
             restarted_at = [at for at in restarted_at if loop.time() - at < limits.restart_window_s]
             if len(restarted_at) == limits.max_restarts:
-                tries = f"after {limits.max_restarts} restarts within {limits.restart_window_s:g} s"
-                raise ChildDied(child, tries)
+                self._give_up(plan, child)
+                return
             delay_s = limits.restart_delay_s * 2 ** len(restarted_at)
             restarted_at.append(loop.time())
+            ending = "could not be started" if child is None else child.ending
             self._report(
-                f"{plan.name} {child.ending}; starts again in {delay_s:g} s"
+                f"{plan.name} {ending}; starts again in {delay_s:g} s"
                 f" ({len(restarted_at)} of {limits.max_restarts})"
             )
             await asyncio.sleep(delay_s)
-            await self._restart(plan)
+            if self._is_wanted(plan):
+                await self._restart(plan)
+
+    def _has_left(self, plan: ProcessPlan, child: ChildProcess | None) -> bool:
+        if plan.service != "engine":
+            return False
+        has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
+        return not self._is_wanted(plan) or has_gone_for_good
+
+    def _give_up(self, plan: ProcessPlan, child: ChildProcess | None) -> None:
+        """A process keeps dying. Without one that came later the stack is what it was at its start."""
+        limits = self._limits
+        tries = f"after {limits.max_restarts} restarts within {limits.restart_window_s:g} s"
+        if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
+            raise ChildDied(child, tries)
+        self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")
+
+    def _forget(self, plan: ProcessPlan, why: str) -> None:
+        self._report(f"{plan.name} {why}")
+        for table in (self.children, self._addresses, self._keepers):
+            table.pop(plan.name, None)
+        self._on_change()
 
     async def _restart(self, plan: ProcessPlan) -> None:
         try:
@@ -195,6 +273,7 @@ class Supervisor:
             # `_keep` sees the end of it and counts it.
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._report(f"{plan.name} cannot be started: {error.strerror or error}")
-            await self.children[plan.name].stop(self._limits.stop_s)
+            if plan.name in self.children:
+                await self.children[plan.name].stop(self._limits.stop_s)
             return
-        self._on_restart()
+        self._on_change()

@@ -20,6 +20,15 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class SharedModel(Protocol):
+    """A model of which other engines hold other parts."""
+
+    def take_part(self) -> None:
+        """Serve the other engines' tokens with the part that is here, in a step without own ones."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Largest:
     """The largest of N rows of logits, and where: [N] fp32, NaN where a row has any, and [N] int64.

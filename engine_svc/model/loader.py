@@ -17,6 +17,7 @@ from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.native.exchange import ExpertShare
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from engine_svc.model.parallel import Parallel, Solo
 from engine_svc.model.progress import Progress
@@ -76,11 +77,13 @@ def load_model(
     wishes: LoadWishes | None = None,
     *,
     parallel: Parallel | None = None,
+    share: ExpertShare | None = None,
     ops: Ops | None = None,
     progress: Progress = ignore_progress,
 ) -> LoadedModel:
     """Load the folder at `path`, or this rank's share of it.
 
+    share: which experts to load, where they are divided over engines: of native mixtures of experts alone.
     progress is told ("weights", bytes done, total).
     Raises CheckpointError where files are missing or broken, UnsupportedModel where the kind of model is.
     """
@@ -93,7 +96,7 @@ def load_model(
     is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
     ops = ops or ops_for(device, deterministic=is_deterministic)
     with quiet_transformers():
-        loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), progress)
+        loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
     # In half precision the references run on a CPU.
     is_reference = device.type == "cpu" and loaded.facts.dtype == "float16"
     if is_deterministic and (is_reference or not ops.is_batch_invariant):
@@ -136,6 +139,7 @@ def _load(
     device: torch.device,
     ops: Ops,
     parallel: Parallel,
+    share: ExpertShare | None,
     progress: Progress,
 ) -> LoadedModel:
     if not folder.is_dir():
@@ -158,8 +162,8 @@ def _load(
         weights_digest=weights_digest(folder, reader.files, dtype),
     )
     model: NativeDecoder | TransformersModel
-    if _is_native(config, wishes, parallel):
-        model = _native(config, reader, facts, wishes.quantization, device, ops, parallel)
+    if _is_native(config, wishes, parallel, share):
+        model = _native(config, reader, facts, wishes.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
     else:
@@ -175,27 +179,61 @@ def _load(
     return LoadedModel(model, facts, ops, device)
 
 
-def _is_native(config: PreTrainedConfig, wishes: LoadWishes, parallel: Parallel) -> bool:
+def has_experts(folder: str | Path) -> bool:
+    """Whether the model in the folder is a mixture of experts that the native decoder runs."""
+    try:
+        return read_spec(read_config(Path(folder))).has_experts
+    except NotNative:
+        return False
+
+
+def expert_builder(
+    folder: Path,
+    *,
+    ops: Ops,
+    device: torch.device,
+    dtype: str,
+    digest: str,
+) -> DecoderBuilder:
+    """Who reads more experts of a model that came from the folder. CheckpointError if it has another now."""
+    reader = WeightReader(weight_files(folder), ignore_progress, device=device, dtype=_DTYPES[dtype])
+    if weights_digest(folder, reader.files, _DTYPES[dtype]) != digest:
+        raise CheckpointError(f"{folder} has other weights than when it was loaded")
+    return DecoderBuilder(
+        spec=read_spec(read_config(folder)), weights=reader, ops=ops, parallel=Solo(), dtype=_DTYPES[dtype]
+    )
+
+
+def _is_native(
+    config: PreTrainedConfig, wishes: LoadWishes, parallel: Parallel, share: ExpertShare | None
+) -> bool:
     """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
     if wishes.model_impl == "transformers":
         if parallel.tp_size * parallel.pp_size > 1:
             raise UnsupportedModel("several ranks need a native model, and model_impl is transformers")
+        if share is not None:
+            raise UnsupportedModel(
+                "experts divided over engines need a native model, and model_impl is transformers"
+            )
         if wishes.quantization:
             raise UnsupportedModel(
                 f"quantization {wishes.quantization} needs a native model, and model_impl is transformers"
             )
         return False
     try:
-        read_spec(config)
+        spec = read_spec(config)
     except NotNative as reason:
         for what, is_asked in (
             ("model_impl native", wishes.model_impl == "native"),
             ("tensor or pipeline parallelism", parallel.tp_size * parallel.pp_size > 1),
             (f"quantization {wishes.quantization}", bool(wishes.quantization)),
+            ("experts divided over engines", share is not None),
         ):
             if is_asked:
                 raise UnsupportedModel(f"{what} needs a native model, but {reason}") from None
         return False
+    if share is not None and not spec.has_experts:
+        raise UnsupportedModel(f"a {spec.model_type} without experts has none to divide over engines")
     return True
 
 
@@ -207,6 +245,7 @@ def _native(
     device: torch.device,
     ops: Ops,
     parallel: Parallel,
+    share: ExpertShare | None,
 ) -> NativeDecoder:
     builder = DecoderBuilder(
         spec=read_spec(config),
@@ -215,6 +254,7 @@ def _native(
         parallel=parallel,
         dtype=_DTYPES[facts.dtype],
         quantization=quantization,
+        share=share,
     )
     try:
         # One place more than the longest sequence: a step may be planned before its end is known.
@@ -223,7 +263,7 @@ def _native(
         if isinstance(error, CheckpointError | UnsupportedModel):
             raise
         raise UnsupportedModel(f"{facts.architecture}: {error}") from error
-    if parallel.tp_size * parallel.pp_size == 1 and reader.unread():
+    if parallel.tp_size * parallel.pp_size == 1 and share is None and reader.unread():
         logger.warning("weights without a use", extra={"names": listed(reader.unread())})
     reader.finish()
     return model

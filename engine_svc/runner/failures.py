@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_svc.device_errors import DeviceFull, DeviceLost
+from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
 
 # PyTorch has no types for these.
 _SAYS_FULL = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -16,6 +16,9 @@ def translated(error: RuntimeError | MemoryError) -> Exception:
 
     After most errors of CUDA every later call fails as well, so all of them are taken for the end.
     """
+    if isinstance(error, PeersLost):
+        # Its text may be that of another machine's error.
+        return error
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(text, _SAYS_FULL):
         return DeviceFull(text or "out of memory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
-from engine_svc.model.decoder import GreedyModel, Largest, Model
+from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.group_exchange import GroupExchange
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.embedded_rows import EmbeddedRows
 from engine_svc.runner.failures import translated
@@ -59,9 +61,12 @@ class ModelRunner:
         logits_processors: Sequence[LogitsProcessor] = (),
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
+        exchange: GroupExchange | None = None,
     ) -> None:
+        """exchange: of a model whose experts are divided over engines; steps are run with all of them."""
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
+        self._exchange = exchange
         self._hooks = tuple(hooks)
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
@@ -98,7 +103,7 @@ class ModelRunner:
         """Do what the plan says; every row that samples yields one token. Never waits for the device.
 
         After an error the rows are to be released by the next plan, those of this one too, whether or not it
-        came to enter them. Raises DeviceLost and DeviceFull where no request is at fault.
+        came to enter them. Raises DeviceLost, DeviceFull and PeersLost where no request is at fault.
         """
         try:
             return self._execute(plan)
@@ -113,7 +118,7 @@ class ModelRunner:
         with self._profiler.range("apply"):
             self._apply(plan)
             if not plan.request_ids:
-                return RunningStep(plan, None, self._kv.device)
+                return self._take_part(plan, model)
             inputs = self._batch.gather(plan)
         for hook in self._hooks:
             hook.before_forward(plan, self._batch)
@@ -138,7 +143,19 @@ class ModelRunner:
             found = found[:num_sampling]
         with self._profiler.range("sample"):
             sampled = self._choose(inputs, found, readers)
-        return RunningStep(plan, sampled, self._kv.device, told)
+        return RunningStep(plan, sampled, self._kv.device, told, check=self._check)
+
+    def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
+        """A step that computes nothing here, but for the tokens of other engines, where they need it."""
+        if self._exchange is not None:
+            assert isinstance(model, SharedModel), "who exchanges tokens has a part of a model"
+            with self._profiler.range("take part"):
+                model.take_part()
+        return RunningStep(plan, None, self._kv.device)
+
+    def _check(self) -> None:
+        if self._exchange is not None:
+            self._exchange.check()
 
     def _choose(self, inputs: StepInputs, found: Tensor | Largest, readers: Ints) -> Sampled | None:
         """Choose tokens and write them where the next step reads them. None where nobody samples here."""
@@ -164,7 +181,10 @@ class ModelRunner:
         batch = AttentionBatch.of(table, [num_tokens], [num_tokens], size)
         groups = range(1 + max(layer.group for layer in self._kv.layers))
         context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
-        self._resident.awake_model().forward(torch.zeros_like(positions), positions, positions[-1:], context)
+        with nullcontext() if self._exchange is None else self._exchange.alone():
+            self._resident.awake_model().forward(
+                torch.zeros_like(positions), positions, positions[-1:], context
+            )
 
     def sleep(self, level: int) -> None:
         """Give memory back as Resident.sleep says. No step may be under way, and no request keep its KV."""

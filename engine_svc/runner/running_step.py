@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ class RunningStep:
         sampled: Sampled | None,
         device: torch.device,
         prompts: Sequence[PromptPart] = (),
+        check: Callable[[], None] | None = None,
     ) -> None:
+        """check: raises PeersLost where a GPU may have gone on without what other ranks had to send."""
         self._plan = plan
         self._prompts = prompts
+        self._check = check
         self._sampled = sampled
         self._done: torch.cuda.Event | None = None
         if sampled is not None:
@@ -35,7 +38,7 @@ class RunningStep:
             self._done.record()
 
     def result(self) -> StepResult:
-        """What the step yielded; waits until it is done. Raises DeviceLost and DeviceFull."""
+        """What the step yielded; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
         try:
             return self._result()
         except (RuntimeError, MemoryError) as error:
@@ -45,6 +48,8 @@ class RunningStep:
         plan = self._plan
         if self._done is not None:
             self._done.synchronize()
+            if self._check is not None:
+                self._check()
         result = StepResult(plan.step_number, sampled=self._columns())
         for part in self._prompts:
             result.prompt_logprobs[part.index] = PromptPlaces(part.first_position, part.logprobs.tell())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -10,7 +11,8 @@ import grpc.aio
 
 from frontend_svc.api.calls import caller_of
 from frontend_svc.generation import Caller
-from frontend_svc.pooling import PooledPrompts, Pooling, PoolingWork
+from frontend_svc.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
+from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import (
@@ -149,10 +151,10 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         request_id: str,
         caller: Caller,
     ) -> PooledPrompts:
-        async def tokenize() -> list[list[int]]:
+        async def tokenize() -> list[PoolingPrompt]:
             prompts = await tokenize_inputs("inputs", inputs, model)
             check_prompts("inputs", prompts, model)
-            return prompts
+            return list(map(PoolingPrompt, prompts))
 
         pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
         for result in pooled.results:
@@ -167,20 +169,21 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         is_by_pairs = "score" in model.supported_tasks
         (query_field, queries), (document_field, documents) = inputs.items()
 
-        async def tokenize() -> list[list[int]]:
+        async def tokenize() -> list[PoolingPrompt]:
             has_special = not is_by_pairs
             firsts = await tokenize_inputs(query_field, queries, model, add_special_tokens=has_special)
             seconds = await tokenize_inputs(document_field, documents, model, add_special_tokens=has_special)
             if not is_by_pairs:
                 check_prompts(query_field, firsts, model)
                 check_prompts(document_field, seconds, model)
-                return firsts + seconds
+                return list(map(PoolingPrompt, firsts + seconds))
             join = model.tokenizer.pair_template.join
-            pairs = [
-                join(first, second) for first, second in zip(_spread(firsts, seconds), seconds, strict=True)
-            ]
+            firsts = list(_spread(firsts, seconds))
+            pairs = [join(first, second) for first, second in zip(firsts, seconds, strict=True)]
             check_prompts(document_field, pairs, model)
-            return pairs
+            # A query is computed once where all of its documents meet it in one engine's cache.
+            keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
+            return [PoolingPrompt(pair, key) for pair, key in zip(pairs, keys, strict=True)]
 
         params = sampling_pb2.PoolingParams(task=_SCORE)
         if not is_by_pairs:

@@ -15,9 +15,11 @@ from frontend_svc.engines.columns import MalformedStep, read_step
 from frontend_svc.engines.engine_state import HELD_STATES, TRANSITIONS, EngineState
 from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
 from frontend_svc.engines.line import EngineLine
+from frontend_svc.engines.load_messages import load_of_stats, num_tokens_of
 from frontend_svc.engines.loss import Loss
 from frontend_svc.engines.reconnect_pause import ReconnectPause
-from frontend_svc.engines.routing import EngineInfo
+from frontend_svc.engines.routing.account import EngineAccount
+from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.engines.step_watch import StepWatch
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
 from frontend_svc.output.collector import Ending, EndReason
@@ -57,10 +59,12 @@ class EngineClient:
         clock: Clock,
         *,
         on_change: Callable[[EngineClient], None],
+        on_add: Callable[[EngineClient], None] = lambda client: None,
         heartbeat_s: float = HEARTBEAT_S,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self.address = address
+        self.account = EngineAccount(address)
         self.state = EngineState.CONNECTING
         self.model: ServedModel | None = None
         self.engine_id = ""
@@ -69,7 +73,7 @@ class EngineClient:
         self._artifacts = artifacts
         self._clock = clock
         self._on_change = on_change
-        self._unreported: set[int] = set()
+        self._on_add = on_add
         self._processor = OutputProcessor(on_end=self._on_request_end)
         self._tensors = TensorSender(identity.frontend_id, send=self._send_adds, fail=self._processor.fail)
         self._line = EngineLine(
@@ -81,10 +85,7 @@ class EngineClient:
         self._steps = StepWatch()
         self._pause = ReconnectPause(clock)
         self._is_loaded = False
-        self._is_held = False
         self._lost_at = 0.0
-        self._num_waiting = 0
-        self._num_running = 0
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -122,15 +123,7 @@ class EngineClient:
 
     def info(self) -> EngineInfo:
         """What routing needs to know."""
-        return EngineInfo(
-            address=self.address,
-            dp_rank=self._line.ack.dp_rank,
-            num_waiting=self._num_waiting,
-            num_running=self._num_running,
-            num_unreported=len(self._unreported),
-            num_in_flight=len(self._processor),
-            is_held=self._is_held,
-        )
+        return self.account.info()
 
     def start(self) -> None:
         """Begin to connect, and do so again whenever the stream is lost."""
@@ -158,14 +151,16 @@ class EngineClient:
         The states are registered first: no output can come too early.
         """
         assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
-        handles = []
+        handles: list[int] = []
         for entry, state in zip(entries, states, strict=True):
             handle = next(self._handles) & 0xFFFFFFFF
             self._processor.register(handle, state)
-            self._unreported.add(handle)
+            # They share one prompt, which is computed for the first of them.
+            self.account.send(handle, 0 if handles else num_tokens_of(entry))
             entry.handle = handle
             handles.append(handle)
         self._tensors.send(entries, tensors, self._line.stub)
+        self._on_add(self)
         return handles
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
@@ -219,6 +214,8 @@ class EngineClient:
         epoch = self._line.ack.engine_epoch
         stream, is_resumed = await self._line.open()
         self.engine_id = self._line.ack.engine_id
+        self.account.meet(self._line.ack.engine_epoch)
+        self.account.place(dp_rank=self._line.ack.dp_rank)
         if not is_resumed:
             self._is_loaded = False
         if self._line.ack.engine_epoch != epoch:
@@ -272,7 +269,9 @@ class EngineClient:
         self, readies: asyncio.Queue[session_pb2.Ready], stub: engine_pb2_grpc.EngineCoreServiceStub
     ) -> None:
         while True:
-            self.model = await self._artifacts.model_of(await readies.get(), stub)
+            ready = await readies.get()
+            self.model = await self._artifacts.model_of(ready, stub)
+            self.account.place(block_size=ready.block_size)
             self._is_loaded = True
             self._become_ready()
 
@@ -287,9 +286,7 @@ class EngineClient:
         if kind == "step":
             await self._take_step(message.step)
         elif kind == "stats":
-            self._num_waiting = message.stats.num_waiting
-            self._num_running = message.stats.num_running
-            self._unreported.clear()
+            self.account.report(load_of_stats(message.stats, self._line.ack.engine_epoch), is_direct=True)
         elif kind == "add_rejected":
             rejected = message.add_rejected
             status = rejected.status
@@ -302,6 +299,7 @@ class EngineClient:
         elif kind == "already_finished":
             self._line.session.close(message.already_finished.handles)
         elif kind == "adopted":
+            self.account.send(message.adopted.handle, 0)
             self.adoptions.take(message.adopted)
         elif kind == "ready":
             readies.put_nowait(message.ready)
@@ -314,6 +312,8 @@ class EngineClient:
         """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
         columns = read_step(step)
         self.stale_outputs += self._line.session.hear(columns)
+        for row in columns.cached:
+            self.account.begin(columns.handles[row])
         for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
             if index:
                 await asyncio.sleep(0)
@@ -323,7 +323,7 @@ class EngineClient:
         self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
     def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
-        self._is_held = heartbeat.state in HELD_STATES
+        self.account.hold(heartbeat.state in HELD_STATES)
         hung_for_s = self._steps.hear(heartbeat)
         if hung_for_s is not None:
             raise StreamLost(
@@ -339,7 +339,7 @@ class EngineClient:
             self._send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
 
     def _on_request_end(self, handle: int) -> None:
-        self._unreported.discard(handle)
+        self.account.end(handle)
         self._tensors.forget(handle)
 
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
@@ -358,8 +358,7 @@ class EngineClient:
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
         loss = self._line.loss(lost)
         self.down_reason = str(lost)
-        self._unreported.clear()
-        self._num_waiting = self._num_running = 0
+        self.account.reset()
         self._steps.forget()
         self._line.lose(lost)
         if self.state in (EngineState.READY, EngineState.DRAINING, EngineState.RECONNECTING):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
-from frontend_svc.engines.client import FrontendIdentity
+from frontend_svc.engines.handshake import FrontendIdentity
+from frontend_svc.engines.routing.account import LoadReport
+from frontend_svc.engines.topology import CoordinatorFence, Topology
 from service_kit.channel import open_channel
-from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from service_kit.clock import Clock
+from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -22,46 +27,14 @@ _MAX_BACKOFF_S = 1.0
 _MAX_OUTGOING = 16
 
 
-class Topology:
-    """The engines as the coordinator last told: a snapshot, then deltas."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.coordinator_epoch = 0
-        self._endpoints: dict[str, str] = {}
-
-    def apply(self, message: coordinator_pb2.FrontendSessionResponse) -> bool:
-        """Take a message in; returns whether engines came, went or moved."""
-        before = dict(self._endpoints)
-        kind = message.WhichOneof("message")
-        if kind == "snapshot":
-            self.coordinator_epoch = message.snapshot.coordinator_epoch
-            self._endpoints = {}
-            self._take(message.snapshot.engines)
-        elif kind == "delta":
-            self._take(message.delta.added)
-            self._take(message.delta.updated)
-            for engine_id in message.delta.removed_engine_ids:
-                self._endpoints.pop(engine_id, None)
-        self.version = message.version
-        return self._endpoints != before
-
-    def endpoints(self) -> list[str]:
-        """Where the engines are."""
-        return sorted(set(self._endpoints.values()))
-
-    def _take(self, members: Iterable[member_pb2.EngineMember]) -> None:
-        for member in members:
-            if member.state == member_pb2.MEMBER_STATE_GONE:
-                self._endpoints.pop(member.registration.engine_id, None)
-            else:
-                self._endpoints[member.registration.engine_id] = member.registration.endpoint
+Outgoing: TypeAlias = "asyncio.Queue[coordinator_pb2.FrontendSessionRequest]"
 
 
 class CoordinatorSession:
-    """Keeps a session with the coordinator, for ever, and hands on which engines there are.
+    """Keeps a session with the coordinator, for ever, and hands on which engines there are and their loads.
 
-    Loads are not taken from it: each engine tells its own on its stream, and sooner.
+    Loads count where they are newer than what an engine has told on its own stream. `wanted` are labels that
+    engines need to be used.
     """
 
     def __init__(
@@ -71,19 +44,38 @@ class CoordinatorSession:
         *,
         endpoint: Callable[[], str],
         on_engines: Callable[[list[str]], None],
+        on_loads: Callable[[Mapping[str, LoadReport | None]], None],
         num_in_flight: Callable[[], int],
+        clock: Clock,
+        wanted: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._address = address
         self._identity = identity
         self._endpoint = endpoint
         self._on_engines = on_engines
         self._num_in_flight = num_in_flight
-        self._topology = Topology()
+        self._on_loads = on_loads
+        self._clock = clock
+        self._fence = CoordinatorFence()
+        self._topology = Topology(wanted)
+        self._outgoing: Outgoing | None = None  # of the session that is up
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to connect, and do so again whenever the session is lost."""
         self._task = asyncio.ensure_future(self._run(open_channel(self._address)))
+
+    def note_request(self, engine_id: str) -> None:
+        """A request has been sent to an engine: hint at it where its group stands still. Never waits.
+
+        Without a session nothing is said: the engine that has the request asks for the others itself.
+        """
+        if self._outgoing is None or self._outgoing.full():
+            return
+        hint = self._topology.hint(engine_id)
+        if hint is not None:
+            message = coordinator_pb2.FrontendSessionRequest(first_request_while_paused=hint)
+            self._outgoing.put_nowait(message)
 
     async def close(self) -> None:
         """Stop for good."""
@@ -103,6 +95,9 @@ class CoordinatorSession:
                     logger.warning(
                         "coordinator lost", extra={"coordinator": self._address, "reason": _shown(error)}
                     )
+                    if _is_refusal(error) and self._fence.has_lapsed(self._clock.now()):
+                        # It is older than the one that was known, which is gone.
+                        self._topology.forget_coordinator()
                 backoff_s = (
                     _MIN_BACKOFF_S
                     if self._topology.version != version
@@ -119,7 +114,7 @@ class CoordinatorSession:
             known_version=self._topology.version,
             known_coordinator_epoch=self._topology.coordinator_epoch,
         )
-        outgoing: asyncio.Queue[coordinator_pb2.FrontendSessionRequest] = asyncio.Queue(_MAX_OUTGOING)
+        outgoing: Outgoing = asyncio.Queue(_MAX_OUTGOING)
         outgoing.put_nowait(coordinator_pb2.FrontendSessionRequest(register=registration))
         tasks = [
             asyncio.ensure_future(work)
@@ -130,6 +125,7 @@ class CoordinatorSession:
             for task in done:
                 task.result()
         finally:
+            self._outgoing = None
             for task in tasks:
                 task.cancel()
             call.cancel()
@@ -140,16 +136,41 @@ class CoordinatorSession:
         call: grpc.aio.StreamStreamCall[
             coordinator_pb2.FrontendSessionRequest, coordinator_pb2.FrontendSessionResponse
         ],
-        outgoing: asyncio.Queue[coordinator_pb2.FrontendSessionRequest],
+        outgoing: Outgoing,
     ) -> None:
+        epoch = self._topology.coordinator_epoch
         # What is not a message is the end of the stream.
         while isinstance(message := await call.read(), coordinator_pb2.FrontendSessionResponse):
-            if self._topology.apply(message):
-                self._on_engines(self._topology.endpoints())
-            ack = coordinator_pb2.FrontendAck(nonce=message.nonce, version=message.version)
+            if message.HasField("snapshot"):
+                epoch = message.snapshot.coordinator_epoch
+            if self._fence.admits(epoch, self._clock.now()):
+                self._take(message)
+                # Hints belong to who has just told of the waves.
+                self._outgoing = outgoing
+            else:
+                logger.warning(
+                    "older coordinator not believed",
+                    extra={"coordinator": self._address, "epoch": epoch, "believed": self._fence.epoch},
+                )
+            ack = coordinator_pb2.FrontendAck(nonce=message.nonce, version=self._topology.version)
+            if epoch != self._fence.epoch:
+                ack.error.code = grpc.StatusCode.FAILED_PRECONDITION.value[0]
+                ack.error.message = (
+                    f"epoch {epoch} is older than {self._fence.epoch}, which was heard of late"
+                )
             await outgoing.put(coordinator_pb2.FrontendSessionRequest(ack=ack))
+            if epoch != self._fence.epoch:
+                # Deltas mean nothing without the snapshot: it is asked for again, by another session.
+                return
 
-    async def _report(self, outgoing: asyncio.Queue[coordinator_pb2.FrontendSessionRequest]) -> None:
+    def _take(self, message: coordinator_pb2.FrontendSessionResponse) -> None:
+        if self._topology.apply(message):
+            self._on_engines(self._topology.endpoints())
+        loads = self._topology.take_loads()
+        if loads:
+            self._on_loads(loads)
+
+    async def _report(self, outgoing: Outgoing) -> None:
         told = 0
         while True:
             await asyncio.sleep(_IN_FLIGHT_INTERVAL_S)
@@ -158,6 +179,10 @@ class CoordinatorSession:
                 told = num_requests
                 in_flight = coordinator_pb2.FrontendInFlight(num_requests=num_requests)
                 await outgoing.put(coordinator_pb2.FrontendSessionRequest(in_flight=in_flight))
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def _shown(error: Exception) -> str:
@@ -170,7 +195,7 @@ async def _write(
     call: grpc.aio.StreamStreamCall[
         coordinator_pb2.FrontendSessionRequest, coordinator_pb2.FrontendSessionResponse
     ],
-    outgoing: asyncio.Queue[coordinator_pb2.FrontendSessionRequest],
+    outgoing: Outgoing,
 ) -> None:
     while True:
         await call.write(await outgoing.get())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from frontend_svc.engines.client import EngineClient, EngineState
 from frontend_svc.engines.loss import RETRY_AFTER_MS
-from frontend_svc.engines.routing import pick_engine
+from frontend_svc.engines.routing.account import LoadReport
+from frontend_svc.engines.routing.engine_info import RoutingPolicy, RoutingRequest
+from frontend_svc.engines.routing.least_loaded import kv_aware
+from frontend_svc.engines.routing.policies import route
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import parse_target
 from service_kit.clock import Clock
@@ -32,7 +35,8 @@ class Directory:
     What this frontend's own stream says wins: an engine nobody tells of any more stays in use while its
     stream is up, so that a coordinator that restarts and has forgotten everything costs nothing.
 
-    A model whose last engine is not ready any more is expected back for `reconnect_window_s`.
+    A model whose last engine is not ready any more is expected back for `reconnect_window_s`. `first_turn`
+    is where it begins to go round among engines that are equal to `policy`.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class Directory:
         on_change: Callable[[], None],
         clock: Clock,
         reconnect_window_s: float,
+        policy: RoutingPolicy = kv_aware,
+        first_turn: int = 0,
     ) -> None:
         self._make_client = make_client
         self._on_change = on_change
@@ -53,7 +59,8 @@ class Directory:
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._owed: set[EngineClient] = set()
-        self._turn = 0
+        self._policy = policy
+        self._turn = first_turn
 
     def tell(self, source: str, addresses: Iterable[str]) -> None:
         """Replace what `source` says: there are engines at `addresses`, and no others that it knows."""
@@ -65,6 +72,17 @@ class Directory:
                 client.start()
         for client in list(self._clients.values()):
             self._drop_if_gone(client)
+
+    def take_loads(self, loads: Mapping[str, LoadReport | None]) -> None:
+        """Take in a coordinator's word on the loads of engines, by address; None where it hears nothing."""
+        for address, report in loads.items():
+            client = self._clients.get(address)
+            if client is None:
+                continue
+            if report is None:
+                client.account.unreport()
+            else:
+                client.account.report(report, is_direct=False)
 
     def clients(self) -> list[EngineClient]:
         """Every engine there is a client for."""
@@ -120,21 +138,21 @@ class Directory:
     def pick(
         self,
         model: ServedModel,
-        data_parallel_rank: int | None,
+        request: RoutingRequest,
         *,
-        num_requests: int = 1,
         is_exact: bool = False,
         is_allowed: Callable[[EngineClient], bool] = lambda client: True,
     ) -> EngineClient:
-        """The engine that gets the next requests for `model`, all of them; see `ready_for` for `is_exact`.
+        """The engine that gets `request` for `model`, all of it; see `ready_for` for `is_exact`.
 
         Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
         Unavailable when none is ready.
         """
         ready = list(filter(is_allowed, self.ready_for(model, is_exact=is_exact)))
-        clients = {client.address: client for client in ready if client.has_room(num_requests)}
-        infos = [client.info() for client in clients.values()]
-        picked = pick_engine(infos, data_parallel_rank=data_parallel_rank, turn=self._turn)
+        clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
+        # In one order on every frontend, whoever was told of which engine first.
+        infos = [clients[address].info() for address in sorted(clients)]
+        picked = route(self._policy, infos, request, self._turn)
         self._turn += 1
         if picked is not None:
             return clients[picked.address]
@@ -144,6 +162,7 @@ class Directory:
                 reason="ENGINES_FULL",
                 retry_after_ms=RETRY_AFTER_MS,
             )
+        data_parallel_rank = request.data_parallel_rank
         if infos and data_parallel_rank is not None:
             top = max(client.dp_size for client in clients.values()) - 1
             if data_parallel_rank > top:

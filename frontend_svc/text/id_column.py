@@ -6,6 +6,8 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+ID_BYTES = 4
+
 
 def id_column(token_ids: Sequence[int]) -> bytes:
     """The ids as little-endian u32."""

@@ -35,6 +35,13 @@ class Experts(Protocol):
     """The gated feed-forward networks of a mixture of experts."""
 
     num_bytes: int
+    expert_range: tuple[int, int]  # the first of the model's that is here, and the first behind them
+
+    def take(self, first: int, end: int) -> Experts:
+        """Experts first to end - 1, some of those that are here, in memory of their own."""
+
+    def join(self, more: Experts) -> Experts:
+        """These, and behind them `more` of the same kind and shape, in new memory."""
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Sum over a token's k experts, in order, of weight * down(silu(gate(x)) * up(x)).

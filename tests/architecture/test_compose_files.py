@@ -36,7 +36,14 @@ def own_services(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def test_it_follows_the_schema_of_compose(path: Path, tmp_path: Path) -> None:
     replaced = tmp_path / path.name
     replaced.write_text(yaml.safe_dump(read(path)))
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(replaced)]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(replaced),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -44,7 +51,14 @@ def test_it_follows_the_schema_of_compose(path: Path, tmp_path: Path) -> None:
 def test_a_file_that_does_not_follow_it_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yml"
     wrong.write_text(yaml.safe_dump({"services": {"frontend": {"immage": "x"}}}))
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(wrong)]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(wrong),
+    ]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
 
 

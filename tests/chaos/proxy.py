@@ -43,8 +43,7 @@ class TcpProxy:
         self.num_bytes = {Direction.IN: 0, Direction.OUT: 0}
         self.num_held_bytes = {Direction.IN: 0, Direction.OUT: 0}
         self.delay_s = 0.0
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self.lead_to(target)
         self._open = {direction: asyncio.Event() for direction in Direction}
         for event in self._open.values():
             event.set()
@@ -83,6 +82,11 @@ class TcpProxy:
                 _reset(writer)
         self.num_cut += len(connections)
         return len(connections)
+
+    def lead_to(self, target: str) -> None:
+        """Forward connections that come from now on to another service."""
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
 
     def hold(self, *directions: Direction) -> None:
         """Let nothing pass in these directions any more."""

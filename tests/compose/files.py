@@ -32,7 +32,9 @@ def read(path: Path, environment: Mapping[str, str] | None = None) -> dict[str, 
 
     text = _VARIABLE.sub(replaced, _uncommented(path))
     if "$" in _VARIABLE.sub("", _uncommented(path)):
-        raise ValueError(f"{path.name} has a dollar sign that begins no variable of the form ${{NAME:-default}}")
+        raise ValueError(
+            f"{path.name} has a dollar sign that begins no variable of the form ${{NAME:-default}}"
+        )
     content: dict[str, Any] = yaml.safe_load(text)
     return content
 

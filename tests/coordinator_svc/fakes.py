@@ -14,9 +14,10 @@ from coordinator_svc.registry import EngineRegistry
 from coordinator_svc.servicer import CoordinatorServicer
 from coordinator_svc.topology import Topology
 from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
+from service_kit.clock import Clock, MonotonicClock
 from service_kit.server import INTERNAL, Registration, Server
-from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 NAME = "triptych.coordinator.v1.CoordinatorService"
 
@@ -24,8 +25,11 @@ NAME = "triptych.coordinator.v1.CoordinatorService"
 class Coordinator:
     """A served coordinator: its address, its servicer, and ways to reach it."""
 
-    def __init__(self, address: str, servicer: CoordinatorServicer, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, address: str, known: Topology, servicer: CoordinatorServicer, channel: grpc.aio.Channel
+    ) -> None:
         self.address = address
+        self.known = known
         self.servicer = servicer
         self.stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         self._peers: list[EnginePeer] = []
@@ -82,10 +86,18 @@ class EnginePeer:
         report = coordinator_pb2.EngineReport(**{"seq": self._seq, **fields})
         await self.call.write(coordinator_pb2.EngineSessionRequest(report=report))
 
-    async def report_without_end(self) -> None:
-        """Send reports as fast as they go; raises the RpcError the session ends with."""
-        while True:
-            await self.report()
+    async def read_command(self) -> command_pb2.Command:
+        """The next message, which is a command."""
+        answer = await self.read()
+        assert answer.WhichOneof("message") == "command"
+        return answer.command
+
+    async def answer(self, command: command_pb2.Command, *, refusal: str = "") -> None:
+        """Ack a command, or refuse it."""
+        result = command_pb2.CommandResult(command_id=command.command_id, ack=command_pb2.CommandAck())
+        if refusal:
+            result.nack.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))
+        await self.call.write(coordinator_pb2.EngineSessionRequest(command_result=result))
 
     async def goodbye(self) -> None:
         """Leave on purpose."""
@@ -112,9 +124,11 @@ class FrontendPeer:
             await self.ack(answer.nonce)
         return answer
 
-    async def ack(self, nonce: int) -> None:
-        """Acknowledge a message."""
+    async def ack(self, nonce: int, *, refusal: str = "") -> None:
+        """Acknowledge a message, or refuse it."""
         message = coordinator_pb2.FrontendAck(nonce=nonce)
+        if refusal:
+            message.error.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))
         await self.call.write(coordinator_pb2.FrontendSessionRequest(ack=message))
 
 
@@ -125,11 +139,13 @@ def registration(**fields: Any) -> member_pb2.EngineRegistration:
 
 
 @asynccontextmanager
-async def coordinator(*, lease_s: float = 30.0, epoch: int = 5) -> AsyncIterator[Coordinator]:
+async def coordinator(
+    *, lease_s: float = 30.0, epoch: int = 5, max_frontends: int = 100, clock: Clock | None = None
+) -> AsyncIterator[Coordinator]:
     """A coordinator that runs for the length of a test."""
-    clock = MonotonicClock()
+    clock = clock or MonotonicClock()
     topology = Topology(EngineRegistry(clock, lease_s=lease_s), coordinator_epoch=epoch)
-    servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
+    servicer = CoordinatorServicer(topology, clock, lease_s=lease_s, max_frontends=max_frontends)
     server = Server(
         listen="127.0.0.1:0",
         registrations=[
@@ -141,10 +157,14 @@ async def coordinator(*, lease_s: float = 30.0, epoch: int = 5) -> AsyncIterator
         service="coordinator",
     )
     address = await server.start()
-    expiring = asyncio.ensure_future(servicer.expire_leases())
+    background = [
+        asyncio.ensure_future(servicer.expire_leases()),
+        asyncio.ensure_future(servicer.step_groups()),
+    ]
     try:
         async with open_channel(address) as channel:
-            yield Coordinator(address, servicer, channel)
+            yield Coordinator(address, topology, servicer, channel)
     finally:
-        expiring.cancel()
+        for task in background:
+            task.cancel()
         await server.stop(0)

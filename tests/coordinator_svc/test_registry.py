@@ -66,6 +66,7 @@ def test_every_visible_change_raises_the_version_and_a_renewal_does_not() -> Non
     registry.register(engine(), session_id=2)
     version = registry.version
     registry.report("a", 2, MemberState.READY)
+    registry.register(engine(), session_id=2)
     assert registry.version == version
 
 
@@ -133,6 +134,52 @@ def test_a_live_rank_is_not_given_twice() -> None:
     registry.register(engine("b", rank=0, size=2), session_id=2)
     with pytest.raises(AlreadyExists, match="rank 1"):
         registry.register(engine("c", rank=1, size=2), session_id=3)
+
+
+def lockstep(engine_id: str, rank: int, parallel_config_hash: str, *, group: str = "g") -> Registration:
+    return Registration(
+        engine_id,
+        rank + 1,
+        "127.0.0.1:7000",
+        dp_group=group,
+        dp_rank=rank,
+        dp_size=4,
+        is_lockstep=True,
+        parallel_config_hash=parallel_config_hash,
+    )
+
+
+def test_ranks_of_a_group_are_configured_alike_or_refused_with_both_hashes() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(lockstep("a", 0, "one"), session_id=1)
+    before = (registry.version, registry.members())
+    with pytest.raises(FailedPrecondition, match=r"'two'.*'one'") as refused:
+        registry.register(lockstep("b", 1, "two"), session_id=2)
+    assert refused.value.reason == "PARALLEL_CONFIG_MISMATCH"
+    assert refused.value.metadata == {"hash": "two", "held": "one"}
+    with pytest.raises(FailedPrecondition, match="no lockstep"):
+        registry.register(engine("b", rank=1, size=4), session_id=2)
+    assert (registry.version, registry.members()) == before
+    registry.register(lockstep("c", 1, "two", group="other"), session_id=3)
+
+
+def test_a_hash_that_is_not_known_yet_is_compared_when_it_is() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(lockstep("a", 0, ""), session_id=1)
+    registry.register(lockstep("b", 1, "two"), session_id=2)
+    with pytest.raises(FailedPrecondition, match=r"'one'.*'two'"):
+        registry.register(lockstep("a", 0, "one"), session_id=1)
+
+
+def test_an_evicted_engine_holds_no_lease() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    evicted = registry.evict("a")
+    assert evicted is not None
+    assert registry.members() == []
+    assert registry.evict("a") is None
+    with pytest.raises(FailedPrecondition, match="register again"):
+        registry.report("a", 1, MemberState.READY)
 
 
 def test_engines_without_a_group_of_ranks_stand_side_by_side() -> None:

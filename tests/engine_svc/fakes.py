@@ -15,6 +15,7 @@ from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan, StepResult
+from service_kit.errors import ServiceError
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 VOCAB_SIZE = 1000
@@ -127,14 +128,17 @@ def make_scheduler(
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Takes registrations and reports down, and sends the commands it is told to."""
 
-    def __init__(self, *, renew_after_ms: int = 1000) -> None:
+    def __init__(self, *, renew_after_ms: int = 1000, epoch: int = 0, lease_ms: int = 3000) -> None:
         self.registrations: list[member_pb2.EngineRegistration] = []
         self.reports: list[coordinator_pb2.EngineReport] = []
         self.results: list[command_pb2.CommandResult] = []
         self.goodbyes = 0
         self.num_sessions = 0
         self.commands: asyncio.Queue[command_pb2.Command] = asyncio.Queue()
+        self.refusal: ServiceError | None = None  # what registrations are answered with
+        self.epoch = epoch
         self._renew_after_ms = renew_after_ms
+        self._lease_ms = lease_ms
         self._changed = asyncio.Event()
 
     async def EngineSession(self, request_iterator, context) -> None:
@@ -147,8 +151,12 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 match request.WhichOneof("message"):
                     case "register":
                         self.registrations.append(request.register)
+                        if self.refusal is not None:
+                            raise self.refusal
                         registered = coordinator_pb2.Registered(
-                            lease_ms=3000, renew_after_ms=self._renew_after_ms
+                            lease_ms=self._lease_ms,
+                            renew_after_ms=self._renew_after_ms,
+                            coordinator_epoch=self.epoch,
                         )
                         async with writing:
                             await context.write(coordinator_pb2.EngineSessionResponse(registered=registered))

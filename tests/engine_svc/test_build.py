@@ -22,6 +22,7 @@ from engine_svc.mailbox import Add, Outbox, Stop
 from engine_svc.request import Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.served_engine import LoadedCore
+from engine_svc.servicer import EngineCoreServicer
 from service_kit.config import ConfigError
 
 _PACKAGED = Path(launcher.tiny_model.__file__).parent / "weights"
@@ -214,4 +215,15 @@ def test_the_context_is_fitted_to_the_memory_only_where_nobody_chose_it(llama):
 def test_there_is_no_membership_without_a_coordinator(llama):
     config = EngineConfig(model=str(llama))
     engine = build_served_engine(config)
-    assert build_memberships(config, engine, bound="127.0.0.1:5", stop_engine=lambda: None) == []
+    servicer = EngineCoreServicer(engine)
+    assert build_memberships(config, engine, servicer, bound="127.0.0.1:5", stop_process=lambda: None) == []
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["whole", "expert parallel"])
+def test_a_dense_model_steps_alone_whatever_its_engine_is_one_of(llama, expert_parallel):
+    config = EngineConfig(
+        model=str(llama), data_parallel_size=2, expert_parallel=expert_parallel, num_threads=1
+    )
+    built = Built(config)
+    assert built.core.lockstep is None
+    assert not build_served_engine(config).shares_experts

@@ -34,6 +34,12 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
         (["--pipeline-parallel-size", "0"], "--pipeline-parallel-size"),
         (["--expert-parallel"], "--expert-parallel is True"),
+        (["--expert-parallel", "--data-parallel-size", "2", "--tensor-parallel-size", "2"], "--tensor-par"),
+        (["--expert-parallel", "--data-parallel-size", "2", "--pipeline-parallel-size", "2"], "--pipeline-p"),
+        (["--expert-parallel", "--data-parallel-size", "2", "--lockstep-timeout-s", "0"], "--lockstep-timeo"),
+        (["--expert-parallel", "--data-parallel-size", "2", "--step-limit-s", "4"], "--lockstep-timeout-s"),
+        (["--data-parallel-group", "x" * 129], "--data-parallel-group"),
+        (["--data-parallel-group", "a\nb"], "--data-parallel-group"),
         (["--enable-prompt-embeds", "--tensor-parallel-size", "2"], "--enable-prompt-embeds is True"),
         (["--enable-prompt-embeds", "--pipeline-parallel-size", "2"], "--enable-prompt-embeds is True"),
     ],
@@ -42,6 +48,21 @@ def test_flags_environment_and_defaults_make_a_configuration():
 def test_a_value_that_cannot_work_is_refused_by_its_flag(arguments, flag):
     with pytest.raises(ConfigError, match=flag):
         load_config(EngineConfig, ["folder", *arguments], service="engine", env={})
+
+
+@pytest.mark.parametrize(
+    ("options", "divides"),
+    [
+        ({"data_parallel_size": 2}, False),
+        ({"data_parallel_size": 2, "expert_parallel": True}, True),
+        ({"tensor_parallel_size": 2, "expert_parallel": True}, False),
+    ],
+    ids=["whole experts each", "over engines", "over processes"],
+)
+def test_experts_are_divided_over_engines_where_that_is_asked_for(options, divides):
+    assert EngineConfig(model="folder", **options).divides_experts is divides
+    # Who steps alone waits for nobody, whatever the limit of a step.
+    EngineConfig(model="folder", step_limit_s=1.0)
 
 
 def test_a_model_is_required():

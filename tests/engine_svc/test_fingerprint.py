@@ -9,7 +9,7 @@ import pytest
 
 from engine_svc.artifacts import read_artifacts
 from engine_svc.facts import SamplingDefaults
-from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults
+from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults, says_experts
 
 
 @pytest.fixture
@@ -81,3 +81,19 @@ def test_the_id_that_the_configuration_names_first_is_the_main_end(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
     assert main_eos_first(folder, (3, 7, 9)) == (9, 3, 7)
     assert main_eos_first(folder, ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"model_type": "llama"}', False),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', True),
+        ('{"model_type": "mixtral"}', True),
+        ('{"model_type": "qwen2_moe", "num_experts": 0}', False),
+        ("{", False),
+    ],
+    ids=["dense", "counted", "by default", "none", "broken"],
+)
+def test_a_mixture_of_experts_is_known_before_it_is_loaded(tmp_path, config, expected):
+    (tmp_path / "config.json").write_text(config)
+    assert says_experts(tmp_path) is expected

@@ -22,6 +22,7 @@ _ALLOWED = {
     (EngineState.LOADING, EngineState.FAILED),
     (EngineState.READY, EngineState.DRAINING),
     (EngineState.READY, EngineState.FAILED),
+    (EngineState.DRAINING, EngineState.READY),
     (EngineState.DRAINING, EngineState.STOPPED),
     (EngineState.DRAINING, EngineState.FAILED),
 }

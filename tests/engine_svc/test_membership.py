@@ -7,17 +7,22 @@ import contextlib
 import functools
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 
+from engine_svc.departure import Departure
 from engine_svc.facts import EngineIdentity
 from engine_svc.lifecycle import EngineState, Lifecycle
+from engine_svc.lockstep_driver import Standing
 from engine_svc.mailbox import Board, Figures, Inbox
-from engine_svc.membership import Membership
+from engine_svc.membership import EXIT_MISMATCH, MISMATCH, Membership
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from service_kit.clock import MonotonicClock
+from service_kit.errors import FailedPrecondition
 from service_kit.server import INTERNAL, Registration, Server
 from tests.engine_svc.fakes import FakeCoordinator, make_scheduler
+from tests.engine_svc.lockstep_rig import Meetings, Rank
 from tests.engine_svc.service_rig import make_facts
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2_grpc, member_pb2
 
@@ -57,9 +62,11 @@ async def serve(coordinator: FakeCoordinator, address: str = "127.0.0.1:0") -> A
 
 
 def make_membership(engine: ServedEngine, coordinator: str, stops: list[str]) -> Membership:
-    return Membership(
-        engine, coordinator=coordinator, endpoint="10.0.0.1:50061", stop_engine=lambda: stops.append("stop")
-    )
+    async def until_dry() -> None:
+        return None
+
+    departure = Departure(engine.lifecycle, until_dry=until_dry, stop_process=lambda: stops.append("stop"))
+    return Membership(engine, coordinator=coordinator, endpoint="10.0.0.1:50061", departure=departure)
 
 
 @contextlib.asynccontextmanager
@@ -158,3 +165,86 @@ async def test_a_failed_engine_reports_it_and_leaves():
         await asyncio.wait_for(membership, 10)
         assert coordinator.reports[-1].state == member_pb2.MEMBER_STATE_FAILED
         assert coordinator.goodbyes == 0
+
+
+async def test_a_mismatch_of_the_parallel_configuration_ends_the_engine_with_both_hashes():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    coordinator.refusal = FailedPrecondition("hash ab12 here, cd34 in the group", reason=MISMATCH)
+    async with serve(coordinator) as address:
+        await asyncio.wait_for(make_membership(engine, address, []).run(), 10)
+    assert engine.failure == Failure("hash ab12 here, cd34 in the group", EXIT_MISMATCH)
+    assert engine.lifecycle.state is EngineState.FAILED
+
+
+async def test_another_refusal_is_tried_again():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    coordinator.refusal = FailedPrecondition("not now")
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: len(coordinator.registrations) == 1)
+        coordinator.refusal = None
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+    assert engine.failure is None
+
+
+async def test_an_older_coordinator_is_not_obeyed_within_the_lease_of_a_newer_one():
+    engine, stops = make_engine(), []
+    newer = FakeCoordinator(epoch=7, lease_ms=60_000)
+    async with serve(newer) as address, member(engine, address, stops):
+        await newer.until(lambda: len(newer.reports) > 0)
+        # The same address, another process, whose word is older.
+        newer.epoch = 5
+        newer.refusal = FailedPrecondition("over")
+        engine.become_ready(make_core())
+        await newer.until(lambda: newer.num_sessions == 0)
+        newer.refusal = None
+        newer.commands.put_nowait(command_pb2.Command(command_id=1, drain=command_pb2.DrainCommand()))
+        await newer.until(lambda: len(newer.results) == 1)
+    assert "newer coordinator" in newer.results[0].nack.message
+    assert (stops, engine.num_fenced_commands) == ([], 1)
+
+
+async def test_a_repeated_command_is_answered_again_and_done_once():
+    engine, coordinator, stops = make_engine(), FakeCoordinator(), []
+    async with serve(coordinator) as address, member(engine, address, stops):
+        for _ in range(3):
+            coordinator.commands.put_nowait(
+                command_pb2.Command(command_id=4, drain=command_pb2.DrainCommand())
+            )
+        await coordinator.until(lambda: len(coordinator.results) == 3)
+    assert [result.WhichOneof("result") for result in coordinator.results] == ["ack"] * 3
+    assert stops == ["stop"]
+
+
+async def test_ranks_say_where_they_stand_and_where_others_meet_them():
+    engine, coordinator, rank = make_engine(), FakeCoordinator(), Rank(Meetings())
+    engine.shares_experts = True
+    core = replace(make_core(), lockstep=rank.driver)
+    rank.driver.parallel_config_hash = "ab12"
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+        first = coordinator.registrations[0]
+        assert (first.lockstep, first.parallel_config_hash, first.store_port) == (True, "", 0)
+        engine.become_ready(core)
+        await coordinator.until(lambda: len(coordinator.registrations) == 2)
+        told = coordinator.registrations[1]
+        assert (told.lockstep, told.parallel_config_hash, told.wave) == (True, "ab12", 1)
+        assert (told.host, told.store_port) == ("10.0.0.1", 7000)
+        loaded = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY
+        await coordinator.until(lambda: coordinator.reports[-1].scaling_notice.kind == loaded)
+        assert coordinator.reports[-1].state == member_pb2.MEMBER_STATE_LOADING
+        assert (coordinator.reports[-1].wave, coordinator.reports[-1].wave_complete) == (1, True)
+
+
+async def test_every_generation_is_reported_even_one_that_is_lost_at_once():
+    engine, coordinator, rank = make_engine(), FakeCoordinator(), Rank(Meetings())
+    engine.become_ready(replace(make_core(), lockstep=rank.driver))
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+        for generation in (1, 0, 2, 0):
+            engine.note_standing(Standing(generation=generation, wave=3, asks=generation == 2))
+        await coordinator.until(
+            lambda: [report.generation for report in coordinator.reports if report.wave == 3] == [1, 0, 2, 0]
+        )
+        asked = [report.start_wave_needed for report in coordinator.reports if report.generation]
+        assert asked == [False, True]
+    assert engine.lifecycle.state is EngineState.READY

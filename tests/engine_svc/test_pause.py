@@ -25,6 +25,7 @@ class FakeLoop:
         self.num_resets = 0
         self.held = PauseState.NONE
         self.gives_blocks = True
+        self.is_alone = True
         self.idle_calls: list[Callable[[], None]] = []
 
     @property

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 from frontend_svc.engines.loss import LossKind
+from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.failover import Failover, Moves, Wish
 from service_kit.clock import MonotonicClock
 from service_kit.errors import ServiceError, Unavailable
@@ -74,7 +75,7 @@ class World:
             self.errors[name] = error
             self.changed.set()
 
-        self.moves[name] = Moves(self.failover, Wish(None, None, 1), send=send, fail=fail)
+        self.moves[name] = Moves(self.failover, Wish(None, RoutingRequest()), send=send, fail=fail)
         self.moves[name].start()
 
     def lose_first(self) -> None:

@@ -62,3 +62,15 @@ def test_the_sum_over_experts_is_rounded_once():
 def test_num_bytes_is_what_the_weights_take():
     experts = REFERENCE.pack_experts(torch.zeros(2, 8, 3), torch.zeros(2, 3, 4))
     assert experts.num_bytes == 4 * (2 * 8 * 3 + 2 * 3 * 4)
+
+
+def test_experts_taken_and_joined_are_those_that_were_packed_together():
+    generator = torch.Generator().manual_seed(_GENERATOR_SEED)
+    gate_up, down = torch.randn(4, 10, 6, generator=generator), torch.randn(4, 6, 5, generator=generator)
+    experts = REFERENCE.pack_experts(gate_up, down, first_expert=2)
+    x, ids, weights = torch.ones(1, 6), torch.tensor([[2, 5]]), torch.ones(1, 2)
+    again = experts.take(2, 3).join(experts.take(3, 6))
+    assert again.expert_range == experts.expert_range == (2, 6)
+    assert torch.equal(again(x, ids, weights), experts(x, ids, weights))
+    with pytest.raises(ValueError, match="do not follow"):
+        experts.take(2, 3).join(experts.take(4, 6))

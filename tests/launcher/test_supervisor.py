@@ -13,49 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.process import ChildDied, ProcessPlan, spawn
-from launcher.supervisor import AwaitReady, StackPlan, StartTimeout, Supervisor, SupervisorLimits
-
-FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
-
-
-class Stack:
-    """A supervisor of one coordinator, two engines and one frontend, with a record of what it reported."""
-
-    def __init__(
-        self,
-        diary: Path,
-        *,
-        limits: SupervisorLimits,
-        extra: dict[str, tuple[str, ...]],
-        await_ready: AwaitReady | None = None,
-        program: Path = Path(sys.executable),
-    ) -> None:
-        self.diary = diary
-        self.reports: list[str] = []
-        self.reported = asyncio.Event()
-        self.restarted = asyncio.Event()
-        names = [("coordinator", 0), ("engine", 0), ("engine", 1), ("frontend", 0)]
-        plans = [
-            ProcessPlan(service, index, (str(program), str(FAKE_SERVICE), service, "--diary", str(diary)))
-            for service, index in names
-        ]
-        self.supervisor = Supervisor(
-            StackPlan(plans[0], tuple(plans[1:]), flags=extra, ports={}),
-            os.environ,
-            await_ready=await_ready or greeted,
-            report=self._report,
-            on_restart=self.restarted.set,
-            limits=limits,
-            quiet=True,
-        )
-
-    def _report(self, text: str) -> None:
-        self.reports.append(text)
-        self.reported.set()
-
-    def events(self) -> list[str]:
-        """What the children did, without addresses."""
-        return [" ".join(line.split()[:2]) for line in self.diary.read_text().splitlines()]
+from launcher.supervisor import StartTimeout, SupervisorLimits
+from tests.launcher.supervised import Stack, greeted, stack, stack_of_a_program_that_may_go
 
 
 class Unread(io.StringIO):
@@ -64,24 +23,6 @@ class Unread(io.StringIO):
     def write(self, text: str) -> int:
         """Refuse the text."""
         raise BrokenPipeError
-
-
-async def greeted(service: str, address: str) -> None:
-    """Return when the fake service at that address answers; for ever silent when it is gone."""
-    host, _, port = address.rpartition(":")
-    try:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        with contextlib.closing(writer):
-            if await reader.readline() == b"ready\n":
-                return
-    except ConnectionError:
-        pass
-    await asyncio.Event().wait()
-
-
-def stack(tmp_path: Path, extra: dict[str, tuple[str, ...]] | None = None, **limits: float) -> Stack:
-    defaults: dict[str, float] = {"startup_s": 30.0, "restart_delay_s": 0.01}
-    return Stack(tmp_path / "diary", limits=SupervisorLimits(**{**defaults, **limits}), extra=extra or {})  # type: ignore[arg-type]
 
 
 async def test_the_coordinator_starts_first_and_all_are_told_of_it(tmp_path: Path) -> None:
@@ -185,13 +126,6 @@ async def test_a_restart_that_fails_does_not_cost_a_process_its_port(tmp_path: P
     assert one.supervisor.address_of(name) == address
     keeping.cancel()
     await one.supervisor.stop()
-
-
-def stack_of_a_program_that_may_go(tmp_path: Path, **limits: float) -> tuple[Stack, Path]:
-    program = tmp_path / "python"
-    program.symlink_to(sys.executable)
-    options = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01, **limits)  # type: ignore[arg-type]
-    return Stack(tmp_path / "diary", limits=options, extra={}, program=program), program
 
 
 async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_again(tmp_path: Path) -> None:

@@ -10,17 +10,43 @@ from torch import Tensor
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape
 from engine_svc.model.native.decoder import NativeDecoder, TokenEmbedding
+from engine_svc.model.native.exchange import ExpertShare, NoExchange
 from engine_svc.model.native.layers import (
     Attention,
     DecoderLayer,
     FeedForward,
     GatedFeedForward,
     MixtureOfExperts,
+    SharedMixture,
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from engine_svc.model.weights import WeightReader
-from triptych_kernels import Linear, Ops, PackLinear
+from triptych_kernels import Experts, Linear, Ops, PackLinear
+
+
+def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
+    """The first expert of a rank, and the first that is no more its own; shares differ by one at most."""
+    return rank * num_experts // size, (rank + 1) * num_experts // size
+
+
+class NoExperts:
+    """The experts of a rank that has none, because there are more ranks than experts."""
+
+    num_bytes = 0
+    expert_range = (0, 0)
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Adds nothing."""
+        return torch.zeros_like(x)
+
+    def take(self, first: int, end: int) -> Experts:
+        """There is nothing to take."""
+        return self
+
+    def join(self, more: Experts) -> Experts:
+        """These and none."""
+        return more
 
 
 @dataclass(slots=True)
@@ -33,6 +59,7 @@ class DecoderBuilder:
     parallel: Parallel
     dtype: torch.dtype
     quantization: str = ""  # of the layers' projections
+    share: ExpertShare | None = None  # where the experts are divided over engines
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -65,7 +92,14 @@ class DecoderBuilder:
             dtype=self.dtype,
             num_parameters=self.num_parameters,
             num_bytes=self.num_bytes,
+            exchange=NoExchange() if self.share is None else self.share.exchange,
         )
+
+    def read_experts(self, layer: int, first: int, end: int) -> Experts:
+        """Experts first to end - 1 of a layer that has a mixture, packed."""
+        prefix, experts = f"model.layers.{layer}.", self.spec.experts[layer]
+        assert experts is not None, f"layer {layer} has no mixture of experts"
+        return self._experts(prefix, experts, first, end)
 
     @property
     def _num_kv_heads(self) -> int:
@@ -116,7 +150,9 @@ class DecoderBuilder:
             input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn.", index, place),
             post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            feed_forward=self._dense(prefix + "mlp.") if experts is None else self._mixture(prefix, experts),
+            feed_forward=self._dense(prefix + "mlp.")
+            if experts is None
+            else self._mixture(prefix, experts, index),
             eps=self.spec.eps,
         )
 
@@ -160,22 +196,38 @@ class DecoderBuilder:
             down=self._columns_linear(prefix + "down_proj", spec.hidden_size, total, rank * share, share),
         )
 
-    def _mixture(self, prefix: str, experts: ExpertsSpec) -> FeedForward:
+    def _mixture(self, prefix: str, experts: ExpertsSpec, index: int) -> FeedForward:
         hidden, parallel = self.spec.hidden_size, self.parallel
         if experts.num_experts % parallel.ep_size:
             raise UnsupportedModel(
                 f"{experts.num_experts} experts do not divide over {parallel.ep_size} ranks"
             )
-        count = experts.num_experts // parallel.ep_size
-        first = count * parallel.ep_rank
+        rank, ranks = parallel.ep_rank, parallel.ep_size
+        if self.share is not None:
+            rank, ranks = self.share.rank, self.share.size
+        packed = self._experts(prefix, experts, *expert_range(experts.num_experts, rank, ranks))
+        router = self._read(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
+        mixture = MixtureOfExperts(
+            router=self._packed(router, None, "", self.ops.pack_linear),
+            experts=packed,
+            num_chosen=experts.num_chosen,
+            normalizes=experts.normalizes,
+        )
+        if self.share is None:
+            return mixture
+        return SharedMixture(mixture, self.share.exchange, is_last_layer=index == self.spec.num_layers - 1)
+
+    def _experts(self, prefix: str, experts: ExpertsSpec, first: int, end: int) -> Experts:
+        if first == end:
+            return NoExperts()
+        hidden, total, parallel = self.spec.hidden_size, experts.intermediate_size, self.parallel
         # Whole experts by rank, or a share of every expert.
         ranks, rank = (1, 0) if parallel.ep_size > 1 else (parallel.tp_size, parallel.tp_rank)
-        total = experts.intermediate_size
         if total % ranks:
             raise UnsupportedModel(f"an expert's {total} channels do not divide over {ranks} ranks")
         share = total // ranks
         gate_up, down = [], []
-        for expert in range(first, first + count):
+        for expert in range(first, end):
             names = [
                 prefix + name.format(expert) + ".weight" for name in (experts.gate_name, experts.up_name)
             ]
@@ -185,15 +237,9 @@ class DecoderBuilder:
             name = prefix + experts.down_name.format(expert) + ".weight"
             down.append(self._read(name, (hidden, total), 1, rank * share, share))
         packed = self.ops.pack_experts(torch.stack(gate_up), torch.stack(down), first_expert=first)
-        self.num_parameters += 3 * count * share * hidden
+        self.num_parameters += 3 * (end - first) * share * hidden
         self.num_bytes += packed.num_bytes
-        router = self._read(prefix + experts.router_name + ".weight", (experts.num_experts, hidden))
-        return MixtureOfExperts(
-            router=self._packed(router, None, "", self.ops.pack_linear),
-            experts=packed,
-            num_chosen=experts.num_chosen,
-            normalizes=experts.normalizes,
-        )
+        return packed
 
     def _rows_linear(
         self, parts: list[tuple[str, int, int, int]], num_columns: int, pack: PackLinear

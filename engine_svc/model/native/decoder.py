@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from torch import Tensor
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
 from engine_svc.model.facts import KVShape
-from engine_svc.model.native.layers import DecoderLayer
+from engine_svc.model.native.exchange import ExpertExchange, NoExchange
+from engine_svc.model.native.layers import DecoderLayer, SharedMixture
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import Linear, Ops
 
@@ -34,7 +35,7 @@ class TokenEmbedding:
         return self.parallel.all_reduce(rows.masked_fill_(~is_here[:, None], 0.0))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class NativeDecoder:
     """The layers of one pipeline stage; the first stage embeds, the last yields logits."""
 
@@ -51,6 +52,12 @@ class NativeDecoder:
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
+    exchange: ExpertExchange = field(default_factory=NoExchange)
+
+    @property
+    def mixtures(self) -> list[SharedMixture]:
+        """Of the layers, in order, those whose experts are divided over engines."""
+        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, SharedMixture)]
 
     @property
     def embedding_size(self) -> int:
@@ -88,10 +95,18 @@ class NativeDecoder:
         logits = self.parallel.all_gather(self.head(x))
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
 
+    def take_part(self) -> None:
+        """Serve the tokens of other engines with the experts that are here, in a step without own ones."""
+        self.exchange.begin(0, 0)
+        nothing = self.layers[0].input_norm.new_empty(0, self.hidden_size)
+        for mixture in self.mixtures:
+            mixture(nothing)
+
     def _last_hidden(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         """[N, hidden] that the head reads. A stage that is not the last has sent on what it computed."""
+        self.exchange.begin(token_ids.shape[0], logit_rows.shape[0])
         residual = self._enter(token_ids, context)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.native.exchange import ExpertExchange
 from engine_svc.model.parallel import Parallel
 from triptych_kernels import Experts, Linear, Ops
 
@@ -95,6 +96,23 @@ class MixtureOfExperts:
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.experts(x, expert_ids, weights)
+
+
+@dataclass(slots=True)
+class SharedMixture:
+    """A mixture whose experts are divided over engines, each of which has tokens of its own."""
+
+    mixture: MixtureOfExperts
+    exchange: ExpertExchange
+    is_last_layer: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden]; meanwhile this engine's experts serve the others' tokens."""
+        tokens = self.exchange.gather(x, is_last_layer=self.is_last_layer)
+        if not tokens.shape[0]:
+            # All engines know it, and none waits.
+            return x
+        return self.exchange.add_up(self.mixture(tokens), is_last_layer=self.is_last_layer)
 
 
 @dataclass(slots=True)

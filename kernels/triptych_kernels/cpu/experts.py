@@ -9,6 +9,7 @@ from triptych_kernels.cpu import _native
 from triptych_kernels.cpu.linear import alternating, empty_panels, pack_panels
 from triptych_kernels.ops import Experts
 from triptych_kernels.reference import REFERENCE
+from triptych_kernels.reference.moe import check_follows, places_of
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -17,23 +18,59 @@ _ID_DTYPES = (torch.int32, torch.int64)
 class NativeExperts:
     """Every chosen expert over the tokens that chose it; of the others nothing is read."""
 
-    __slots__ = ("_dtype", "_hidden", "_plan", "_tensors", "num_bytes")
+    __slots__ = ("_dtype", "_ffn", "_hidden", "_plan", "_tensors", "expert_range", "num_bytes")
 
-    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
-        num_experts, hidden, ffn = down.shape
-        gate_up_panels = _stacked([alternating(weight) for weight in gate_up.detach()])
-        down_panels = _stacked(list(down.detach()))
-        self._dtype, self._hidden = gate_up.dtype, hidden
+    def __init__(
+        self,
+        gate_up_panels: Tensor,
+        down_panels: Tensor,
+        *,
+        dtype: torch.dtype,
+        hidden: int,
+        ffn: int,
+        first_expert: int,
+    ) -> None:
+        """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, of what was [2 F, hidden]
+        and [hidden, F] of each expert.
+        """
+        num_experts = len(down_panels)
+        self._dtype, self._hidden, self._ffn = dtype, hidden, ffn
         self._tensors = (gate_up_panels, down_panels)
+        self.expert_range = (first_expert, first_expert + num_experts)
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._plan = _native.make_experts(
-            gate_up.dtype is torch.float32,
+            dtype is torch.float32,
             num_experts,
             first_expert,
             hidden,
             ffn,
             gate_up_panels.data_ptr(),
             down_panels.data_ptr(),
+        )
+
+    def take(self, first: int, end: int) -> NativeExperts:
+        """See ops.Experts."""
+        places = places_of(self.expert_range, first, end)
+        return self._like_these([[panels[places]] for panels in self._tensors], first)
+
+    def join(self, more: Experts) -> NativeExperts:
+        """See ops.Experts."""
+        if not isinstance(more, NativeExperts) or self._form != more._form:
+            raise ValueError(f"experts of {type(more).__name__} cannot follow these of another kind or shape")
+        check_follows(self.expert_range, more.expert_range)
+        return self._like_these([list(pair) for pair in zip(self._tensors, more._tensors, strict=True)])
+
+    @property
+    def _form(self) -> tuple[torch.dtype, int, int]:
+        return self._dtype, self._hidden, self._ffn
+
+    def _like_these(self, parts: list[list[Tensor]], first_expert: int | None = None) -> NativeExperts:
+        return NativeExperts(
+            *(_stacked(part) for part in parts),
+            dtype=self._dtype,
+            hidden=self._hidden,
+            ffn=self._ffn,
+            first_expert=self.expert_range[0] if first_expert is None else first_expert,
         )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
@@ -88,11 +125,17 @@ def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Exp
         )
     if gate_up.dtype not in _DTYPES or not gate_up.is_cpu:
         return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
-    return NativeExperts(gate_up, down, first_expert)
+    return NativeExperts(
+        _stacked([pack_panels(alternating(weight))[None] for weight in gate_up.detach()]),
+        _stacked([pack_panels(weight)[None] for weight in down.detach()]),
+        dtype=gate_up.dtype,
+        hidden=hidden,
+        ffn=ffn,
+        first_expert=first_expert,
+    )
 
 
-def _stacked(weights: list[Tensor]) -> Tensor:
-    """The packed panels of several weights of one shape, one after the other."""
-    packed = [pack_panels(weight) for weight in weights]
-    stacked = empty_panels(sum(panels.nbytes for panels in packed))
-    return torch.cat(packed, out=stacked)
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """[E, bytes] of several [.., bytes], one after the other in new memory."""
+    stacked = empty_panels(sum(part.nbytes for part in parts)).view(-1, parts[0].shape[1])
+    return torch.cat(parts, out=stacked)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych_kernels.ops import Experts
 from triptych_kernels.reference.activation import silu_and_mul
 
 
@@ -15,6 +16,21 @@ class _ReferenceExperts:
     def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int) -> None:
         self.num_bytes = gate_up.nbytes + down.nbytes
         self._gate_up, self._down, self._first_expert = gate_up.contiguous(), down.contiguous(), first_expert
+        self.expert_range = (first_expert, first_expert + gate_up.shape[0])
+
+    def take(self, first: int, end: int) -> _ReferenceExperts:
+        places = places_of(self.expert_range, first, end)
+        return _ReferenceExperts(self._gate_up[places].clone(), self._down[places].clone(), first)
+
+    def join(self, more: Experts) -> _ReferenceExperts:
+        if not isinstance(more, _ReferenceExperts):
+            raise ValueError(f"experts of {type(more).__name__} cannot follow those of the reference")
+        check_follows(self.expert_range, more.expert_range)
+        return _ReferenceExperts(
+            torch.cat([self._gate_up, more._gate_up]),
+            torch.cat([self._down, more._down]),
+            self._first_expert,
+        )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         parts = x.new_zeros(*expert_ids.shape, x.shape[-1], dtype=torch.float32)
@@ -24,6 +40,19 @@ class _ReferenceExperts:
                 hidden = silu_and_mul(F.linear(x[tokens], self._gate_up[index]))
                 parts[tokens, places] = F.linear(hidden, self._down[index]).float()
         return (parts * expert_weights[..., None].float()).sum(1).to(x.dtype)
+
+
+def places_of(expert_range: tuple[int, int], first: int, end: int) -> slice:
+    """Where experts first to end - 1 are among those of a range. ValueError where they are not all there."""
+    if not expert_range[0] <= first < end <= expert_range[1]:
+        raise ValueError(f"experts {first} to {end} are not all among {expert_range[0]} to {expert_range[1]}")
+    return slice(first - expert_range[0], end - expert_range[0])
+
+
+def check_follows(expert_range: tuple[int, int], following: tuple[int, int]) -> None:
+    """ValueError where a gap is between two ranges, or they overlap."""
+    if expert_range[1] != following[0]:
+        raise ValueError(f"experts from {following[0]} on do not follow those up to {expert_range[1]}")
 
 
 def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> _ReferenceExperts:

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.ops import Experts
+from triptych_kernels.reference.moe import check_follows, places_of
+
 _PAIRS_PER_PASS = 1024
 
 
@@ -193,6 +196,26 @@ class _TritonExperts:
         self.num_bytes = gate_up.nbytes + down.nbytes
         self._gate_up, self._down = gate_up.contiguous(), down.contiguous()
         self._first_expert, self._is_fixed = first_expert, is_fixed
+        self.expert_range = (first_expert, first_expert + down.shape[0])
+
+    def take(self, first: int, end: int) -> _TritonExperts:
+        """See ops.Experts."""
+        places = places_of(self.expert_range, first, end)
+        return _TritonExperts(
+            self._gate_up[places].clone(), self._down[places].clone(), first, self._is_fixed
+        )
+
+    def join(self, more: Experts) -> _TritonExperts:
+        """See ops.Experts."""
+        if not isinstance(more, _TritonExperts):
+            raise ValueError(f"experts of {type(more).__name__} cannot follow those of a GPU")
+        check_follows(self.expert_range, more.expert_range)
+        return _TritonExperts(
+            torch.cat([self._gate_up, more._gate_up]),
+            torch.cat([self._down, more._down]),
+            self._first_expert,
+            self._is_fixed,
+        )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         if expert_ids.shape != expert_weights.shape or expert_ids.shape[0] != x.shape[0]:

@@ -152,6 +152,28 @@ async def test_pairs_are_scored_together_where_the_model_does_that():
     assert {request.entry.pooling.task for request in engine.requests} == {sampling_pb2.POOLING_TASK_SCORE}
 
 
+async def test_a_query_meets_all_of_its_documents_in_one_engine_and_other_queries_may_go_elsewhere():
+    engines = [
+        FakeEngine(pooling(lambda request: tensor([0.5])), dp_rank=rank, supported_tasks=("score",))
+        for rank in range(4)
+    ]
+    queries = [1, 2, 3, 4, 5, 6, 7, 8]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(4)
+        for _ in range(2):
+            request = embedding_pb2.ScoreRequest(
+                queries=[ids(query) for query in queries for _ in range(3)],
+                documents=[ids(10, place) for _ in queries for place in range(3)],
+            )
+            await client.embedding.Score(request, timeout=WAIT_S)
+    met = {query: set() for query in queries}
+    for engine in engines:
+        for request in engine.requests:
+            met[request.prompt[0]].add(engine.dp_rank)
+    assert all(len(ranks) == 1 for ranks in met.values())
+    assert len(set.union(*met.values())) > 1
+
+
 async def test_without_pairs_the_score_is_the_cosine_of_two_vectors():
     angles = {1: 0.0, 2: math.pi / 3, 3: math.pi}
 

@@ -6,20 +6,23 @@ import asyncio
 
 import grpc.aio
 
-from frontend_svc.engines.coordinator import Topology
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 READY, GONE = member_pb2.MEMBER_STATE_READY, member_pb2.MEMBER_STATE_GONE
 
 
-def member(engine_id: str, endpoint: str, state: member_pb2.MemberState = READY) -> member_pb2.EngineMember:
-    registration = member_pb2.EngineRegistration(engine_id=engine_id, endpoint=endpoint)
+def member(
+    engine_id: str, endpoint: str, state: member_pb2.MemberState = READY, **facts
+) -> member_pb2.EngineMember:
+    registration = member_pb2.EngineRegistration(engine_id=engine_id, endpoint=endpoint, **facts)
     return member_pb2.EngineMember(registration=registration, state=state)
 
 
-def snapshot(*members: member_pb2.EngineMember, version: int = 1) -> coordinator_pb2.FrontendSessionResponse:
-    topology = member_pb2.Topology(version=version, engines=members, coordinator_epoch=9)
+def snapshot(
+    *members: member_pb2.EngineMember, version: int = 1, epoch: int = 9, waves=()
+) -> coordinator_pb2.FrontendSessionResponse:
+    topology = member_pb2.Topology(version=version, engines=members, coordinator_epoch=epoch, waves=waves)
     return coordinator_pb2.FrontendSessionResponse(version=version, nonce=version, snapshot=topology)
 
 
@@ -35,6 +38,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.to_say: asyncio.Queue[coordinator_pb2.FrontendSessionResponse] = asyncio.Queue()
         self.registrations: list[coordinator_pb2.FrontendRegistration] = []
         self.acks: asyncio.Queue[int] = asyncio.Queue()
+        self.versions: list[int] = []  # that were acked
+        self.refusals: list[str] = []  # of messages
+        self.hints: asyncio.Queue[coordinator_pb2.FirstRequestWhilePaused] = asyncio.Queue()
         self.address = ""
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:
@@ -53,7 +59,12 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 if request.HasField("register"):
                     self.registrations.append(request.register)
                 if request.HasField("ack"):
+                    self.versions.append(request.ack.version)
+                    if request.ack.HasField("error"):
+                        self.refusals.append(request.ack.error.message)
                     self.acks.put_nowait(request.ack.nonce)
+                if request.HasField("first_request_while_paused"):
+                    self.hints.put_nowait(request.first_request_while_paused)
 
         listening = asyncio.ensure_future(listen())
         try:
@@ -61,16 +72,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 yield await self.to_say.get()
         finally:
             listening.cancel()
-
-
-def test_topology_follows_snapshots_and_deltas():
-    topology = Topology()
-    assert topology.apply(snapshot(member("a", "h:1"), member("b", "h:2")))
-    assert topology.endpoints() == ["h:1", "h:2"]
-    assert not topology.apply(delta(2))
-    assert topology.apply(delta(3, added=[member("c", "h:3")], removed_engine_ids=["a"]))
-    assert topology.apply(delta(4, updated=[member("b", "h:9"), member("c", "h:3", GONE)]))
-    assert (topology.endpoints(), topology.version, topology.coordinator_epoch) == (["h:9"], 4, 9)
 
 
 async def test_engines_are_found_through_the_coordinator_and_its_loss_is_not_felt():
@@ -113,5 +114,85 @@ async def test_engine_and_coordinator_may_start_after_the_frontend():
         coordinator.to_say.put_nowait(snapshot(member("a", engine.address)))
         await client.wait_ready()
         assert (await read_all(client.generate()))[1] == "late"
+    await server.stop(None)
+    await engine.kill()
+
+
+async def test_the_first_request_to_a_paused_group_is_hinted_at_once_a_wave():
+    engine, coordinator = FakeEngine(answer("woken")), FakeCoordinator()
+    await engine.start()
+    server = await coordinator.start()
+    paused = member_pb2.WaveState(dp_group="g", wave=4)
+    coordinator.to_say.put_nowait(
+        snapshot(member("engine-0", engine.address, dp_group="g", lockstep=True), waves=[paused])
+    )
+    async with serving(coordinator=coordinator.address) as (client, _):
+        for _ in range(2):
+            await read_all(client.generate())
+        hint = await asyncio.wait_for(coordinator.hints.get(), WAIT_S)
+        assert (hint.dp_group, hint.engine_id, hint.wave) == ("g", "engine-0", 4)
+        coordinator.to_say.put_nowait(delta(2, waves=[member_pb2.WaveState(dp_group="g", wave=5)]))
+        for nonce in (1, 2):
+            assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == nonce
+        await read_all(client.generate())
+        hint = await asyncio.wait_for(coordinator.hints.get(), WAIT_S)
+        assert (hint.wave, coordinator.hints.empty()) == (5, True)
+    await server.stop(None)
+    await engine.kill()
+
+
+async def test_loads_and_their_absence_reach_the_engines_they_are_of():
+    engine, coordinator = FakeEngine(answer("x")), FakeCoordinator()
+    await engine.start()
+    server = await coordinator.start()
+    coordinator.to_say.put_nowait(snapshot(member("engine-0", engine.address)))
+    async with serving(coordinator=coordinator.address) as (_, frontend):
+        (one,) = frontend.directory.clients()
+        load = member_pb2.EngineLoad(
+            engine_id="engine-0", engine_epoch=7, step_number=3, num_waiting_tokens=70
+        )
+        coordinator.to_say.put_nowait(delta(2, loads=[load]))
+        unreported = member("engine-0", engine.address, member_pb2.MEMBER_STATE_UNREPORTED)
+        for version, tokens in ((2, 70), (3, 0)):
+            while await asyncio.wait_for(coordinator.acks.get(), WAIT_S) != version:
+                pass
+            assert one.info().num_waiting_tokens == tokens
+            coordinator.to_say.put_nowait(delta(3, updated=[unreported]))
+    await server.stop(None)
+    await engine.kill()
+
+
+async def test_only_engines_with_the_label_are_used():
+    near, far, coordinator = FakeEngine(answer("near")), FakeEngine(answer("far")), FakeCoordinator()
+    await asyncio.gather(near.start(), far.start())
+    server = await coordinator.start()
+    nodes = [member_pb2.Label(key="node", value=value) for value in ("far", "near")]
+    members = [
+        member(node.value, engine.address, labels=[node])
+        for node, engine in zip(nodes, (far, near), strict=True)
+    ]
+    coordinator.to_say.put_nowait(snapshot(*members))
+    async with serving(coordinator=coordinator.address, engine_label=("node=near",)) as (client, frontend):
+        assert {(await read_all(client.generate()))[1] for _ in range(3)} == {"near"}
+        assert [one.address for one in frontend.directory.clients()] == [near.address]
+    await server.stop(None)
+    await asyncio.gather(near.kill(), far.kill())
+
+
+async def test_an_older_coordinator_is_refused_and_told_the_version_that_is_held():
+    engine, coordinator = FakeEngine(answer("still there")), FakeCoordinator()
+    await engine.start()
+    server = await coordinator.start()
+    coordinator.to_say.put_nowait(snapshot(member("engine-0", engine.address), version=5, epoch=9))
+    async with serving(coordinator=coordinator.address) as (client, _):
+        assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 5
+        coordinator.to_say.put_nowait(snapshot(version=6, epoch=8))
+        assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 6
+        assert coordinator.versions == [5, 5]
+        assert coordinator.refusals == ["epoch 8 is older than 9, which was heard of late"]
+        assert (await read_all(client.generate()))[1] == "still there"
+        coordinator.to_say.put_nowait(snapshot(member("b", engine.address), version=1, epoch=10))
+        assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
+        assert (coordinator.versions[-1], coordinator.registrations[-1].known_version) == (1, 5)
     await server.stop(None)
     await engine.kill()

@@ -61,6 +61,49 @@ async def test_a_pinned_rank_is_used():
     assert texts == ["one"] * 3
 
 
+@pytest.mark.parametrize(
+    ("options", "requests", "is_one"),
+    [
+        ({"routing_policy": "prefix-affinity"}, [{"prompt": [5] * 40}] * 6, True),
+        ({}, [{"prompt": [5] * 40}] * 6, False),
+        ({}, [{"prompt": [5 + turn], "session_id": "s"} for turn in range(6)], True),
+        ({"routing_policy": "round-robin"}, [{"prompt": [5]}] * 6, False),
+    ],
+    ids=("prefix", "none", "session", "turns"),
+)
+async def test_requests_that_belong_together_meet_in_one_engine(options, requests, is_one):
+    engines = [FakeEngine(answer(str(rank)), dp_rank=rank) for rank in range(3)]
+    async with serving(*engines, **options) as (client, _):
+        await client.until_engines_are_ready(3)
+        texts = {(await read_all(client.generate(**request)))[1] for request in requests}
+    assert len(texts) == (1 if is_one else 3)
+
+
+async def test_the_outputs_of_one_request_go_to_one_engine_and_count_as_many():
+    engines = [FakeEngine(), FakeEngine(dp_rank=1)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        several = client.generate(n=3, temperature=1.0)
+        await asyncio.wait_for(_first_of(engines, 3), WAIT_S)
+        single = [client.generate() for _ in range(3)]
+        for engine in engines:
+            await engine.wait_for_requests(3)
+        assert [len(engine.requests) for engine in engines] == [3, 3]
+        for call in (several, *single):
+            call.cancel()
+        for engine in engines:
+            await engine.wait(lambda engine=engine: all(request.abort_reason for request in engine.requests))
+
+
+async def _first_of(engines: list[FakeEngine], num_requests: int) -> None:
+    """Wait until one of them has so many requests."""
+    waits = [asyncio.ensure_future(engine.wait_for_requests(num_requests)) for engine in engines]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+
+
 async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
     # Who asked for a rank is not moved to another one.

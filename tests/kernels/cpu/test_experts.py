@@ -161,3 +161,28 @@ def test_arguments_of_another_form_are_refused(ops: Ops) -> None:
         experts(some.x, some.ids, some.weights.double())
     with pytest.raises(ValueError, match="gate_up has shape"):
         ops.pack_experts(torch.ones(2, 8, 4), torch.ones(2, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts_taken_and_joined_are_those_that_were_packed_together(ops: Ops, dtype: torch.dtype) -> None:
+    some = case(SHAPES[4], dtype)
+    experts = some.packed(ops)
+    first, end = experts.expert_range
+    assert (first, end) == (4, 20)
+    parts = [experts.take(first, 9), experts.take(9, 10), experts.take(10, end)]
+    assert sum(part.num_bytes for part in parts) == experts.num_bytes
+    again = parts[0].join(parts[1]).join(parts[2])
+    assert again.expert_range == (first, end)
+    assert torch.equal(again(some.x, some.ids, some.weights), experts(some.x, some.ids, some.weights))
+    only = parts[1](some.x, some.ids, some.weights)
+    assert torch.equal(only, experts(some.x, some.ids.masked_fill(some.ids != 9, -1), some.weights))
+
+
+def test_experts_that_are_not_there_or_do_not_follow_are_refused(ops: Ops) -> None:
+    experts = case(SHAPES[4], torch.float32).packed(ops)
+    with pytest.raises(ValueError, match="experts 3 to 5 are not all among 4 to 20"):
+        experts.take(3, 5)
+    with pytest.raises(ValueError, match="experts from 12 on do not follow those up to 10"):
+        experts.take(4, 10).join(experts.take(12, 20))
+    with pytest.raises(ValueError, match="cannot follow"):
+        experts.take(4, 10).join(case(SHAPES[1], torch.float32).packed(ops))

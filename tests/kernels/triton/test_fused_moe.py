@@ -144,3 +144,14 @@ def test_what_does_not_fit_together_is_refused(device):
         experts(case.x, case.expert_ids[:2], case.expert_weights)
     with pytest.raises(ValueError, match="their stride is 3"):
         experts(case.x.t().contiguous().t(), case.expert_ids, case.expert_weights)
+
+
+def test_experts_taken_and_joined_are_those_that_were_packed_together(device):
+    case = moe_case((63, 4, 2, 31, 17), device)
+    experts = pack_experts(case.gate_up, case.down, first_expert=3)
+    arguments = case.x, case.expert_ids + 3, case.expert_weights
+    again = experts.take(3, 4).join(experts.take(4, 7))
+    assert again.expert_range == experts.expert_range == (3, 7)
+    assert torch.equal(again(*arguments), experts(*arguments))
+    with pytest.raises(ValueError, match="not all among 3 to 7"):
+        experts.take(2, 4)

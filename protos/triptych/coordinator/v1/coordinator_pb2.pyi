@@ -1,3 +1,4 @@
+from triptych.common.v1 import error_pb2 as _error_pb2
 from triptych.coordinator.v1 import command_pb2 as _command_pb2
 from triptych.coordinator.v1 import member_pb2 as _member_pb2
 from google.protobuf.internal import containers as _containers
@@ -121,12 +122,14 @@ class FirstRequestWhilePaused(_message.Message):
     def __init__(self, dp_group: _Optional[str] = ..., engine_id: _Optional[str] = ..., wave: _Optional[int] = ...) -> None: ...
 
 class FrontendAck(_message.Message):
-    __slots__ = ("nonce", "version")
+    __slots__ = ("nonce", "version", "error")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     version: int
-    def __init__(self, nonce: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    error: _error_pb2.ErrorStatus
+    def __init__(self, nonce: _Optional[int] = ..., version: _Optional[int] = ..., error: _Optional[_Union[_error_pb2.ErrorStatus, _Mapping]] = ...) -> None: ...
 
 class FrontendSessionResponse(_message.Message):
     __slots__ = ("version", "nonce", "snapshot", "delta")

@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$triptych/coordinator/v1/member.proto\x12\x17triptych.coordinator.v1\"\xf7\x02\n\x12\x45ngineRegistration\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x10\n\x08\x64p_group\x18\x03 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x39\n\x08\x63\x61pacity\x18\t \x01(\x0b\x32\'.triptych.coordinator.v1.EngineCapacity\x12.\n\x06labels\x18\n \x03(\x0b\x32\x1e.triptych.coordinator.v1.Label\x12\x10\n\x08lockstep\x18\x0b \x01(\x08\x12\x1c\n\x14parallel_config_hash\x18\x0c \x01(\t\x12\x0c\n\x04wave\x18\r \x01(\x04\x12\x0c\n\x04host\x18\x0e \x01(\t\x12\x12\n\nstore_port\x18\x0f \x01(\r\"h\n\x0e\x45ngineCapacity\x12\x15\n\rnum_kv_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"#\n\x05Label\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xc3\x01\n\nEngineLoad\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bstep_number\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_used_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\"\xb9\x01\n\x0c\x45ngineMember\x12\x41\n\x0cregistration\x18\x01 \x01(\x0b\x32+.triptych.coordinator.v1.EngineRegistration\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.triptych.coordinator.v1.MemberState\x12\x31\n\x04load\x18\x03 \x01(\x0b\x32#.triptych.coordinator.v1.EngineLoad\"X\n\tWaveState\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x0c\n\x04wave\x18\x02 \x01(\x04\x12\x17\n\x0f\x65ngines_running\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\xdd\x01\n\x08Topology\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x36\n\x07\x65ngines\x18\x02 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x31\n\x05waves\x18\x03 \x03(\x0b\x32\".triptych.coordinator.v1.WaveState\x12\x19\n\x11\x63oordinator_epoch\x18\x04 \x01(\x04\x12:\n\tfrontends\x18\x05 \x03(\x0b\x32\'.triptych.coordinator.v1.FrontendMember\"N\n\x0e\x46rontendMember\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r*\xc5\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_STATE_LOADING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x17\n\x13MEMBER_STATE_FAILED\x10\x04\x12\x1b\n\x17MEMBER_STATE_UNREPORTED\x10\x05\x12\x15\n\x11MEMBER_STATE_GONE\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$triptych/coordinator/v1/member.proto\x12\x17triptych.coordinator.v1\"\x9a\x03\n\x12\x45ngineRegistration\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x10\n\x08\x64p_group\x18\x03 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x39\n\x08\x63\x61pacity\x18\t \x01(\x0b\x32\'.triptych.coordinator.v1.EngineCapacity\x12.\n\x06labels\x18\n \x03(\x0b\x32\x1e.triptych.coordinator.v1.Label\x12\x10\n\x08lockstep\x18\x0b \x01(\x08\x12\x1c\n\x14parallel_config_hash\x18\x0c \x01(\t\x12\x0c\n\x04wave\x18\r \x01(\x04\x12\x0c\n\x04host\x18\x0e \x01(\t\x12\x12\n\nstore_port\x18\x0f \x01(\r\x12!\n\x19highest_coordinator_epoch\x18\x10 \x01(\x04\"h\n\x0e\x45ngineCapacity\x12\x15\n\rnum_kv_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"#\n\x05Label\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xc3\x01\n\nEngineLoad\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bstep_number\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_used_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\"\xb9\x01\n\x0c\x45ngineMember\x12\x41\n\x0cregistration\x18\x01 \x01(\x0b\x32+.triptych.coordinator.v1.EngineRegistration\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.triptych.coordinator.v1.MemberState\x12\x31\n\x04load\x18\x03 \x01(\x0b\x32#.triptych.coordinator.v1.EngineLoad\"X\n\tWaveState\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x0c\n\x04wave\x18\x02 \x01(\x04\x12\x17\n\x0f\x65ngines_running\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\xdd\x01\n\x08Topology\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x36\n\x07\x65ngines\x18\x02 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x31\n\x05waves\x18\x03 \x03(\x0b\x32\".triptych.coordinator.v1.WaveState\x12\x19\n\x11\x63oordinator_epoch\x18\x04 \x01(\x04\x12:\n\tfrontends\x18\x05 \x03(\x0b\x32\'.triptych.coordinator.v1.FrontendMember\"N\n\x0e\x46rontendMember\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r*\xc5\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_STATE_LOADING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x17\n\x13MEMBER_STATE_FAILED\x10\x04\x12\x1b\n\x17MEMBER_STATE_UNREPORTED\x10\x05\x12\x15\n\x11MEMBER_STATE_GONE\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.coordinator.v1.member_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERSTATE']._serialized_start=1367
-  _globals['_MEMBERSTATE']._serialized_end=1564
+  _globals['_MEMBERSTATE']._serialized_start=1402
+  _globals['_MEMBERSTATE']._serialized_end=1599
   _globals['_ENGINEREGISTRATION']._serialized_start=66
-  _globals['_ENGINEREGISTRATION']._serialized_end=441
-  _globals['_ENGINECAPACITY']._serialized_start=443
-  _globals['_ENGINECAPACITY']._serialized_end=547
-  _globals['_LABEL']._serialized_start=549
-  _globals['_LABEL']._serialized_end=584
-  _globals['_ENGINELOAD']._serialized_start=587
-  _globals['_ENGINELOAD']._serialized_end=782
-  _globals['_ENGINEMEMBER']._serialized_start=785
-  _globals['_ENGINEMEMBER']._serialized_end=970
-  _globals['_WAVESTATE']._serialized_start=972
-  _globals['_WAVESTATE']._serialized_end=1060
-  _globals['_TOPOLOGY']._serialized_start=1063
-  _globals['_TOPOLOGY']._serialized_end=1284
-  _globals['_FRONTENDMEMBER']._serialized_start=1286
-  _globals['_FRONTENDMEMBER']._serialized_end=1364
+  _globals['_ENGINEREGISTRATION']._serialized_end=476
+  _globals['_ENGINECAPACITY']._serialized_start=478
+  _globals['_ENGINECAPACITY']._serialized_end=582
+  _globals['_LABEL']._serialized_start=584
+  _globals['_LABEL']._serialized_end=619
+  _globals['_ENGINELOAD']._serialized_start=622
+  _globals['_ENGINELOAD']._serialized_end=817
+  _globals['_ENGINEMEMBER']._serialized_start=820
+  _globals['_ENGINEMEMBER']._serialized_end=1005
+  _globals['_WAVESTATE']._serialized_start=1007
+  _globals['_WAVESTATE']._serialized_end=1095
+  _globals['_TOPOLOGY']._serialized_start=1098
+  _globals['_TOPOLOGY']._serialized_end=1319
+  _globals['_FRONTENDMEMBER']._serialized_start=1321
+  _globals['_FRONTENDMEMBER']._serialized_end=1399
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ MEMBER_STATE_UNREPORTED: MemberState
 MEMBER_STATE_GONE: MemberState
 
 class EngineRegistration(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "dp_group", "dp_rank", "dp_size", "endpoint", "fingerprint", "model_name", "capacity", "labels", "lockstep", "parallel_config_hash", "wave", "host", "store_port")
+    __slots__ = ("engine_id", "engine_epoch", "dp_group", "dp_rank", "dp_size", "endpoint", "fingerprint", "model_name", "capacity", "labels", "lockstep", "parallel_config_hash", "wave", "host", "store_port", "highest_coordinator_epoch")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DP_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class EngineRegistration(_message.Message):
     WAVE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     dp_group: str
@@ -56,7 +57,8 @@ class EngineRegistration(_message.Message):
     wave: int
     host: str
     store_port: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_group: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., endpoint: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., capacity: _Optional[_Union[EngineCapacity, _Mapping]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., lockstep: _Optional[bool] = ..., parallel_config_hash: _Optional[str] = ..., wave: _Optional[int] = ..., host: _Optional[str] = ..., store_port: _Optional[int] = ...) -> None: ...
+    highest_coordinator_epoch: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_group: _Optional[str] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., endpoint: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., capacity: _Optional[_Union[EngineCapacity, _Mapping]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., lockstep: _Optional[bool] = ..., parallel_config_hash: _Optional[str] = ..., wave: _Optional[int] = ..., host: _Optional[str] = ..., store_port: _Optional[int] = ..., highest_coordinator_epoch: _Optional[int] = ...) -> None: ...
 
 class EngineCapacity(_message.Message):
     __slots__ = ("num_kv_blocks", "block_size", "max_num_seqs", "max_model_len")

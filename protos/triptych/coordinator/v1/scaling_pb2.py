@@ -25,41 +25,51 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import error_pb2 as triptych_dot_common_dot_v1_dot_error__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%triptych/coordinator/v1/scaling.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\"\xfe\x01\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x36\n\x05state\x18\x02 \x01(\x0e\x32\'.triptych.coordinator.v1.OperationState\x12\x10\n\x08\x64p_group\x18\x03 \x01(\t\x12\x10\n\x08old_size\x18\x04 \x01(\r\x12\x10\n\x08new_size\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x19\n\x11num_engines_ready\x18\x07 \x01(\r\x12.\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\"F\n\x0cScaleRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x10\n\x08new_size\x18\x02 \x01(\r\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x04\"F\n\rScaleResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"+\n\x13GetOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"M\n\x14GetOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"-\n\x15WatchOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"O\n\x16WatchOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\".\n\x16\x43\x61ncelOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"P\n\x17\x43\x61ncelOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"<\n\x12\x44rainEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\",\n\x13\x44rainEngineResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r\"7\n\x12\x45victEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x13\x45victEngineResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04*\xc5\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19OPERATION_STATE_PREPARING\x10\x01\x12\x1e\n\x1aOPERATION_STATE_COMMITTING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x32\x94\x05\n\x0eScalingService\x12V\n\x05Scale\x12%.triptych.coordinator.v1.ScaleRequest\x1a&.triptych.coordinator.v1.ScaleResponse\x12k\n\x0cGetOperation\x12,.triptych.coordinator.v1.GetOperationRequest\x1a-.triptych.coordinator.v1.GetOperationResponse\x12s\n\x0eWatchOperation\x12..triptych.coordinator.v1.WatchOperationRequest\x1a/.triptych.coordinator.v1.WatchOperationResponse0\x01\x12t\n\x0f\x43\x61ncelOperation\x12/.triptych.coordinator.v1.CancelOperationRequest\x1a\x30.triptych.coordinator.v1.CancelOperationResponse\x12h\n\x0b\x44rainEngine\x12+.triptych.coordinator.v1.DrainEngineRequest\x1a,.triptych.coordinator.v1.DrainEngineResponse\x12h\n\x0b\x45victEngine\x12+.triptych.coordinator.v1.EvictEngineRequest\x1a,.triptych.coordinator.v1.EvictEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%triptych/coordinator/v1/scaling.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\"\x9a\x02\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x36\n\x05state\x18\x02 \x01(\x0e\x32\'.triptych.coordinator.v1.OperationState\x12\x10\n\x08\x64p_group\x18\x03 \x01(\t\x12\x10\n\x08old_size\x18\x04 \x01(\r\x12\x10\n\x08new_size\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x19\n\x11num_engines_ready\x18\x07 \x01(\r\x12.\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\x12\x1a\n\x12num_engines_needed\x18\n \x01(\r\"F\n\x0cScaleRequest\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x10\n\x08new_size\x18\x02 \x01(\r\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x04\"F\n\rScaleResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"+\n\x13GetOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"M\n\x14GetOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"-\n\x15WatchOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"O\n\x16WatchOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"\x17\n\x15ListOperationsRequest\"P\n\x16ListOperationsResponse\x12\x36\n\noperations\x18\x01 \x03(\x0b\x32\".triptych.coordinator.v1.Operation\".\n\x16\x43\x61ncelOperationRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"P\n\x17\x43\x61ncelOperationResponse\x12\x35\n\toperation\x18\x01 \x01(\x0b\x32\".triptych.coordinator.v1.Operation\"<\n\x12\x44rainEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\",\n\x13\x44rainEngineResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r\"7\n\x12\x45victEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x13\x45victEngineResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x14\n\x12WatchGroupsRequest\"e\n\x13WatchGroupsResponse\x12\x33\n\x06groups\x18\x01 \x03(\x0b\x32#.triptych.coordinator.v1.GroupState\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\x04\"W\n\nGroupState\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x13\n\x0bwanted_size\x18\x03 \x01(\r\x12\x14\n\x0coperation_id\x18\x04 \x01(\t*\xc5\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19OPERATION_STATE_PREPARING\x10\x01\x12\x1e\n\x1aOPERATION_STATE_COMMITTING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x32\xf3\x06\n\x0eScalingService\x12V\n\x05Scale\x12%.triptych.coordinator.v1.ScaleRequest\x1a&.triptych.coordinator.v1.ScaleResponse\x12k\n\x0cGetOperation\x12,.triptych.coordinator.v1.GetOperationRequest\x1a-.triptych.coordinator.v1.GetOperationResponse\x12s\n\x0eWatchOperation\x12..triptych.coordinator.v1.WatchOperationRequest\x1a/.triptych.coordinator.v1.WatchOperationResponse0\x01\x12q\n\x0eListOperations\x12..triptych.coordinator.v1.ListOperationsRequest\x1a/.triptych.coordinator.v1.ListOperationsResponse\x12t\n\x0f\x43\x61ncelOperation\x12/.triptych.coordinator.v1.CancelOperationRequest\x1a\x30.triptych.coordinator.v1.CancelOperationResponse\x12h\n\x0b\x44rainEngine\x12+.triptych.coordinator.v1.DrainEngineRequest\x1a,.triptych.coordinator.v1.DrainEngineResponse\x12h\n\x0b\x45victEngine\x12+.triptych.coordinator.v1.EvictEngineRequest\x1a,.triptych.coordinator.v1.EvictEngineResponse\x12j\n\x0bWatchGroups\x12+.triptych.coordinator.v1.WatchGroupsRequest\x1a,.triptych.coordinator.v1.WatchGroupsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.coordinator.v1.scaling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONSTATE']._serialized_start=1087
-  _globals['_OPERATIONSTATE']._serialized_end=1284
+  _globals['_OPERATIONSTATE']._serialized_start=1436
+  _globals['_OPERATIONSTATE']._serialized_end=1633
   _globals['_OPERATION']._serialized_start=99
-  _globals['_OPERATION']._serialized_end=353
-  _globals['_SCALEREQUEST']._serialized_start=355
-  _globals['_SCALEREQUEST']._serialized_end=425
-  _globals['_SCALERESPONSE']._serialized_start=427
-  _globals['_SCALERESPONSE']._serialized_end=497
-  _globals['_GETOPERATIONREQUEST']._serialized_start=499
-  _globals['_GETOPERATIONREQUEST']._serialized_end=542
-  _globals['_GETOPERATIONRESPONSE']._serialized_start=544
-  _globals['_GETOPERATIONRESPONSE']._serialized_end=621
-  _globals['_WATCHOPERATIONREQUEST']._serialized_start=623
-  _globals['_WATCHOPERATIONREQUEST']._serialized_end=668
-  _globals['_WATCHOPERATIONRESPONSE']._serialized_start=670
-  _globals['_WATCHOPERATIONRESPONSE']._serialized_end=749
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=751
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=797
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=799
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=879
-  _globals['_DRAINENGINEREQUEST']._serialized_start=881
-  _globals['_DRAINENGINEREQUEST']._serialized_end=941
-  _globals['_DRAINENGINERESPONSE']._serialized_start=943
-  _globals['_DRAINENGINERESPONSE']._serialized_end=987
-  _globals['_EVICTENGINEREQUEST']._serialized_start=989
-  _globals['_EVICTENGINEREQUEST']._serialized_end=1044
-  _globals['_EVICTENGINERESPONSE']._serialized_start=1046
-  _globals['_EVICTENGINERESPONSE']._serialized_end=1084
-  _globals['_SCALINGSERVICE']._serialized_start=1287
-  _globals['_SCALINGSERVICE']._serialized_end=1947
+  _globals['_OPERATION']._serialized_end=381
+  _globals['_SCALEREQUEST']._serialized_start=383
+  _globals['_SCALEREQUEST']._serialized_end=453
+  _globals['_SCALERESPONSE']._serialized_start=455
+  _globals['_SCALERESPONSE']._serialized_end=525
+  _globals['_GETOPERATIONREQUEST']._serialized_start=527
+  _globals['_GETOPERATIONREQUEST']._serialized_end=570
+  _globals['_GETOPERATIONRESPONSE']._serialized_start=572
+  _globals['_GETOPERATIONRESPONSE']._serialized_end=649
+  _globals['_WATCHOPERATIONREQUEST']._serialized_start=651
+  _globals['_WATCHOPERATIONREQUEST']._serialized_end=696
+  _globals['_WATCHOPERATIONRESPONSE']._serialized_start=698
+  _globals['_WATCHOPERATIONRESPONSE']._serialized_end=777
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=779
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=802
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=804
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=884
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=886
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=932
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=934
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=1014
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1016
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1076
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1078
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1122
+  _globals['_EVICTENGINEREQUEST']._serialized_start=1124
+  _globals['_EVICTENGINEREQUEST']._serialized_end=1179
+  _globals['_EVICTENGINERESPONSE']._serialized_start=1181
+  _globals['_EVICTENGINERESPONSE']._serialized_end=1219
+  _globals['_WATCHGROUPSREQUEST']._serialized_start=1221
+  _globals['_WATCHGROUPSREQUEST']._serialized_end=1241
+  _globals['_WATCHGROUPSRESPONSE']._serialized_start=1243
+  _globals['_WATCHGROUPSRESPONSE']._serialized_end=1344
+  _globals['_GROUPSTATE']._serialized_start=1346
+  _globals['_GROUPSTATE']._serialized_end=1433
+  _globals['_SCALINGSERVICE']._serialized_start=1636
+  _globals['_SCALINGSERVICE']._serialized_end=2519
 # @@protoc_insertion_point(module_scope)

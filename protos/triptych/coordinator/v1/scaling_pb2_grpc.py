@@ -50,6 +50,11 @@ class ScalingServiceStub:
                 request_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchOperationRequest.SerializeToString,
                 response_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchOperationResponse.FromString,
                 _registered_method=True)
+        self.ListOperations = channel.unary_unary(
+                '/triptych.coordinator.v1.ScalingService/ListOperations',
+                request_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsResponse.FromString,
+                _registered_method=True)
         self.CancelOperation = channel.unary_unary(
                 '/triptych.coordinator.v1.ScalingService/CancelOperation',
                 request_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.CancelOperationRequest.SerializeToString,
@@ -64,6 +69,11 @@ class ScalingServiceStub:
                 '/triptych.coordinator.v1.ScalingService/EvictEngine',
                 request_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineRequest.SerializeToString,
                 response_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineResponse.FromString,
+                _registered_method=True)
+        self.WatchGroups = channel.unary_stream(
+                '/triptych.coordinator.v1.ScalingService/WatchGroups',
+                request_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsRequest.SerializeToString,
+                response_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsResponse.FromString,
                 _registered_method=True)
 
 
@@ -92,6 +102,13 @@ class ScalingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListOperations(self, request, context):
+        """ListOperations tells the operations that the coordinator remembers, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelOperation(self, request, context):
         """CancelOperation takes an operation back where it has not been committed.
         """
@@ -108,6 +125,14 @@ class ScalingServiceServicer:
 
     def EvictEngine(self, request, context):
         """EvictEngine ends the membership of one engine at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchGroups(self, request, context):
+        """WatchGroups streams how many engines each group has and wants, for whoever starts engines: all
+        groups at once, then again on every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +156,11 @@ def add_ScalingServiceServicer_to_server(servicer, server):
                     request_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchOperationRequest.FromString,
                     response_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchOperationResponse.SerializeToString,
             ),
+            'ListOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsRequest.FromString,
+                    response_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsResponse.SerializeToString,
+            ),
             'CancelOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelOperation,
                     request_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.CancelOperationRequest.FromString,
@@ -145,6 +175,11 @@ def add_ScalingServiceServicer_to_server(servicer, server):
                     servicer.EvictEngine,
                     request_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineRequest.FromString,
                     response_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineResponse.SerializeToString,
+            ),
+            'WatchGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchGroups,
+                    request_deserializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsRequest.FromString,
+                    response_serializer=triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -240,6 +275,33 @@ class ScalingService:
             _registered_method=True)
 
     @staticmethod
+    def ListOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.coordinator.v1.ScalingService/ListOperations',
+            triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsRequest.SerializeToString,
+            triptych_dot_coordinator_dot_v1_dot_scaling__pb2.ListOperationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CancelOperation(request,
             target,
             options=(),
@@ -310,6 +372,33 @@ class ScalingService:
             '/triptych.coordinator.v1.ScalingService/EvictEngine',
             triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineRequest.SerializeToString,
             triptych_dot_coordinator_dot_v1_dot_scaling__pb2.EvictEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triptych.coordinator.v1.ScalingService/WatchGroups',
+            triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsRequest.SerializeToString,
+            triptych_dot_coordinator_dot_v1_dot_scaling__pb2.WatchGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

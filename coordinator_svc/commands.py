@@ -1,0 +1,147 @@
+"""What engines have been told and have not answered yet. Knows no streams and no meaning of a command.
+
+Of each kind an engine has one command at most, and the latest takes the place of an earlier one, so there is
+nothing to overflow. What has no answer when a session ends is sent again by the next one, under the same id.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import command_pb2
+
+logger = logging.getLogger(__name__)
+
+# Told the engine and, if it was refused, why.
+OnResult: TypeAlias = "Callable[[str, error_pb2.ErrorStatus | None], None]"
+
+
+class Kind(Enum):
+    """What a command is about; the latest of a kind is what holds."""
+
+    WAVE = "wave"
+    MEMBERSHIP = "membership"
+    DRAIN = "drain"
+    INTERVAL = "interval"
+
+
+_KINDS = {
+    "start_wave": Kind.WAVE,
+    "prepare_scale": Kind.MEMBERSHIP,
+    "commit_scale": Kind.MEMBERSHIP,
+    "abort_scale": Kind.MEMBERSHIP,
+    "drain": Kind.DRAIN,
+    "update_interval": Kind.INTERVAL,
+}
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    command: command_pb2.Command
+    on_result: OnResult | None
+    is_sent: bool = False
+
+
+@dataclass(slots=True)
+class _Engine:
+    outstanding: dict[Kind, _Outstanding] = field(default_factory=dict)
+    session_id: int | None = None
+    wake: Callable[[], None] | None = None
+
+
+class Commands:
+    """The outstanding commands of all engines. An engine is known from its registration until it is gone.
+
+    first_id: the least id to give. A later coordinator begins above those of the one before, so that an
+    engine never takes its command for a repetition.
+    """
+
+    def __init__(self, *, first_id: int = 1) -> None:
+        self.num_refused = 0
+        self._ids = itertools.count(first_id)
+        self._engines: dict[str, _Engine] = {}
+
+    @property
+    def num_outstanding(self) -> int:
+        """How many commands have no answer yet."""
+        return sum(len(engine.outstanding) for engine in self._engines.values())
+
+    def open(self, engine_id: str, session_id: int, wake: Callable[[], None]) -> None:
+        """An engine has a session now; `wake` is called when there is something to send by it."""
+        engine = self._engines.setdefault(engine_id, _Engine())
+        if engine.session_id != session_id:
+            for outstanding in engine.outstanding.values():
+                outstanding.is_sent = False
+        engine.session_id, engine.wake = session_id, wake
+        if engine.outstanding:
+            wake()
+
+    def close(self, engine_id: str, session_id: int) -> None:
+        """That session has ended. Commands wait for the next."""
+        engine = self._engines.get(engine_id)
+        if engine is not None and engine.session_id == session_id:
+            engine.session_id = engine.wake = None
+
+    def forget(self, engine_id: str) -> None:
+        """An engine is gone, or another process has its id: nothing that it was told holds."""
+        self._engines.pop(engine_id, None)
+
+    def put(self, engine_id: str, command: command_pb2.Command, on_result: OnResult | None = None) -> bool:
+        """Tell an engine something; gives it an id. False where the engine is not known.
+
+        The same command as the one that has no answer yet keeps its id and is sent again.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            return False
+        kind = _KINDS[command.WhichOneof("command") or ""]
+        before = engine.outstanding.get(kind)
+        command.command_id = before.command.command_id if before is not None else 0
+        if before is None or before.command != command:
+            command.command_id = next(self._ids)
+        engine.outstanding[kind] = _Outstanding(command, on_result)
+        if engine.wake is not None:
+            engine.wake()
+        return True
+
+    def drop(self, engine_id: str, kind: Kind) -> None:
+        """A command holds no more. If it was sent already, its answer will mean nothing."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            engine.outstanding.pop(kind, None)
+
+    def take_unsent(self, engine_id: str, session_id: int) -> list[command_pb2.Command]:
+        """What is to be sent now by that session, in order of ids."""
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.session_id != session_id:
+            return []
+        unsent = [outstanding for outstanding in engine.outstanding.values() if not outstanding.is_sent]
+        for outstanding in unsent:
+            outstanding.is_sent = True
+        return sorted((outstanding.command for outstanding in unsent), key=lambda command: command.command_id)
+
+    def take_result(self, engine_id: str, result: command_pb2.CommandResult) -> bool:
+        """Take in an answer. False where it is to nothing that holds, e.g. a command that was replaced."""
+        outstanding = self._take(engine_id, result.command_id)
+        if outstanding is None:
+            return False
+        refusal = None if result.WhichOneof("result") == "ack" else result.nack
+        if refusal is not None:
+            self.num_refused += 1
+            fields = {"engine_id": engine_id, "command": outstanding.command.WhichOneof("command")}
+            logger.info("command refused", extra={**fields, "cause": refusal.message})
+        if outstanding.on_result is not None:
+            outstanding.on_result(engine_id, refusal)
+        return True
+
+    def _take(self, engine_id: str, command_id: int) -> _Outstanding | None:
+        engine = self._engines.get(engine_id, _Engine())
+        kinds = (k for k, one in engine.outstanding.items() if one.command.command_id == command_id)
+        kind = next(kinds, None)
+        return None if kind is None else engine.outstanding.pop(kind)

@@ -1,0 +1,213 @@
+"""Where the engines of one lockstep group say that they stand. Knows no orders, no limits and no streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Who an engine of a lockstep group is, and where others meet it if it becomes rank 0."""
+
+    engine_id: str
+    engine_epoch: int
+    dp_rank: int  # its place in the order; the rank in a generation is the index among the members
+    dp_size: int  # how many the engine was told that there are
+    host: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What an engine says of itself, in each report again.
+
+    generation: the one whose process group it is in; 0: none.  is_loaded: it holds what a member needs.
+    was_formed: it has been in some generation before.  is_leaving: it drains and will not stay.
+    """
+
+    generation: int = 0
+    is_loaded: bool = False
+    was_formed: bool = False
+    is_leaving: bool = False
+
+
+@dataclass(slots=True)
+class _Entry:
+    rank: Rank
+    report: RankReport
+    lost_at: float | None = None  # its session is gone since then
+    loaded_at: float = 0.0  # when it was first loaded without having been in a generation
+    apart_at: float | None = None  # it has lost its generation then
+
+
+class Ranks:
+    """The table of one group's engines. One is open while it has a session, else lost, until it is gone."""
+
+    def __init__(self) -> None:
+        self.newest = 0  # greatest generation that any engine has ever reported
+        self._entries: dict[str, _Entry] = {}
+        self._reduced = 0  # the newest generation of which a member has ended
+
+    def join(self, rank: Rank) -> None:
+        """An engine has registered. The same epoch is the same process; what it reported holds."""
+        entry = self._entries.get(rank.engine_id)
+        if entry is not None and entry.rank.engine_epoch == rank.engine_epoch:
+            entry.rank, entry.lost_at = rank, None
+            return
+        self.leave(rank.engine_id, has_ended=True)
+        self._entries[rank.engine_id] = _Entry(rank, RankReport())
+
+    def report(self, engine_id: str, report: RankReport, now: float) -> None:
+        """Take in what an engine says. One that has not joined is not known."""
+        entry = self._entries.get(engine_id)
+        if entry is None:
+            return
+        before = entry.report
+        was_formed = report.was_formed or before.was_formed or report.generation > 0
+        # Nothing is unloaded, so nobody who can be a member stops to be able to.
+        is_loaded = report.is_loaded or before.is_loaded or was_formed
+        entry.report = RankReport(report.generation, is_loaded, was_formed, report.is_leaving)
+        self.newest = max(self.newest, report.generation)
+        if is_loaded and not before.is_loaded:
+            entry.loaded_at = now
+        if report.generation or not was_formed:
+            entry.apart_at = None
+        elif entry.apart_at is None:
+            entry.apart_at = now
+
+    def lose(self, engine_id: str, now: float) -> None:
+        """The session of an engine is gone; it may well be alive."""
+        entry = self._entries.get(engine_id)
+        if entry is not None and entry.lost_at is None:
+            entry.lost_at = now
+
+    def leave(self, engine_id: str, *, has_ended: bool) -> None:
+        """An engine is no member any more. has_ended: its process is known to have ended, not only silent."""
+        entry = self._entries.pop(engine_id, None)
+        if entry is not None and has_ended:
+            self._reduced = max(self._reduced, entry.report.generation)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, engine_id: str) -> Rank | None:
+        """Who the engine of that id is, or None."""
+        entry = self._entries.get(engine_id)
+        return entry.rank if entry else None
+
+    def of(self, engine_id: str) -> RankReport:
+        """What that engine said last; nothing, if it is not known."""
+        entry = self._entries.get(engine_id)
+        return entry.report if entry else RankReport()
+
+    def is_open(self, engine_id: str) -> bool:
+        """Whether that engine has a session."""
+        entry = self._entries.get(engine_id)
+        return entry is not None and entry.lost_at is None
+
+    def lost_at(self, engine_id: str) -> float | None:
+        """Since when that engine has no session, or None."""
+        entry = self._entries.get(engine_id)
+        return entry.lost_at if entry else None
+
+    @property
+    def size(self) -> int:
+        """How many engines the group was started with, as far as they know."""
+        return max((entry.rank.dp_size for entry in self._entries.values()), default=0)
+
+    @property
+    def generation(self) -> int:
+        """The generation that stands: the one most engines report, of several the newest. 0: none.
+
+        Who is lost does not count, unless all are, which says more about the coordinator than about them.
+        """
+        entries = [entry for entry in self._entries.values() if entry.lost_at is None]
+        return _most(entry.report.generation for entry in entries or self._entries.values())
+
+    @property
+    def standing(self) -> tuple[str, ...]:
+        """Who reports the generation that stands, or did before its session was lost, in order of rank."""
+        generation = self.generation
+        if not generation:
+            return ()
+        return self._ordered(
+            id_ for id_, entry in self._entries.items() if entry.report.generation == generation
+        )
+
+    @property
+    def has_lost_standing(self) -> bool:
+        """Whether any of these has no session."""
+        return not all(self.is_open(engine_id) for engine_id in self.standing)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any engine that has been in a generation has no session."""
+        return any(e.lost_at is not None and e.report.was_formed for e in self._entries.values())
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a member of the generation that stands has ended, though the others may not know it yet."""
+        return 0 < self.generation == self._reduced
+
+    @property
+    def is_founded(self) -> bool:
+        """Whether any engine has been in a generation, so that the group need not be complete to go on."""
+        return any(entry.report.was_formed for entry in self._entries.values())
+
+    @property
+    def broken_at(self) -> float | None:
+        """When the first of the engines that report no generation any more lost it. None: no engine did."""
+        return min(
+            (
+                entry.apart_at
+                for entry in self._entries.values()
+                if _is_apart(entry) and entry.apart_at is not None
+            ),
+            default=None,
+        )
+
+    def fresh_since(self, among: Iterable[str]) -> float:
+        """When the first of those engines that were in no generation yet was loaded; -inf: none is so."""
+        entries = [self._entries[engine_id] for engine_id in among]
+        return min((e.loaded_at for e in entries if not e.report.was_formed), default=float("-inf"))
+
+    def candidates(self, leaving: Collection[str], limit: int) -> tuple[str, ...]:
+        """Who can be a member now, in order of rank: open, loaded, not leaving; who stands goes first."""
+        able = [
+            engine_id
+            for engine_id, entry in self._entries.items()
+            if entry.lost_at is None
+            and entry.report.is_loaded
+            and not entry.report.is_leaving
+            and engine_id not in leaving
+        ]
+        if len(able) > limit:
+            able.sort(key=lambda id_: (not self._entries[id_].report.was_formed, self._place(id_)))
+            del able[limit:]
+        return self._ordered(able)
+
+    def leavers(self, members: Collection[str]) -> tuple[str, ...]:
+        """Who has been in a generation, has a session and is not among those members, in order of rank."""
+        return self._ordered(
+            id_
+            for id_, entry in self._entries.items()
+            if id_ not in members and entry.lost_at is None and entry.report.was_formed
+        )
+
+    def _ordered(self, engine_ids: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(engine_ids, key=self._place))
+
+    def _place(self, engine_id: str) -> tuple[int, str]:
+        return self._entries[engine_id].rank.dp_rank, engine_id
+
+
+def _is_apart(entry: _Entry) -> bool:
+    report = entry.report
+    return entry.lost_at is None and report.was_formed and not report.generation and not report.is_leaving
+
+
+def _most(generations: Iterable[int]) -> int:
+    counts = Counter(generation for generation in generations if generation)
+    return max(counts, key=lambda generation: (counts[generation], generation), default=0)

@@ -1,0 +1,83 @@
+"""The members as scaling sees them: groups out of the registry, commands to single engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from coordinator_svc.formation import Formation, Phase
+from coordinator_svc.registry import EngineRegistry
+from coordinator_svc.scaling_group import Formed, Group, GroupEngine
+from coordinator_svc.topology import Topology
+from service_kit.errors import DeadlineExceeded, Unavailable
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import command_pb2
+
+_ANSWER_S = 5.0
+
+
+class MemberEngines:
+    """What there is to know of the members, and what can be done to them."""
+
+    def __init__(self, registry: EngineRegistry, topology: Topology) -> None:
+        self._registry = registry
+        self._topology = topology
+
+    def groups(self) -> Mapping[str, Group]:
+        """Every group that has a member."""
+        engines: dict[str, list[GroupEngine]] = {}
+        lockstep: set[str] = set()
+        for member in self._registry.members():
+            known = member.registration
+            engine = GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state)
+            engines.setdefault(known.dp_group, []).append(engine)
+            if known.is_lockstep:
+                lockstep.add(known.dp_group)
+        formations = self._topology.groups.formations()
+        formed = {name: _formed(formations[name]) for name in lockstep & formations.keys()}
+        return {name: Group(name, tuple(members), formed.get(name)) for name, members in engines.items()}
+
+    def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
+        """Have so many ranks of a lockstep group step together, without those that leave."""
+        self._topology.groups.resize(group, size, leaving)
+
+    def num_in_flight(self, engine_id: str) -> int:
+        """How many requests that engine has, by its newest report."""
+        return self._topology.num_in_flight(engine_id)
+
+    def evict(self, engine_id: str, reason: str) -> int:
+        """End a membership, for this process of that id for good; the version without it."""
+        return self._topology.evict_engine(engine_id, reason)
+
+    async def drain(self, engine_id: str, deadline_s: float) -> str:
+        """Tell an engine to drain; why it refuses, or nothing.
+
+        Raises Unavailable where it cannot be told, DeadlineExceeded where it does not answer.
+        """
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_result(engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
+            if not answered.done():
+                answered.set_result("" if refusal is None else refusal.message or "without a reason")
+
+        drain = command_pb2.DrainCommand(deadline_ms=round(deadline_s * 1000))
+        if not self._topology.commands.put(engine_id, command_pb2.Command(drain=drain), on_result):
+            raise Unavailable(f"engine {engine_id} has no session: it cannot be told to drain")
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await answered
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"engine {engine_id} has not answered within {_ANSWER_S:g} s") from error
+
+
+def _formed(formation: Formation) -> Formed:
+    return Formed(
+        generation=formation.preparing or formation.generation,
+        size=len(formation.members),
+        is_settled=formation.is_settled,
+        is_changing_over=formation.phase is Phase.COMMITTING,
+        num_answered=formation.num_answered,
+        num_asked=formation.num_asked,
+        num_failures=formation.num_failures,
+        last_failure=formation.last_failure,
+    )

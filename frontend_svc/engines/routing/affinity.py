@@ -1,0 +1,63 @@
+"""Requests that belong together at one engine: keys, which engines a key prefers, and when to leave those."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingRequest
+from frontend_svc.engines.routing.least_loaded import kv_aware, work
+
+# What most prompts of one kind have in common, and few others.
+_PREFIX_TOKENS = 64
+_PREFIX_STEP = 16
+# A favourite is left where it has more than so many times the work of the least loaded, and so much more.
+_GUARD_RATIO = 2.0
+_GUARD_SLACK_TOKENS = 1024
+
+
+def prefix_affinity(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
+    """The engine that the session prefers, or the prompt's first blocks; the next one where it is too loaded.
+
+    An engine that comes or goes moves only the keys that prefer it. Without a key: as `kv_aware`.
+    """
+    key = request.session_id.encode() or request.prefix_hash
+    if not key:
+        return kv_aware(engines, request, turn)
+    works = {engine.address: work(engine, request) for engine in engines}
+    limit = _GUARD_RATIO * min(works.values()) + _GUARD_SLACK_TOKENS
+    # The least loaded one is always within the limit.
+    return next(engine for engine in by_preference(engines, key) if works[engine.address] <= limit)
+
+
+def favourite(engines: Sequence[EngineInfo], key: bytes) -> EngineInfo:
+    """The engine that `key` prefers among those that there are, on every frontend the same."""
+    digest = _digest(key)
+    return max(engines, key=lambda engine: _score(engine, digest))
+
+
+def by_preference(engines: Sequence[EngineInfo], key: bytes) -> list[EngineInfo]:
+    """All engines, in the order in which `key` prefers them.
+
+    Source: Thaler and Ravishankar 1998, highest random weight.
+    """
+    digest = _digest(key)
+    return sorted(engines, key=lambda engine: _score(engine, digest), reverse=True)
+
+
+def prefix_hash(prompt_token_ids: Sequence[int]) -> bytes:
+    """The key of a prompt by its first 64 tokens, or by as many times 16 as it has; empty below that."""
+    num_tokens = min(len(prompt_token_ids), _PREFIX_TOKENS) // _PREFIX_STEP * _PREFIX_STEP
+    if not num_tokens:
+        return b""
+    ids = array("Q", prompt_token_ids[:num_tokens])
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+def _score(engine: EngineInfo, digest: bytes) -> bytes:
+    return hashlib.blake2b(engine.address.encode(), key=digest, digest_size=8).digest()

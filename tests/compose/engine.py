@@ -1,0 +1,66 @@
+"""Who builds images and runs containers: Docker, or a script that stands in for it where no Docker runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_COMMAND_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEngine:
+    """Runs commands of containers. program: `docker`, or a script of the verbs build, compose and podman."""
+
+    program: str
+
+    def build(self, target: str, tag: str, folder: Path, arguments: dict[str, str]) -> None:
+        """Build one target of the Dockerfile in `folder`."""
+        options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+        self._run([self.program, "build", "--target", target, *options, "-t", tag, str(folder)])
+
+    def compose(self, file: Path, project: str, *arguments: str) -> str:
+        """Run a compose command over the file, as a project of its own."""
+        head = [self.program, "compose"]
+        head += ["-f", str(file)] if self._is_docker else [str(file)]
+        return self._run([*head, "-p", project, *arguments])
+
+    def run(self, *arguments: str) -> str:
+        """Run a command of the engine itself."""
+        return self._run([*self._head, *arguments])
+
+    def begin(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command that is talked to."""
+        command = [*self._head, *arguments]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """What the engine knows of a container."""
+        found: list[dict[str, Any]] = json.loads(self.run("inspect", container))
+        return found[0]
+
+    def size_above(self, image: str, base: str) -> int:
+        """Bytes of the layers that an image has above its base."""
+        sizes = [
+            int(self.run("image", "inspect", "--format", "{{.Size}}", name).strip()) for name in (image, base)
+        ]
+        return sizes[0] - sizes[1]
+
+    @property
+    def _is_docker(self) -> bool:
+        return Path(self.program).name == "docker"
+
+    @property
+    def _head(self) -> list[str]:
+        return [self.program] if self._is_docker else [self.program, "podman"]
+
+    def _run(self, command: list[str]) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+        if done.returncode:
+            raise RuntimeError(
+                f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+            )
+        return done.stdout

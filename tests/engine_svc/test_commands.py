@@ -1,0 +1,310 @@
+"""What the coordinator tells an engine: waves, generations, leaving, draining; done once, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from engine_svc import announce
+from engine_svc.commands import CommandDesk
+from engine_svc.departure import Departure
+from engine_svc.facts import EngineIdentity
+from engine_svc.lifecycle import EngineState, Lifecycle
+from engine_svc.mailbox import Stop
+from engine_svc.pause import StandstillState
+from engine_svc.served_engine import LoadedCore, ServedEngine
+from service_kit.clock import MonotonicClock
+from tests.engine_svc.lockstep_rig import PATIENCE_S, Meetings, Rank
+from tests.engine_svc.service_rig import make_facts
+from triptych.coordinator.v1 import command_pb2
+
+FAILED, UNIMPLEMENTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED
+
+
+class Desk:
+    """A command desk, the engine behind it, and who notes what becomes of the process."""
+
+    def __init__(self, *, steps_alone: bool = False) -> None:
+        self.rank = Rank(Meetings())
+        self.rank.thread.start()
+        self.engine = ServedEngine(
+            identity=EngineIdentity("engine-a", 7, "test", dp_rank=0, dp_size=1),
+            artifacts=(),
+            lifecycle=Lifecycle(),
+            inbox=self.rank.inbox,
+            board=self.rank.board,
+            clock=MonotonicClock(),
+        )
+        loop = asyncio.get_running_loop()
+        self.rank.driver.subscribe(
+            lambda standing: loop.call_soon_threadsafe(lambda: self.engine.note_standing(standing))
+        )
+        core = LoadedCore(make_facts(), refusal=lambda request: None, prepare=lambda request: None)
+        lockstep = None if steps_alone else self.rank.driver
+        self.engine.become_ready(replace(core, lockstep=lockstep, controls=self.rank.controls))
+        self._changed = asyncio.Event()
+        self.engine.lifecycle.subscribe(lambda state: self._changed.set())
+        self.engine.on_standing.append(lambda standing: self._changed.set())
+        self.is_dry = asyncio.Event()
+        self.is_dry.set()
+        self.num_stops = 0
+        self.interval_s = 0.0
+        departure = Departure(self.engine.lifecycle, until_dry=self._until_dry, stop_process=self._stop)
+        self.desk = CommandDesk(self.engine, departure, self)
+        self._ids: Iterator[int] = itertools.count(1)
+
+    def set_interval(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+
+    def tell(self, command_id: int = 0, **command: object) -> asyncio.Task[command_pb2.CommandResult]:
+        number = command_id or next(self._ids)
+        return self.desk.take(command_pb2.Command(command_id=number, **command), 1)
+
+    async def do(self, **command: object) -> command_pb2.CommandResult:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.tell(**command)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a change makes it true."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def form(self, generation: int) -> None:
+        """Make this engine the only one of a generation."""
+        assert (await self.do(prepare_scale=prepare(generation))).HasField("ack")
+        commit = command_pb2.CommitScale(generation=generation)
+        assert (await self.do(commit_scale=commit)).HasField("ack")
+
+    async def _until_dry(self) -> None:
+        await self.is_dry.wait()
+
+    def _stop(self) -> None:
+        self.num_stops += 1
+        self._changed.set()
+
+
+@contextlib.asynccontextmanager
+async def a_desk(*, steps_alone: bool = False) -> AsyncIterator[Desk]:
+    desk = Desk(steps_alone=steps_alone)
+    try:
+        yield desk
+    finally:
+        desk.rank.inbox.put(Stop())
+        await asyncio.to_thread(desk.rank.thread.join, PATIENCE_S)
+        assert desk.rank.error is None
+
+
+def prepare(generation: int, *, size: int = 1, **place: object) -> command_pb2.PrepareScale:
+    meeting = command_pb2.Rendezvous(master_address="10.0.0.1", store_port=7000)
+    return command_pb2.PrepareScale(
+        generation=generation, new_size=size, rendezvous=meeting, **(place or {"rank": 0})
+    )
+
+
+def code_of(result: command_pb2.CommandResult) -> int:
+    return int(result.nack.code)
+
+
+async def test_an_engine_is_ready_when_its_first_generation_is_formed():
+    async with a_desk() as desk:
+        assert desk.engine.lifecycle.state is EngineState.LOADING
+        await desk.form(3)
+        await desk.until(lambda: desk.engine.lifecycle.state is EngineState.READY)
+        assert desk.rank.driver.standing.generation == 3
+        assert desk.rank.shards.asked == [(0, 1), "adopt"]
+
+
+async def test_an_engine_that_steps_alone_refuses_what_is_for_groups():
+    async with a_desk(steps_alone=True) as desk:
+        assert desk.engine.lifecycle.state is EngineState.READY
+        for command in (
+            {"start_wave": command_pb2.StartWave(wave=1)},
+            {"prepare_scale": prepare(1)},
+            {"commit_scale": command_pb2.CommitScale(generation=1)},
+            {"abort_scale": command_pb2.AbortScale(generation=1)},
+        ):
+            result = await desk.do(**command)
+            assert code_of(result) == UNIMPLEMENTED.value[0]
+            assert next(iter(command)) in result.nack.message
+
+
+async def test_a_wave_is_taken_or_refused_and_not_begun_by_who_runs_it():
+    async with a_desk() as desk:
+        early = await desk.do(start_wave=command_pb2.StartWave(wave=1))
+        assert (code_of(early), "apart" in early.nack.message) == (FAILED.value[0], True)
+        await desk.form(1)
+        excluded = command_pb2.StartWave(wave=1, exclude=["engine-a"])
+        assert (await desk.do(start_wave=excluded)).HasField("ack")
+        assert desk.rank.executor.num_launched == 0
+        assert (await desk.do(start_wave=command_pb2.StartWave(wave=1))).HasField("ack")
+        desk.rank.executor.wait_for_launches(32)
+        stale = await desk.do(start_wave=command_pb2.StartWave(wave=0))
+        assert code_of(stale) == FAILED.value[0]
+
+
+async def test_a_command_is_done_once_however_often_it_is_told():
+    async with a_desk() as desk:
+        tasks = [desk.tell(5, prepare_scale=prepare(1)) for _ in range(3)]
+        results = await asyncio.gather(*tasks)
+        assert all(result.HasField("ack") for result in results)
+        assert desk.rank.shards.asked == [(0, 1)]
+
+
+async def test_generations_that_are_old_or_not_prepared_are_refused():
+    async with a_desk() as desk:
+        await desk.form(4)
+        for command in (
+            {"prepare_scale": prepare(3)},
+            {"commit_scale": command_pb2.CommitScale(generation=3)},
+            {"commit_scale": command_pb2.CommitScale(generation=5)},
+            {"abort_scale": command_pb2.AbortScale(generation=4)},
+        ):
+            assert code_of(await desk.do(**command)) == FAILED.value[0]
+        again = await desk.do(commit_scale=command_pb2.CommitScale(generation=4))
+        assert again.HasField("ack")
+        assert desk.rank.driver.standing.generation == 4
+
+
+async def test_what_was_given_up_is_forgotten_and_cannot_be_committed():
+    async with a_desk() as desk:
+        await desk.form(1)
+        await desk.do(prepare_scale=prepare(2))
+        assert (await desk.do(abort_scale=command_pb2.AbortScale(generation=2))).HasField("ack")
+        assert code_of(await desk.do(commit_scale=command_pb2.CommitScale(generation=2))) == FAILED.value[0]
+        await desk.form(3)
+        assert desk.rank.shards.asked == [(0, 1), "adopt", (0, 1), "forget", (0, 1), "adopt"]
+
+
+async def test_another_coordinator_voids_what_was_only_prepared():
+    async with a_desk() as desk:
+        await desk.form(1)
+        desk.desk.forget_prepared()
+        await desk.do(prepare_scale=prepare(2))
+        desk.desk.forget_prepared()
+        assert code_of(await desk.do(commit_scale=command_pb2.CommitScale(generation=2))) == FAILED.value[0]
+        assert desk.rank.driver.standing.generation == 1
+
+
+async def test_who_leaves_runs_dry_first_and_ends_after_the_commit():
+    async with a_desk() as desk:
+        await desk.form(1)
+        desk.is_dry.clear()
+        leaving = desk.tell(prepare_scale=command_pb2.PrepareScale(generation=2, new_size=1, leave=True))
+        await desk.until(lambda: desk.engine.lifecycle.state is EngineState.DRAINING)
+        assert not leaving.done()
+        desk.is_dry.set()
+        assert (await leaving).HasField("ack")
+        assert (desk.num_stops, desk.rank.driver.standing.generation) == (0, 1)
+        assert (await desk.do(commit_scale=command_pb2.CommitScale(generation=2))).HasField("ack")
+        assert desk.rank.driver.standing.has_left
+        assert desk.num_stops == 1
+
+
+async def test_who_was_to_leave_and_is_kept_takes_requests_again():
+    async with a_desk() as desk:
+        await desk.form(1)
+        desk.is_dry.clear()
+        leaving = desk.tell(prepare_scale=command_pb2.PrepareScale(generation=2, new_size=1, leave=True))
+        await desk.until(lambda: desk.engine.lifecycle.state is EngineState.DRAINING)
+        assert (await desk.do(abort_scale=command_pb2.AbortScale(generation=2))).HasField("ack")
+        assert desk.engine.lifecycle.state is EngineState.READY
+        desk.is_dry.set()
+        assert code_of(await leaving) == FAILED.value[0]
+        assert desk.num_stops == 0
+
+
+async def test_experts_that_cannot_be_loaded_are_the_reason_of_a_refusal():
+    async with a_desk() as desk:
+
+        def fail(rank: int, size: int) -> None:
+            raise OSError("no such shard")
+
+        desk.rank.shards.prepare = fail
+        result = await desk.do(prepare_scale=prepare(1))
+        assert code_of(result) == FAILED.value[0]
+        assert "no such shard" in result.nack.message
+
+
+async def test_ranks_of_another_configuration_are_not_met():
+    async with a_desk() as desk:
+        order = prepare(1)
+        order.rendezvous.parallel_config_hash = "cd34"
+        result = await desk.do(prepare_scale=order)
+        assert (code_of(result), "'cd34'" in result.nack.message) == (FAILED.value[0], True)
+
+
+async def test_nobody_is_prepared_asleep():
+    async with a_desk() as desk:
+        await desk.form(1)
+        paused: Future[None] = desk.rank.pause()
+        await asyncio.wrap_future(paused)
+        await desk.until(lambda: desk.rank.driver.is_quiet)
+        await asyncio.wrap_future(desk.rank.sleep(1))
+        assert desk.engine.standstill is StandstillState.ASLEEP
+        result = await desk.do(prepare_scale=prepare(2))
+        assert "asleep" in result.nack.message
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        command_pb2.PrepareScale(generation=1, new_size=1, rank=0),
+        prepare(1, size=2, rank=2),
+        prepare(1, size=5000, rank=1),
+    ],
+    ids=["no rendezvous", "rank beyond size", "too many ranks"],
+)
+async def test_places_that_cannot_be_are_refused(order):
+    async with a_desk() as desk:
+        result = await desk.do(prepare_scale=order)
+        assert code_of(result) == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+async def test_a_drain_ends_the_process_when_nothing_runs_any_more():
+    async with a_desk(steps_alone=True) as desk:
+        desk.is_dry.clear()
+        assert (await desk.do(drain=command_pb2.DrainCommand())).HasField("ack")
+        await desk.until(lambda: desk.engine.lifecycle.state is EngineState.DRAINING)
+        assert desk.num_stops == 0
+        desk.is_dry.set()
+        await desk.until(lambda: desk.num_stops == 1)
+        assert desk.engine.lifecycle.state is EngineState.DRAINING
+
+
+async def test_a_drain_that_takes_too_long_ends_what_runs():
+    async with a_desk(steps_alone=True) as desk:
+        desk.is_dry.clear()
+        await desk.do(drain=command_pb2.DrainCommand(deadline_ms=20))
+        await desk.until(lambda: desk.num_stops == 1)
+        assert desk.engine.lifecycle.state is EngineState.STOPPED
+
+
+async def test_operators_are_told_where_a_rank_stands():
+    async with a_desk() as desk:
+        await desk.form(2)
+        values = announce.status(desk.engine, 0)
+        told = {key: value for key, value in values.items() if key.startswith("lockstep.")}
+        assert told == {
+            "lockstep.state": "paused",
+            "lockstep.wave": 1,
+            "lockstep.generation": 2,
+            "lockstep.num_votes": 0,
+            "lockstep.num_idle_steps": 0,
+        }
+    async with a_desk(steps_alone=True) as desk:
+        assert not [key for key in announce.status(desk.engine, 0) if key.startswith("lockstep")]
+
+
+async def test_reports_come_as_often_as_they_are_wanted():
+    async with a_desk() as desk:
+        await desk.do(update_interval=command_pb2.UpdateInterval(interval_ms=700))
+        assert desk.interval_s == 0.7

@@ -1,0 +1,1 @@
+"""Tests of `frontend_svc/engines/routing`."""

@@ -1,0 +1,168 @@
+"""Which engine a policy picks by what there is to do, case by case."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from frontend_svc.engines.routing.account import EngineAccount, LoadReport
+from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingPolicy, RoutingRequest
+from frontend_svc.engines.routing.least_loaded import kv_aware, load, p2c, round_robin, work
+
+ANY = RoutingRequest(num_prompt_tokens=16)
+NUM_BLOCKS = 1000
+LEAST_LOADED = (load, kv_aware)
+
+
+def engine(name: str, waiting: int = 0, running: int = 0, usage: float = 0.0, **facts: int) -> EngineInfo:
+    return EngineInfo(
+        name,
+        num_waiting=waiting,
+        num_running=running,
+        num_used_blocks=round(usage * NUM_BLOCKS),
+        num_total_blocks=NUM_BLOCKS,
+        **facts,
+    )
+
+
+def accounts_of(num_engines: int) -> list[EngineAccount]:
+    return [EngineAccount(f"h:{index}") for index in range(num_engines)]
+
+
+def burst(
+    accounts: list[EngineAccount], num_requests: int, policy: RoutingPolicy, *, first: int = 0
+) -> list[int]:
+    """Route so many requests, none of which ends; how many each engine has then."""
+    for turn in range(first, first + num_requests):
+        infos = [account.info() for account in accounts]
+        accounts[infos.index(policy(infos, ANY, turn))].send(turn, ANY.num_prompt_tokens)
+    return [account.num_in_flight for account in accounts]
+
+
+@pytest.mark.parametrize(
+    ("policy", "loads", "expected"),
+    [
+        (load, ((5, 10, 0.0), (0, 0, 0.0)), 1),
+        (load, ((5, 10, 1.0), (0, 20, 0.2)), 1),
+        (load, ((5, 10, 0.2), (0, 20, 0.2)), 1),
+        (kv_aware, ((5, 10, 0.0), (0, 0, 0.0)), 1),
+        (kv_aware, ((5, 10, 1.0), (0, 20, 0.2)), 1),
+        (kv_aware, ((5, 10, 0.2), (0, 20, 0.2)), 0),
+    ],
+)
+def test_waiting_running_and_kv_usage_decide_as_the_policy_says(policy, loads, expected):
+    engines = [engine(str(index), *one) for index, one in enumerate(loads)]
+    assert {policy(engines, ANY, turn) for turn in range(4)} == {engines[expected]}
+
+
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+def test_four_requests_a_report_that_knows_nothing_and_four_more_leave_two_at_each_of_four(policy):
+    accounts = accounts_of(4)
+    assert burst(accounts, 4, policy) == [1, 1, 1, 1]
+    for account in accounts:
+        account.report(LoadReport(), is_direct=True)
+    assert burst(accounts, 4, policy, first=4) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+@pytest.mark.parametrize("first", range(5))
+def test_a_burst_of_eight_over_four_idle_engines_gives_two_to_each(policy, first):
+    assert burst(accounts_of(4), 8, policy, first=first) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+def test_a_request_that_has_ended_counts_no_more(policy):
+    accounts = accounts_of(2)
+    burst(accounts, 4, policy)
+    for handle in range(4):
+        if handle % 2:
+            accounts[1].end(handle)
+    assert burst(accounts, 2, policy, first=4) == [2, 2]
+
+
+@pytest.mark.parametrize("policy", [*LEAST_LOADED, round_robin])
+def test_four_frontends_with_starts_of_their_own_pick_four_engines_first(policy):
+    engines = [engine(name) for name in "abcd"]
+    assert len({policy(engines, ANY, 1000 + index) for index in range(4)}) == 4
+
+
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+def test_only_equals_take_turns(policy):
+    engines = [engine("a"), engine("b", 1, 1), engine("c")]
+    assert [policy(engines, ANY, turn).address for turn in range(4)] == ["a", "c", "a", "c"]
+
+
+def test_a_long_prompt_weighs_as_many_short_ones():
+    engines = [engine("long", num_unreported=1, num_unreported_tokens=800), engine("short", num_unreported=3)]
+    assert kv_aware(engines, ANY, 0) is engines[1]
+    assert load(engines, ANY, 0) is engines[0]
+
+
+def test_a_prompt_that_runs_without_a_first_token_is_seen_though_nothing_waits():
+    busy = engine("busy", 0, 1, num_in_flight=1, num_pending_tokens=5000)
+    idle = engine("idle", 0, 3)
+    assert kv_aware([busy, idle], ANY, 0) is idle
+
+
+def test_blocks_are_scarce_for_a_long_prompt_first():
+    engines = [engine("roomy", 0, 3, 0.1, block_size=16), engine("tight", 0, 2, 0.75, block_size=16)]
+    assert kv_aware(engines, RoutingRequest(num_prompt_tokens=64), 0).address == "tight"
+    assert kv_aware(engines, RoutingRequest(num_prompt_tokens=3000), 0).address == "roomy"
+
+
+def test_an_engine_that_tells_no_blocks_is_taken_to_have_enough():
+    untold = EngineInfo("untold", num_running=3, num_used_blocks=7)
+    assert work(untold, ANY) == work(engine("told", 0, 3), ANY)
+
+
+def test_round_robin_goes_round():
+    engines = [engine(name, load) for name, load in (("a", 9), ("b", 0), ("c", 4))]
+    assert [round_robin(engines, ANY, turn).address for turn in range(5)] == ["a", "b", "c", "a", "b"]
+
+
+def test_two_choices_are_the_same_for_the_same_turn_and_take_the_one_with_less_work():
+    engines = [engine(str(index), waiting=index) for index in range(8)]
+    picks = [p2c(engines, ANY, turn).address for turn in range(4000)]
+    assert picks == [p2c(engines, ANY, turn).address for turn in range(4000)]
+    counts = Counter(picks)
+    # The i-th least loaded of n is picked where both draws are no less loaded: 2 (n - i) / (n (n - 1)).
+    for index in range(8):
+        assert abs(counts[str(index)] / 4000 - 2 * (7 - index) / 56) < 0.03
+    assert p2c(engines[:1], ANY, 7) is engines[0]
+
+
+def test_many_frontends_do_not_all_pick_the_one_that_is_the_least_loaded_of_all():
+    engines = [engine(str(index), running=5 + index % 7) for index in range(39)] + [engine("least")]
+    picks = Counter(kv_aware(engines, ANY, frontend * 720_720).address for frontend in range(40))
+    assert picks["least"] >= 1 and max(picks.values()) <= 10
+    # Each still picks the best of what it compares, where the mean of all is 7.8.
+    loads = {one.address: one.num_running for one in engines}
+    assert sum(loads[name] * count for name, count in picks.items()) / 40 < 6.5
+
+
+def test_a_frontend_whose_requests_are_all_there_are_picks_the_least_loaded_of_all():
+    engines = [engine(str(index), running=5, num_in_flight=4 if index == 23 else 5) for index in range(40)]
+    engines[23] = engine("least", running=4, num_in_flight=4)
+    assert {kv_aware(engines, ANY, turn).address for turn in range(40)} == {"least"}
+
+
+def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
+    """A coordinator that is away, and engines that tell nothing: each gets what it ends, two at most more."""
+    accounts = accounts_of(4)
+    running: dict[int, int] = {}
+    for turn in range(400):
+        infos = [account.info() for account in accounts]
+        at = infos.index(kv_aware(infos, ANY, turn))
+        accounts[at].send(turn, ANY.num_prompt_tokens)
+        accounts[at].begin(turn)
+        running[turn] = at
+        # The first engine is three times slower to end what it has.
+        if turn % 3 == 2:
+            for handle, place in list(running.items()):
+                if place or turn % 9 == 8:
+                    accounts[place].end(handle)
+                    del running[handle]
+        counts = [account.num_in_flight for account in accounts]
+        assert max(counts) - min(counts) <= 4
+    assert max(counts) <= 4
