@@ -44,6 +44,7 @@ class _Place:
         self.reported: LoadReport | None = None
         self.told: LoadReport | None = None  # over the streams
         self.quiet_s = 0.0
+        self.interval_s = _REPORT_INTERVAL_S
         self.measured_at: dict[int, float] = {}
 
 
@@ -211,7 +212,7 @@ class Cluster:
             return
         facts = self._facts(place)
         has_work = place.queue.num_requests > 0 or not self._scenario.with_requests
-        interval_s = _REPORT_INTERVAL_S if has_work else _IDLE_INTERVAL_S
+        interval_s = place.interval_s if has_work else max(place.interval_s, _IDLE_INTERVAL_S)
         place.measured_at[facts.step_number] = self._agenda.now()
         if place.inbox is not None and (facts != place.reported or place.quiet_s >= _RENEW_AFTER_S):
             place.seq += 1
@@ -262,7 +263,13 @@ class Cluster:
     def _register(self, place: _Place, coordinator: SimulatedCoordinator) -> None:
         if place.is_lost:
             return
-        place.inbox = coordinator.engine_session(lambda message: None)
+        place.interval_s = _REPORT_INTERVAL_S
+
+        def obey(message: coordinator_pb2.EngineSessionResponse) -> None:
+            if message.command.HasField("update_interval"):
+                place.interval_s = message.command.update_interval.interval_ms / 1000
+
+        place.inbox = coordinator.engine_session(obey)
         place.inbox.put(coordinator_pb2.EngineSessionRequest(register=_registration(place)))
         place.reported = None
 

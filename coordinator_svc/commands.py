@@ -92,6 +92,11 @@ class Commands:
         """An engine is gone, or another process has its id: nothing that it was told holds."""
         self._engines.pop(engine_id, None)
 
+    def has_session(self, engine_id: str) -> bool:
+        """Whether an engine can be told something now."""
+        engine = self._engines.get(engine_id)
+        return engine is not None and engine.session_id is not None
+
     def put(self, engine_id: str, command: command_pb2.Command, on_result: OnResult | None = None) -> bool:
         """Tell an engine something; gives it an id. False where the engine is not known.
 

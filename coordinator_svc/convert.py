@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 
 from coordinator_svc.load import Load, LoadReport
+from coordinator_svc.number_limits import excess
 from coordinator_svc.orders import Abort, Commit, Order, Prepare
 from coordinator_svc.ranks import Rank, RankReport
 from coordinator_svc.registry import Member, MemberState, Registration
@@ -17,7 +19,7 @@ _MAX_ID_LENGTH = 128
 # So that a snapshot of all members fits into one message.
 _MAX_FACTS_BYTES = 16 * 1024
 _MAX_DP_SIZE = 1024
-_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _MAX_NAME_LENGTH = 253
 
 _FROM_REPORT = {
@@ -48,6 +50,7 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
             ("capacity", _wrong_capacity(message)),
             ("host", _wrong_host(message.host)),
             ("store_port", _wrong_store_port(message)),
+            ("wave", excess(message.wave)),
             ("labels", _wrong_size(message)),
         )
         if problem
@@ -154,6 +157,7 @@ def to_membership_command(order: Order, parallel_config_hash: str) -> command_pb
                 command.prepare_scale.rendezvous.CopyFrom(to_rendezvous(order, parallel_config_hash))
         case Commit():
             command.commit_scale.generation = order.generation
+            command.commit_scale.lost_generation = order.lost_generation
         case Abort():
             command.abort_scale.generation = order.generation
     return command
@@ -173,6 +177,13 @@ def to_rendezvous(meeting: Prepare, parallel_config_hash: str) -> command_pb2.Re
 def to_start_command(start: Start) -> command_pb2.Command:
     """What begins a wave."""
     return command_pb2.Command(start_wave=command_pb2.StartWave(wave=start.wave, exclude=list(start.exclude)))
+
+
+def to_interval_command(interval_s: float) -> command_pb2.Command:
+    """How often an engine is to report changes."""
+    return command_pb2.Command(
+        update_interval=command_pb2.UpdateInterval(interval_ms=math.ceil(interval_s * 1000))
+    )
 
 
 def from_load(engine_id: str, report: LoadReport) -> member_pb2.EngineLoad:

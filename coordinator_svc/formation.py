@@ -39,6 +39,7 @@ class Limits:
 
     grace_s: float = 0.3  # for an engine whose session is gone to come back
     gather_s: float = 10.0  # for more engines to join at the same time, while a group works
+    silence_s: float = 2.0  # for an engine whose lease has ended to come back, or for the others' to end
     prepare_s: float = 600.0
     commit_s: float = 60.0
     first_retry_s: float = 0.25  # after the second attempt in a row that failed; then twice as long each time
@@ -89,6 +90,11 @@ class Formation:
         return self._ranks.generation
 
     @property
+    def newest(self) -> int:
+        """The greatest generation that was ever given here or reported."""
+        return max(self._last_given, self._ranks.newest)
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The engines of that generation, in order of rank."""
         return self._ranks.standing
@@ -123,14 +129,6 @@ class Formation:
             return 0
         return len(self._attempt.members) + len(self._attempt.leavers)
 
-    @property
-    def meeting(self) -> Prepare | None:
-        """Where the generation that stands has met, with rank 0's view; None while none stands in full."""
-        members = self._ranks.standing
-        if not self.is_settled or not members:
-            return None
-        return self._place(self.generation, members, members[0])
-
     # What happens.
 
     def join(self, rank: Rank) -> None:
@@ -147,9 +145,9 @@ class Formation:
         """The session of an engine is gone. Nobody leaves a group that works for this alone."""
         self._ranks.lose(engine_id, now)
 
-    def leave(self, engine_id: str, *, has_ended: bool) -> None:
-        """An engine is no member any more. has_ended: by its own word, so that it is in no group either."""
-        self._ranks.leave(engine_id, has_ended=has_ended)
+    def leave(self, engine_id: str, now: float, *, has_ended: bool) -> None:
+        """An engine is no member any more. has_ended: its process has for sure; else it is only silent."""
+        self._ranks.leave(engine_id, now, has_ended=has_ended)
         self._orders.pop(engine_id, None)
 
     def answer(self, engine_id: str, order: Order, now: float, *, refusal: str | None = None) -> None:
@@ -176,7 +174,7 @@ class Formation:
 
     def step(self, now: float) -> None:
         """Do what is to be done now. To be called after events, and at `next_at`."""
-        self._next_at = None
+        self._next_at = self._ranks.give_up_silent(now, self._limits.silence_s)
         # Each turn ends an attempt or begins one, and one that was just begun is not ended in the same step.
         if self.phase is Phase.COMMITTING:
             self._watch_commit(now)
@@ -198,9 +196,8 @@ class Formation:
     def _consider(self, now: float) -> None:
         """Begin an attempt if the group is not as it should be and there is nothing to wait for."""
         wanted = self._wanted()
-        if not wanted:
-            return
-        if self._is_as_wanted():
+        # Engines that all leave do so together, as a generation of nobody: each steps until none needs it.
+        if self._is_as_wanted() or not (wanted or self._ranks.are_all_leaving):
             return
         wait_until = max(self._not_before, self._wait_until(wanted))
         if now >= wait_until:
@@ -228,7 +225,7 @@ class Formation:
         return max(settled_at, ranks.fresh_since(wanted) + self._limits.gather_s)
 
     def _prepare(self, members: tuple[str, ...], now: float) -> None:
-        self._last_given = max(self._last_given, self._ranks.newest) + 1
+        self._last_given = self.newest + 1
         leavers = self._ranks.leavers(members)
         involved = (*members, *leavers)
         self._attempt = _Attempt(
@@ -266,7 +263,8 @@ class Formation:
         attempt.waiting = set(involved)
         attempt.ends_by = now + self._limits.commit_s
         self.phase = Phase.COMMITTING
-        self._orders = {engine_id: Commit(attempt.generation) for engine_id in involved}
+        commit = Commit(attempt.generation, self._ranks.reduced)
+        self._orders = dict.fromkeys(involved, commit)
         self._look_again(attempt.ends_by)
 
     def _watch_commit(self, now: float) -> None:
@@ -274,7 +272,7 @@ class Formation:
         generation = attempt.generation
         reporting = {id_ for id_ in attempt.members if self._ranks.of(id_).generation == generation}
         open_ids = {id_ for id_ in attempt.members if self._is_open(attempt, id_)}
-        if reporting and open_ids <= reporting:
+        if open_ids <= reporting and (reporting or self._have_all_left(attempt)):
             self._formed(attempt)
             return
         apart = sorted(attempt.confirmed - reporting)
@@ -285,7 +283,7 @@ class Formation:
         elif missing:
             self._fail(f"engine {missing} is gone while generation {generation} is formed", now)
         elif now >= attempt.ends_by:
-            slow = ", ".join(sorted(open_ids - reporting))
+            slow = ", ".join(sorted(open_ids - reporting or attempt.leavers))
             self._fail(f"generation {generation} not formed within {self._limits.commit_s:g} s: {slow}", now)
         else:
             self._look_again(attempt.ends_by)
@@ -352,12 +350,17 @@ class Formation:
     def _is_open(self, attempt: _Attempt, engine_id: str) -> bool:
         return self._is_same(attempt, engine_id) and self._ranks.is_open(engine_id)
 
+    def _have_all_left(self, attempt: _Attempt) -> bool:
+        """Whether nobody is to stay, and who was to leave is in no generation."""
+        still_in = (id_ for id_ in attempt.leavers if self._is_open(attempt, id_))
+        return not attempt.members and not any(self._ranks.of(id_).generation for id_ in still_in)
+
     def _epoch(self, engine_id: str) -> int:
         rank = self._ranks.find(engine_id)
         return rank.engine_epoch if rank else 0
 
     def _place(self, generation: int, members: tuple[str, ...], engine_id: str) -> Prepare:
-        first = self._ranks.find(members[0])
+        first = self._ranks.find(members[0]) if members else None
         rank = members.index(engine_id) if engine_id in members else None
         host, store_port = (first.host, first.store_port) if first else ("", 0)
         return Prepare(generation, len(members), rank, host, store_port)

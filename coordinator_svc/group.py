@@ -72,7 +72,7 @@ class LockstepGroup:
         self._said.pop(engine_id, None)
         self._told.pop(engine_id, None)
         self.wave.leave(engine_id)
-        self.formation.leave(engine_id, has_ended=has_ended)
+        self.formation.leave(engine_id, self._clock.now(), has_ended=has_ended)
 
     def step(self) -> None:
         """Tell engines what is due now."""

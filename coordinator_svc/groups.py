@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from coordinator_svc.commands import Commands
-from coordinator_svc.convert import to_rank, to_rank_report, to_rendezvous, to_stand
+from coordinator_svc.convert import to_rank, to_rank_report, to_stand
 from coordinator_svc.formation import Formation
 from coordinator_svc.group import LockstepGroup
+from coordinator_svc.number_limits import check_ahead
 from service_kit.clock import Clock
 from service_kit.errors import ResourceExhausted
-from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+from triptych.coordinator.v1 import coordinator_pb2, member_pb2
 
 MAX_GROUPS = 1024
 
@@ -56,6 +57,12 @@ class Groups:
             and sum(not group.is_empty for group in self._groups.values()) >= MAX_GROUPS
         ):
             raise ResourceExhausted(f"{MAX_GROUPS} lockstep groups are there, which is the limit")
+
+    def check_ahead(self, name: str, kind: str, *, wave: int, generation: int = 0) -> None:
+        """Raise InvalidArgument for numbers in a message of that kind that would push the group too far."""
+        group = self._groups.get(name)
+        check_ahead(f"{kind}.wave", wave, group.wave.number if group else 0)
+        check_ahead(f"{kind}.generation", generation, group.formation.newest if group else 0)
 
     def join(self, message: member_pb2.EngineRegistration) -> None:
         """Enter an engine of a lockstep group, for the first time or again."""
@@ -125,14 +132,6 @@ class Groups:
     def states(self, *, since: int = -1) -> list[member_pb2.WaveState]:
         """What frontends are told of each group that changed after the version `since`."""
         return [state for version, state in self._states.values() if version > since]
-
-    def rendezvous(self, engine_id: str) -> command_pb2.Rendezvous | None:
-        """Where the group of that engine has met; None while no generation of it stands in full."""
-        group = self._group_of.get(engine_id)
-        if group is None or engine_id not in group.formation.members:
-            return None
-        meeting = group.formation.meeting
-        return None if meeting is None else to_rendezvous(meeting, group.parallel_config_hash)
 
     def status(self) -> dict[str, str | int | float]:
         """Facts of each group for operators."""

@@ -29,7 +29,7 @@ class LoadReport:
 
     engine_epoch: int
     seq: int  # grows with each report of a session
-    step_number: int  # never falls within an epoch
+    step_number: int  # never falls within a session
     load: Load
 
 
@@ -50,7 +50,7 @@ class LoadTable:
     def put(self, engine_id: str, report: LoadReport) -> bool:
         """Take a report unless a newer one is here already; returns whether it was taken.
 
-        Newer is judged within an epoch by (seq, step number). Another epoch is another process and always
+        Newer is judged within a session by (seq, step number). Another epoch is another process and always
         newer: that it is the current one is the registry's to know.
         """
         entry = self._entries.get(engine_id)
@@ -67,11 +67,14 @@ class LoadTable:
         return True
 
     def restart_order(self, engine_id: str) -> None:
-        """Let seq begin anew, for an engine that opens another session in the same epoch."""
+        """Let the order begin anew, for an engine that opens another session in the same epoch.
+
+        Steps too: a number that somebody has told by mistake must not hide what the engine says later.
+        """
         entry = self._entries.get(engine_id)
         if entry is not None:
             held = entry.report
-            entry.report = LoadReport(held.engine_epoch, 0, held.step_number, held.load)
+            entry.report = LoadReport(held.engine_epoch, 0, 0, held.load)
 
     def forget(self, engine_id: str) -> None:
         """Drop the load of an engine that is gone."""

@@ -22,6 +22,7 @@ class Commit:
     """Change over to a prepared generation."""
 
     generation: int
+    lost_generation: int = 0  # the newest of which a member has ended, so that nobody can vote in it
 
 
 @dataclass(frozen=True, slots=True)

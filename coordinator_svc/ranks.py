@@ -42,13 +42,21 @@ class _Entry:
     apart_at: float | None = None  # it has lost its generation then
 
 
+@dataclass(slots=True)
+class _Silence:
+    generation: int  # the one that the engine was in
+    since: float
+    is_given_up: bool = False
+
+
 class Ranks:
     """The table of one group's engines. One is open while it has a session, else lost, until it is gone."""
 
     def __init__(self) -> None:
         self.newest = 0  # greatest generation that any engine has ever reported
         self._entries: dict[str, _Entry] = {}
-        self._reduced = 0  # the newest generation of which a member has ended
+        self.reduced = 0  # the newest generation of which a member has ended
+        self._silent: dict[tuple[str, int], _Silence] = {}  # processes whose lease has ended
 
     def join(self, rank: Rank) -> None:
         """An engine has registered. The same epoch is the same process; what it reported holds."""
@@ -56,7 +64,11 @@ class Ranks:
         if entry is not None and entry.rank.engine_epoch == rank.engine_epoch:
             entry.rank, entry.lost_at = rank, None
             return
-        self.leave(rank.engine_id, has_ended=True)
+        self._silent.pop((rank.engine_id, rank.engine_epoch), None)
+        for process in [process for process in self._silent if process[0] == rank.engine_id]:
+            self.reduced = max(self.reduced, self._silent.pop(process).generation)
+        if entry is not None:
+            self.reduced = max(self.reduced, entry.report.generation)
         self._entries[rank.engine_id] = _Entry(rank, RankReport())
 
     def report(self, engine_id: str, report: RankReport, now: float) -> None:
@@ -83,11 +95,30 @@ class Ranks:
         if entry is not None and entry.lost_at is None:
             entry.lost_at = now
 
-    def leave(self, engine_id: str, *, has_ended: bool) -> None:
+    def leave(self, engine_id: str, now: float, *, has_ended: bool) -> None:
         """An engine is no member any more. has_ended: its process is known to have ended, not only silent."""
         entry = self._entries.pop(engine_id, None)
-        if entry is not None and has_ended:
-            self._reduced = max(self._reduced, entry.report.generation)
+        if entry is None:
+            return
+        if has_ended:
+            self.reduced = max(self.reduced, entry.report.generation)
+        elif entry.report.generation:
+            process = (engine_id, entry.rank.engine_epoch)
+            self._silent[process] = _Silence(entry.report.generation, now)
+        if not self._entries:
+            # That all are silent says more about the coordinator than about them.
+            self._silent.clear()
+
+    def give_up_silent(self, now: float, patience_s: float) -> float | None:
+        """Take those for gone that are silent for so long; when to call it again, or None."""
+        standing = self.generation
+        for process, silence in list(self._silent.items()):
+            if silence.generation < standing:
+                del self._silent[process]
+            elif now >= silence.since + patience_s:
+                silence.is_given_up = True
+        waiting = [one.since + patience_s for one in self._silent.values() if not one.is_given_up]
+        return min(waiting, default=None)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -148,8 +179,20 @@ class Ranks:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a member of the generation that stands has ended, though the others may not know it yet."""
-        return 0 < self.generation == self._reduced
+        """Whether a member of the generation that stands has ended, though the others may not know it yet.
+
+        One that is silent for long is taken for ended here, and not in `reduced`: it may still work with the
+        others, who then change over only when it can.
+        """
+        standing = self.generation
+        given_up = (one.generation for one in self._silent.values() if one.is_given_up)
+        return standing > 0 and (standing == self.reduced or standing in given_up)
+
+    @property
+    def are_all_leaving(self) -> bool:
+        """Whether each engine of the generation that stands has a session and says that it will not stay."""
+        standing = self.standing
+        return bool(standing) and all(self.is_open(id_) and self.of(id_).is_leaving for id_ in standing)
 
     @property
     def is_founded(self) -> bool:

@@ -23,7 +23,8 @@ class MemberState(Enum):
 _TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
     MemberState.JOINING: frozenset({MemberState.READY, MemberState.DRAINING, MemberState.GONE}),
     MemberState.READY: frozenset({MemberState.DRAINING, MemberState.GONE}),
-    MemberState.DRAINING: frozenset({MemberState.GONE}),
+    # Back to READY where it was to leave a group, and that was taken back.
+    MemberState.DRAINING: frozenset({MemberState.READY, MemberState.GONE}),
     MemberState.GONE: frozenset(),
 }
 
@@ -218,11 +219,16 @@ class EngineRegistry:
 def _claims_same_place(one: Registration, other: Registration) -> bool:
     if one.engine_id == other.engine_id:
         return True
-    return one.dp_size > 1 and (one.dp_group, one.dp_rank) == (other.dp_group, other.dp_rank)
+    if one.dp_size == 1 or other.dp_size == 1:
+        return False
+    return (one.dp_group, one.dp_rank) == (other.dp_group, other.dp_rank)
 
 
 def _differ(held: Registration, registration: Registration) -> bool:
     if not held.is_lockstep and not registration.is_lockstep:
+        return False
+    if any(one.dp_size == 1 and not one.is_lockstep for one in (held, registration)):
+        # It stands alone, whatever group it names, or leaves unnamed.
         return False
     hashes = {held.parallel_config_hash, registration.parallel_config_hash}
     return held.is_lockstep != registration.is_lockstep or ("" not in hashes and len(hashes) == 2)

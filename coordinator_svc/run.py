@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -11,6 +10,7 @@ from functools import partial
 
 import uvloop
 
+from coordinator_svc.background import serve_beside
 from coordinator_svc.config import CoordinatorConfig
 from coordinator_svc.registry import EngineRegistry
 from coordinator_svc.scaling import Scaling
@@ -99,28 +99,22 @@ async def _serve(config: CoordinatorConfig) -> int:
             reflection=config.reflection,
         ),
     ]
-    background = [
-        asyncio.ensure_future(servicer.expire_leases()),
-        asyncio.ensure_future(servicer.step_groups()),
-        asyncio.ensure_future(scaling.run()),
-    ]
 
     async def close() -> None:
         scaling.close()
         await servicer.close()
 
-    try:
-        exit_code = await run_server(
+    exit_code = await serve_beside(
+        [servicer.expire_leases(), servicer.step_groups(), scaling.run()],
+        run_server(
             servers,
             on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
             announce=lambda addresses: _announce(config, addresses),
-        )
-        end_at_once_on_signals(exit_code)
-        return exit_code
-    finally:
-        for task in background:
-            task.cancel()
+        ),
+    )
+    end_at_once_on_signals(exit_code)
+    return exit_code
 
 
 def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from coordinator_svc.formation import Formation, Phase
-from coordinator_svc.registry import EngineRegistry
+from coordinator_svc.registry import EngineRegistry, Member
 from coordinator_svc.scaling_group import Formed, Group, GroupEngine
 from coordinator_svc.topology import Topology
 from service_kit.errors import DeadlineExceeded, Unavailable
@@ -22,20 +22,25 @@ class MemberEngines:
     def __init__(self, registry: EngineRegistry, topology: Topology) -> None:
         self._registry = registry
         self._topology = topology
+        self._waiting: dict[str, set[asyncio.Future[str]]] = {}  # who waits for that engine to take a drain
+
+    def find(self, engine_id: str) -> GroupEngine | None:
+        """The engine of that id, or None."""
+        member = self._registry.find(engine_id)
+        return None if member is None else _engine(member)
 
     def groups(self) -> Mapping[str, Group]:
-        """Every group that has a member."""
+        """Every group that has a member. One that stands alone is no rank of a lockstep group."""
+        members = self._registry.members()
+        lockstep = {one.registration.dp_group for one in members if one.registration.is_lockstep}
         engines: dict[str, list[GroupEngine]] = {}
-        lockstep: set[str] = set()
-        for member in self._registry.members():
-            known = member.registration
-            engine = GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state)
-            engines.setdefault(known.dp_group, []).append(engine)
-            if known.is_lockstep:
-                lockstep.add(known.dp_group)
+        for member in members:
+            name = member.registration.dp_group
+            if member.registration.is_lockstep or name not in lockstep:
+                engines.setdefault(name, []).append(_engine(member))
         formations = self._topology.groups.formations()
         formed = {name: _formed(formations[name]) for name in lockstep & formations.keys()}
-        return {name: Group(name, tuple(members), formed.get(name)) for name, members in engines.items()}
+        return {name: Group(name, tuple(ranks), formed.get(name)) for name, ranks in engines.items()}
 
     def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
         """Have so many ranks of a lockstep group step together, without those that leave."""
@@ -50,24 +55,37 @@ class MemberEngines:
         return self._topology.evict_engine(engine_id, reason)
 
     async def drain(self, engine_id: str, deadline_s: float) -> str:
-        """Tell an engine to drain; why it refuses, or nothing.
+        """Tell an engine to drain; why it refuses, or nothing. Of several deadlines the latest told holds.
 
-        Raises Unavailable where it cannot be told, DeadlineExceeded where it does not answer.
+        Raises Unavailable at once where it has no session, DeadlineExceeded where it does not answer.
         """
-        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def on_result(engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
-            if not answered.done():
-                answered.set_result("" if refusal is None else refusal.message or "without a reason")
-
-        drain = command_pb2.DrainCommand(deadline_ms=round(deadline_s * 1000))
-        if not self._topology.commands.put(engine_id, command_pb2.Command(drain=drain), on_result):
+        if not self._topology.commands.has_session(engine_id):
             raise Unavailable(f"engine {engine_id} has no session: it cannot be told to drain")
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(engine_id, set())
+        waiting.add(answered)
+        drain = command_pb2.DrainCommand(deadline_ms=round(deadline_s * 1000))
+        self._topology.commands.put(engine_id, command_pb2.Command(drain=drain), self._take_answer)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await answered
         except TimeoutError as error:
             raise DeadlineExceeded(f"engine {engine_id} has not answered within {_ANSWER_S:g} s") from error
+        finally:
+            waiting.discard(answered)
+            if not waiting:
+                self._waiting.pop(engine_id, None)
+
+    def _take_answer(self, engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
+        # Whoever was told before has the same question, which only the latest command can answer.
+        for answered in self._waiting.get(engine_id, ()):
+            if not answered.done():
+                answered.set_result("" if refusal is None else refusal.message or "without a reason")
+
+
+def _engine(member: Member) -> GroupEngine:
+    known = member.registration
+    return GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state)
 
 
 def _formed(formation: Formation) -> Formed:

@@ -51,6 +51,10 @@ class Engines(Protocol):
         """Every group that has a member."""
         ...
 
+    def find(self, engine_id: str) -> GroupEngine | None:
+        """The engine of that id, or None."""
+        ...
+
     def num_in_flight(self, engine_id: str) -> int:
         """How many requests that engine has, by its newest report."""
         ...
@@ -101,7 +105,8 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         while True:
             self._look()
             busy = self._scaling.next_at() is not None
-            await self._signal.wait(_BUSY_LOOK_INTERVAL_S if busy else _IDLE_LOOK_INTERVAL_S)
+            interval_s = _BUSY_LOOK_INTERVAL_S if busy else _IDLE_LOOK_INTERVAL_S
+            await self._signal.wait(interval_s, loads_too=False)
             await asyncio.sleep(_MIN_LOOK_INTERVAL_S)
 
     def close(self) -> None:
@@ -257,11 +262,12 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         return next(iter(groups.values()))
 
     def _engine_of(self, engine_id: str) -> GroupEngine:
-        for group in self._engines.groups().values():
-            for engine in group.engines:
-                if engine.engine_id == engine_id:
-                    return engine
-        raise NotFound(f"engine {engine_id!r} is no member", resource_type="engine", resource_name=engine_id)
+        engine = self._engines.find(engine_id)
+        if engine is None:
+            raise NotFound(
+                f"engine {engine_id!r} is no member", resource_type="engine", resource_name=engine_id
+            )
+        return engine
 
     def _group_states(self) -> list[scaling_pb2.GroupState]:
         groups, wanted = self._engines.groups(), self._scaling.wanted()

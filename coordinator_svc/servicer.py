@@ -12,6 +12,7 @@ import grpc.aio
 
 from coordinator_svc.convert import check_frontend
 from coordinator_svc.engine_writer import EngineWriter
+from coordinator_svc.number_limits import check_hint
 from coordinator_svc.publisher import ChangeSignal, Publisher
 from coordinator_svc.rate_limit import RateLimit
 from coordinator_svc.registry import MemberState
@@ -40,7 +41,6 @@ TopologyResponse: TypeAlias = coordinator_pb2.GetTopologyResponse
 
 _HANDSHAKE_S = 10.0
 MAX_FRONTENDS = 1024
-_MAX_IN_FLIGHT_ENTRIES = 4096
 # Groups are looked at so often even if nothing seems to be due.
 _MAX_STEP_INTERVAL_S = 0.5
 
@@ -113,6 +113,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         engine_id = first.register.engine_id
         writer = EngineWriter(self._topology.commands, engine_id, session_id)
         self._register_engine(first.register, session_id, writer)
+        self._topology.greet(engine_id)
         try:
             await _first_to_end(
                 self._read_engine(engine_id, session_id, requests, writer), writer.run(context.write)
@@ -130,7 +131,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if first.WhichOneof("message") != "register":
             raise FailedPrecondition("the first message of a session must be register")
         check_frontend(register)
-        self._check_epoch(f"frontend {register.frontend_id}", register.known_coordinator_epoch)
+        self._topology.epoch_check.check(f"frontend {register.frontend_id}", register.known_coordinator_epoch)
         if len(self._topology.frontends) >= self._max_frontends:
             raise ResourceExhausted(f"{self._max_frontends} frontends have a session, which is the limit")
         session_id = next(self._session_ids)
@@ -180,36 +181,23 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _register_engine(
         self, message: member_pb2.EngineRegistration, session_id: int, writer: EngineWriter
     ) -> None:
-        self._check_epoch(f"engine {message.engine_id}", message.highest_coordinator_epoch)
+        self._topology.epoch_check.check(f"engine {message.engine_id}", message.highest_coordinator_epoch)
         version = self._topology.version
         member = self._topology.register_engine(message, session_id)
         fields = {"engine_id": message.engine_id, "endpoint": message.endpoint, "state": member.state.value}
         logger.info("engine registered", extra=fields)
         self._topology.commands.open(message.engine_id, session_id, writer.wake)
-        rendezvous = self._topology.join_group(message)
+        self._topology.join_group(message)
         lease_ms = round(self._lease_s * 1000)
         writer.answer(
             coordinator_pb2.Registered(
                 lease_ms=lease_ms,
                 # Two renewals may be lost before the lease ends.
                 renew_after_ms=lease_ms // 3,
-                rendezvous=rendezvous,
                 coordinator_epoch=self._topology.coordinator_epoch,
             )
         )
         self._tell_changes(version)
-
-    def _check_epoch(self, who: str, known: int) -> None:
-        """Raise FailedPrecondition where somebody knows a coordinator that was started after this one."""
-        own = self._topology.coordinator_epoch
-        if known > own:
-            self._topology.num_refused_as_stale += 1
-            logger.error("a newer coordinator is known", extra={"who": who, "epoch": known, "own_epoch": own})
-            raise FailedPrecondition(
-                f"{who} knows coordinator epoch {known}, this coordinator has {own}: if no other one runs,"
-                " the clock was set back, and this one has to be restarted",
-                reason="STALE_COORDINATOR",
-            )
 
     def _take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> None:
         urgent, loads_version = self._topology.urgent_version, self._topology.loads_version
@@ -247,6 +235,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     self._take_in_flight(session_id, request.in_flight)
                 case "first_request_while_paused":
                     version = self._topology.version
+                    check_hint(request.first_request_while_paused)
                     self._topology.groups.hint(request.first_request_while_paused)
                     self._tell_changes(version)
                 case kind:
@@ -261,11 +250,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         publisher.take_nack(ack.nonce)
 
     def _take_in_flight(self, session_id: int, in_flight: coordinator_pb2.FrontendInFlight) -> None:
-        if len(in_flight.engines) > _MAX_IN_FLIGHT_ENTRIES:
-            raise InvalidArgument(
-                f"engines has {len(in_flight.engines)} entries, the limit is {_MAX_IN_FLIGHT_ENTRIES}",
-                field="in_flight.engines",
-            )
         self._topology.frontends[session_id].num_in_flight = in_flight.num_requests
 
     def _wait_before_snapshot_s(self, register: coordinator_pb2.FrontendRegistration) -> float:

@@ -6,10 +6,20 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from coordinator_svc.commands import Commands
-from coordinator_svc.convert import from_load, from_member, to_load_report, to_registration, to_state
+from coordinator_svc.convert import (
+    from_load,
+    from_member,
+    to_interval_command,
+    to_load_report,
+    to_registration,
+    to_state,
+)
+from coordinator_svc.epoch_check import EpochCheck
 from coordinator_svc.groups import Groups
 from coordinator_svc.load import LoadTable
+from coordinator_svc.number_limits import check_report
 from coordinator_svc.registry import EngineRegistry, Member, MemberState
+from coordinator_svc.report_interval import ReportInterval
 from service_kit.errors import FailedPrecondition
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
@@ -40,7 +50,7 @@ class Topology:
 
     def __init__(self, registry: EngineRegistry, *, coordinator_epoch: int) -> None:
         self.coordinator_epoch = coordinator_epoch
-        self.num_refused_as_stale = 0  # sessions of who knows a later coordinator
+        self.epoch_check = EpochCheck(coordinator_epoch)
         self.frontends: dict[int, member_pb2.FrontendMember] = {}  # by session id
         self.commands = Commands(first_id=coordinator_epoch)
         self.groups = Groups(
@@ -51,6 +61,8 @@ class Topology:
         )
         self._registry = registry
         self._loads = LoadTable()
+        # Whatever changes, an engine reports three times in a lease: two renewals may be lost.
+        self._report_interval = ReportInterval(max_s=registry.lease_s / 3)
         self._seen = Seen(frozenset(), 0, 0, 0)
         # What has changed since somebody was told last; it holds for the present versions only.
         self._deltas: dict[tuple[int, int, int], coordinator_pb2.TopologyDelta] = {}
@@ -82,6 +94,7 @@ class Topology:
         self._check_evicted(message)
         if message.lockstep:
             self.groups.check_room(message.dp_group)
+            self.groups.check_ahead(message.dp_group, "register", wave=message.wave)
         before = {member.registration.engine_id: member for member in self._registry.members()}
         member = self._registry.register(registration, session_id)
         for engine_id, earlier in before.items():
@@ -91,13 +104,18 @@ class Topology:
             self._loads.restart_order(registration.engine_id)
         return member
 
-    def join_group(self, message: member_pb2.EngineRegistration) -> command_pb2.Rendezvous | None:
-        """Enter a registered engine into its lockstep group, if it says so; where that has met."""
-        if not message.lockstep:
+    def greet(self, engine_id: str) -> None:
+        """An engine has a session, in which nothing was told yet: so far it reports as often as all may."""
+        if not self._report_interval.is_default:
+            self.commands.put(engine_id, to_interval_command(self._report_interval.seconds))
+        self._pace_reports()
+
+    def join_group(self, message: member_pb2.EngineRegistration) -> None:
+        """Enter a registered engine into its lockstep group, if it says so."""
+        if message.lockstep:
+            self.groups.join(message)
+        else:
             self.groups.leave(message.engine_id, has_ended=False)
-            return None
-        self.groups.join(message)
-        return self.groups.rendezvous(message.engine_id)
 
     def take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> Member:
         """Renew an engine's lease, note its state, and its load unless a newer one is known."""
@@ -106,6 +124,10 @@ class Topology:
             raise FailedPrecondition(
                 f"the lease of engine {engine_id} has ended: register again", reason="LEASE_ENDED"
             )
+        check_report(report)
+        if before.registration.is_lockstep:
+            name = before.registration.dp_group
+            self.groups.check_ahead(name, "report", wave=report.wave, generation=report.generation)
         member = self._registry.report(engine_id, session_id, to_state(report, before.state))
         if member.state is MemberState.GONE:
             self._forget(engine_id, has_ended=True)
@@ -153,7 +175,7 @@ class Topology:
         """Forget the members whose lease has ended, and return them."""
         gone = self._registry.expire()
         for member in gone:
-            # It is silent, which does not say that it has ended.
+            # It is silent, which does not say for sure that it has ended.
             self._forget(member.registration.engine_id, has_ended=False)
         return gone
 
@@ -164,6 +186,7 @@ class Topology:
             engines=[self._member(member) for member in self._registry.members()],
             waves=self.groups.states(),
             coordinator_epoch=self.coordinator_epoch,
+            lease_ms=round(self._registry.lease_s * 1000),
             frontends=list(self.frontends.values()),
         )
 
@@ -216,7 +239,7 @@ class Topology:
             "num_unreported": sum(not member.is_reporting for member in members),
             "num_frontends": len(self.frontends),
             "num_stale_reports": self._loads.num_stale,
-            "num_refused_as_stale": self.num_refused_as_stale,
+            "num_refused_as_stale": self.epoch_check.num_refused,
             "num_outstanding_commands": self.commands.num_outstanding,
             "num_refused_commands": self.commands.num_refused,
             **self.groups.status(),
@@ -233,6 +256,14 @@ class Topology:
         self._loads.forget(engine_id)
         self.commands.forget(engine_id)
         self.groups.leave(engine_id, has_ended=has_ended)
+        self._pace_reports()
+
+    def _pace_reports(self) -> None:
+        members = self._registry.members()
+        if self._report_interval.follow(len(members)):
+            for member in members:
+                command = to_interval_command(self._report_interval.seconds)
+                self.commands.put(member.registration.engine_id, command)
 
     def _is_same_process(self, earlier: Member) -> bool:
         """Whether the engine that `earlier` was is still the member of that id."""

@@ -77,6 +77,7 @@ def build_served_engine(
         dp_rank=config.data_parallel_rank,
         dp_size=config.data_parallel_size,
         dp_group=config.data_parallel_group,
+        labels=tuple(config.labels.items()),
     )
     return ServedEngine(
         identity=identity,
@@ -125,15 +126,13 @@ def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCo
 def build_memberships(
     config: EngineConfig,
     engine: ServedEngine,
-    servicer: EngineCoreServicer,
+    departure: Departure,
     *,
     bound: str,
-    stop_process: Callable[[], None],
 ) -> list[Membership]:
     """The membership at the coordinator, where there is one."""
     if config.coordinator is None:
         return []
-    departure = Departure(engine.lifecycle, until_dry=servicer.until_dry, stop_process=stop_process)
     endpoint = _endpoint(config, bound)
     return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, departure=departure)]
 

@@ -53,6 +53,8 @@ def build_driver(
         has_coordinator=lambda: served.is_member,
         clock=served.clock,
     )
+    # A step takes as long as the slowest rank's: each of them is watched between its exchanges.
+    side.experts.exchange.subscribe(lambda: served.board.note_progress(served.clock.now()))
     driver.subscribe(lambda standing: doorbell.move(standing, driver.meeting))
     doorbell.start()
 

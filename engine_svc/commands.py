@@ -123,8 +123,8 @@ class CommandDesk:
             )
         meeting = None
         if not order.leave:
-            meeting = _meeting(order, driver, self._engine.identity.dp_rank)
-        if self._engine.standstill is StandstillState.ASLEEP:
+            meeting = _meeting(order, driver)
+        if meeting is not None and self._engine.standstill is StandstillState.ASLEEP:
             raise FailedPrecondition("this engine is asleep: wake it first", reason="ENGINE_ASLEEP")
         self._newest, self._preparing, self._prepared = order.generation, order, None
         await self._ask(lambda: driver.supersede(order.generation))
@@ -155,7 +155,9 @@ class CommandDesk:
             )
         self._committed = generation
         answer: Future[None] = Future()
-        self._engine.inbox.put(Call(lambda: driver.commit(prepared, answer)))
+        lost_generation = command.commit_scale.lost_generation
+        self._engine.inbox.put(Call(lambda: driver.commit(prepared, answer, lost_generation)))
+        driver.break_off(lost_generation)
         self._change = asyncio.wrap_future(answer)
         await asyncio.shield(self._change)
         if prepared.meeting is None:
@@ -209,10 +211,12 @@ class CommandDesk:
             raise FailedPrecondition(f"experts cannot be loaded: {error}", reason="NOT_LOADED") from error
 
 
-def _meeting(order: command_pb2.PrepareScale, driver: LockstepDriver, dp_rank: int) -> Meeting:
+def _meeting(order: command_pb2.PrepareScale, driver: LockstepDriver) -> Meeting:
     """Where and as which rank this engine is to meet the others. InvalidArgument where there is none."""
     if not order.HasField("rendezvous"):
         raise InvalidArgument("prepare_scale lacks its rendezvous", field="prepare_scale.rendezvous")
+    if order.WhichOneof("place") != "rank":
+        raise InvalidArgument("prepare_scale says neither rank nor leave", field="prepare_scale.rank")
     own_hash = driver.parallel_config_hash
     if order.rendezvous.parallel_config_hash not in ("", own_hash):
         raise FailedPrecondition(
@@ -220,8 +224,7 @@ def _meeting(order: command_pb2.PrepareScale, driver: LockstepDriver, dp_rank: i
             f"{order.rendezvous.parallel_config_hash!r}",
             reason="PARALLEL_CONFIG_MISMATCH",
         )
-    rank = order.rank if order.WhichOneof("place") == "rank" else driver.rank_of(dp_rank)
-    size = order.new_size
+    rank, size = order.rank, order.new_size
     if not 1 <= size <= _MAX_RANKS or rank >= size:
         raise InvalidArgument(
             f"rank {rank} of {size} is none, the limit is {_MAX_RANKS} ranks", field="prepare_scale.new_size"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from service_kit.config import ConfigError, option
 
 _MAX_GROUP_CHARACTERS = 128
+_MAX_LABELS = 32
+_MAX_LABEL_CHARACTERS = 256
+# What frontends know of every engine by these names.
+_FACTS = ("host", "dp_rank", "dp_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,16 @@ class EngineConfig:
     data_parallel_group: str = option(
         "", help="name of these engines' group, where a coordinator has several with more than one engine"
     )
+    label: tuple[str, ...] = option(
+        (),
+        help="key=value that the coordinator tells of this engine, e.g. zone=a; frontends choose by "
+        "--engine-label; may be repeated",
+    )
     lockstep_timeout_s: float = option(
         4.0,
-        help="how long an engine waits for another that holds experts of the same model, its longest step "
-        "included, before it takes it for lost",
+        help="how long an engine waits for another that holds experts of the same model, each time that they "
+        "exchange something, which is twice a layer with experts, before it takes it for lost; the longest "
+        "time that any engine may take from one such layer to the next, and from one step to the next",
     )
 
     record_decisions: str | None = option(
@@ -151,6 +162,11 @@ class EngineConfig:
     def divides_experts(self) -> bool:
         """Whether equal engines are to share the experts of a model, if it has any."""
         return self.expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The labels by their keys."""
+        return dict(text.split("=", 1) for text in self.label)
 
     def __post_init__(self) -> None:
         """Refuse what can never work; what depends on the model is checked when it is known."""
@@ -202,6 +218,19 @@ class EngineConfig:
         for name in ("drain_deadline_s", "replay_window_s"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        """Refuse what a frontend could not choose by, or would take for something else."""
+        for text in self.label:
+            key, sign, _ = text.partition("=")
+            is_label = key and sign and len(text) <= _MAX_LABEL_CHARACTERS and text.isprintable()
+            limit = f"key=value of at most {_MAX_LABEL_CHARACTERS} printable characters"
+            _require(bool(is_label), "label", repr(text), limit)
+            _require(key not in _FACTS, "label", repr(text), f"of another key than {', '.join(_FACTS)}")
+        _require(len(self.label) <= _MAX_LABELS, "label", f"given {len(self.label)} times", f"{_MAX_LABELS}")
+        keys = [text.partition("=")[0] for text in self.label]
+        _require(len(set(keys)) == len(keys), "label", repr(self.label), "given once for each key")
 
     def _check_parallel(self) -> None:
         """Refuse what cannot be divided over processes or engines."""

@@ -28,7 +28,7 @@ _RETRY_S = 1.0
 
 
 class Bell(Protocol):
-    """A connection to the store. Each of these raises RuntimeError where the store is gone."""
+    """A connection to the store. Each of these raises RuntimeError or OSError where the store is gone."""
 
     def ring(self, wave: int) -> None:
         """Leave word that a rank waits in this wave."""
@@ -79,6 +79,9 @@ class Doorbell:
                 self._asks_since = None
             elif not self._standing.asks or standing.wave != self._standing.wave:
                 self._asks_since = self._clock.now()
+            if standing.state is not LockstepState.PAUSED:
+                # What was heard before may have been refused, and nobody rings twice for a wave.
+                self._heard = (0, 0)
             self._standing, self._meeting = standing, meeting
             self._changed.notify()
 
@@ -104,7 +107,7 @@ class Doorbell:
                 standing, meeting, asks_since = self._standing, self._meeting, self._asks_since
             try:
                 wait_s = self._turn(standing, meeting, asks_since)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 logger.info("doorbell out of reach", extra={"cause": str(error).partition("\n")[0]})
                 self._bell = None
                 wait_s = _RETRY_S
@@ -120,7 +123,10 @@ class Doorbell:
         if standing.state is not LockstepState.PAUSED:
             return None
         if self._heard != place and self._reach(meeting).is_rung(standing.wave):
-            self._heard = place
+            with self._changed:
+                if self._standing != standing:
+                    return 0.0
+                self._heard = place
             logger.info("another rank has rung", extra={"wave": standing.wave})
             self._on_ring(standing.wave)
         return _LISTEN_S if self._has_coordinator() else _LISTEN_ALONE_S

@@ -19,6 +19,7 @@ class EngineIdentity:
     dp_rank: int = 0
     dp_size: int = 1
     dp_group: str = ""  # tells groups of equal engines apart
+    labels: tuple[tuple[str, str], ...] = ()  # keys and values that an operator gave, for placement
 
 
 @dataclass(frozen=True, slots=True)

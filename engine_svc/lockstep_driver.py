@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from engine_svc.device_errors import PeersLost
 from engine_svc.lockstep import LockstepState, WaveMachine
 from engine_svc.rank_group import ExpertShards, Meeting, RankGroup, RankGroups
-from engine_svc.vote import Vote
-from service_kit.errors import Aborted
+from engine_svc.weights_check import RankWeights, mismatch, number_of, odd_ranks
+from service_kit.errors import Aborted, FailedPrecondition
 
 logger = logging.getLogger(__name__)
+
+# Why a rank does not step with others, that has other weights than they.
+WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,6 @@ class Standing:
     wave: int = 1  # the one that runs here, or the next
     asks: bool = False  # it has begun the wave and waits for the others
     generation: int = 0  # of the process group; 0: none
-    has_left: bool = False  # the group has changed over to a generation that this engine is not in
 
     @property
     def is_in_wave(self) -> bool:
@@ -49,6 +51,7 @@ class _Order:
 
     prepared: Prepared
     answer: Future[None]
+    lost_generation: int  # a member of it has ended, so that nobody can vote there; 0: of none
 
 
 class LockstepDriver:
@@ -56,6 +59,7 @@ class LockstepDriver:
 
     post: has something done in the engine thread, between two steps; may be called by any thread.
     parallel_config_hash: what engines have to have in common to step together.
+    weights_digest: of the weights that are in place, in hex; ranks with others are not stepped with.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class LockstepDriver:
         shards: ExpertShards,
         post: Callable[[Callable[[], None]], None],
         parallel_config_hash: str = "",
+        weights_digest: str = "",
     ) -> None:
         self._machine = machine
         self._groups = groups
@@ -77,6 +82,10 @@ class LockstepDriver:
         self._is_forming = False
         self._is_resuming = False  # told the others so, and waits for them
         self._is_closed = False
+        self._is_losing = False  # leaves its group as soon as nothing is in flight
+        self._has_stepped = False  # or could have: it was in a group
+        self._weights = number_of(weights_digest)
+        self._complaint = ""  # about the weights of ranks, that was logged last
         self._standing = Standing(wave=machine.wave)
         self._listeners: list[Callable[[Standing], None]] = []
         # Ranks may be waited for there: the loop goes on with what needs no step.
@@ -108,25 +117,37 @@ class LockstepDriver:
         group = self._group
         return None if group is None else group.meeting
 
-    def rank_of(self, default: int) -> int:
-        """This engine's rank in its present generation; `default` where there is none."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other ranks cannot step without this one; where all stand still, they do not want to."""
         meeting = self.meeting
-        return default if meeting is None else meeting.rank
+        return meeting is not None and meeting.size > 1 and self._standing.state is not LockstepState.QUIET
 
     def subscribe(self, listener: Callable[[Standing], None]) -> None:
         """Call `listener` with each new standing, in the engine thread. Before the loop runs."""
         self._listeners.append(listener)
 
-    def prepare(self, meeting: Meeting) -> None:
+    def prepare(self, meeting: Meeting, *, may_release: bool = False) -> None:
         """Load the experts that this engine will need there. For the one thread that prepares.
 
-        Raises ValueError or OSError, and holds what it held.
+        may_release: `supersede` has said that nothing can run with those it holds. Raises ValueError or
+        OSError.
         """
-        self._shards.prepare(meeting.rank, meeting.size)
+        self._shards.prepare(meeting.rank, meeting.size, may_release=may_release)
 
     def forget(self) -> None:
         """Give up what was prepared for a generation that will not be. For the one thread that prepares."""
         self._shards.forget()
+
+    def break_off(self, lost_generation: int) -> None:
+        """End every wait for the ranks of a group that cannot come together any more; for any thread.
+
+        Ranks that have agreed to stand still wait for nobody, and find out when they resume.
+        """
+        group = self._group
+        is_lost = group is not None and group.meeting.generation <= lost_generation
+        if is_lost and group is not None and self._standing.state is not LockstepState.QUIET:
+            group.close()
 
     # What the loop asks.
 
@@ -163,6 +184,7 @@ class LockstepDriver:
         self._num_in_flight -= 1
         self._machine.came_back()
         self._note()
+        self._lose_group()
         self._change_over()
 
     def lose(self, error: Exception) -> None:
@@ -183,6 +205,29 @@ class LockstepDriver:
         """Whether no rank can step before this one resumes."""
         return self._machine.state is LockstepState.QUIET and not self._is_resuming
 
+    def check_still(self, *, or_apart: bool = False) -> None:
+        """Raise FailedPrecondition, with the reason, while the ranks may step with what this one holds.
+
+        or_apart: what is to be done is over before a rank that is in no group can be in one.
+        """
+        is_apart = self._machine.state is LockstepState.APART
+        if self.is_quiet or (or_apart and is_apart and not self._is_forming):
+            return
+        if is_apart:
+            raise FailedPrecondition(
+                "this engine is in no group at present, and may be in one at any time: wait until its ranks "
+                "have met and stand still together",
+                reason="RANKS_APART",
+            )
+        raise FailedPrecondition(
+            "this engine steps together with the other ranks of its group: pause all of them first",
+            reason="RANKS_NOT_QUIET",
+        )
+
+    def note_weights(self, digest: str) -> None:
+        """Other weights have taken the place of those before, while this rank stood still or was apart."""
+        self._weights = number_of(digest)
+
     def pause(self) -> None:
         """This rank's requests stand still; the others hear of it, and agree when theirs do as well."""
         self._machine.pause()
@@ -195,6 +240,7 @@ class LockstepDriver:
             return
         self._is_resuming = True
         group.when_all_resumed(
+            self._weights,
             lambda: self._post(lambda: self._all_resumed(group)),
             lambda: self._post(lambda: self._lost(group)),
         )
@@ -209,21 +255,27 @@ class LockstepDriver:
         """Another rank has rung for its wave; where that cannot be joined, nobody waits for an answer."""
         self.start(wave)
 
-    def supersede(self, generation: int) -> None:
-        """A newer generation is about to be prepared: an older one is not changed over to any more."""
+    def supersede(self, generation: int) -> bool:
+        """A newer generation is about to be prepared: an older one is not changed over to any more.
+
+        Whether nothing can run here before that one is prepared and formed.
+        """
         if self._next is not None and self._next.prepared.generation < generation:
             self._refuse_next(generation)
+        is_apart = self._machine.state is LockstepState.APART
+        return is_apart and self._next is None and not self._is_forming
 
-    def commit(self, prepared: Prepared, answer: Future[None]) -> None:
+    def commit(self, prepared: Prepared, answer: Future[None], lost_generation: int = 0) -> None:
         """Change over to it as soon as all ranks of the present generation can.
 
+        A rank that stands idle in a generation up to `lost_generation` does so at once: a member has ended.
         Answered when that is done; with Aborted where another one takes its place, or the ranks do not meet.
         """
         if not answer.set_running_or_notify_cancel():
             return
         if self._next is not None:
             self._refuse_next(prepared.generation)
-        self._next = _Order(prepared, answer)
+        self._next = _Order(prepared, answer, lost_generation)
         self._machine.get_ready(prepared.generation)
         self._note()
         self._change_over()
@@ -244,16 +296,20 @@ class LockstepDriver:
     def _change_over(self) -> None:
         """Begin to form the next generation, where its time has come."""
         order = self._next
-        if order is None or order.prepared.generation != self._machine.switch_to:
+        if order is None or self._num_in_flight or self._is_forming or self._is_closed:
             return
-        if self._num_in_flight or self._is_forming or self._is_closed:
+        machine = self._machine
+        if machine.state is LockstepState.PAUSED and machine.generation <= order.lost_generation:
+            self.lose(PeersLost(f"a member of generation {machine.generation} has ended"))
+            return
+        if order.prepared.generation != machine.switch_to:
             return
         # Tried once: where somebody is missing, another generation follows.
         self._next = None
         self._leave_group()
         meeting = order.prepared.meeting
         if meeting is None:
-            self._note(has_left=True)
+            self._note()
             order.answer.set_result(None)
             return
         self._shards.adopt()
@@ -265,13 +321,19 @@ class LockstepDriver:
         """Meet the others, and agree on the greatest wave. In a thread of its own; this rank is apart."""
         group = self._groups.form(meeting)
         try:
-            verdict = group.count(Vote(self._machine.wave, False, False, meeting.generation))
-        except PeersLost:
+            said = group.swap_numbers((self._machine.wave, self._weights, self._has_stepped))
+            ranks = [RankWeights(number, bool(has_stepped)) for _, number, has_stepped in said]
+            odd = odd_ranks(ranks)
+            if meeting.rank in odd:
+                raise FailedPrecondition(mismatch(ranks, meeting.rank), reason=WEIGHTS_MISMATCH)
+            if odd:
+                raise PeersLost(mismatch(ranks, meeting.rank))
+        except (PeersLost, FailedPrecondition):
             group.close()
             raise
         if self._is_closed:
             group.close()
-        return group, verdict.wave
+        return group, max(wave for wave, _, _ in said)
 
     def _take_formed(self, formed: Future[tuple[RankGroup, int]], answer: Future[None]) -> None:
         self._is_forming = False
@@ -281,11 +343,18 @@ class LockstepDriver:
             answer.set_exception(Aborted(f"the ranks have not met: {error}", reason="RANKS_NOT_MET"))
             self._change_over()
             return
+        if isinstance(error, FailedPrecondition):
+            if error.message != self._complaint:
+                self._complaint = error.message
+                logger.error("ranks with different weights do not meet", extra={"cause": error.message})
+            answer.set_exception(error)
+            self._change_over()
+            return
         if error is not None:
             raise error
         group, wave = formed.result()
         meeting = group.meeting
-        self._group = group
+        self._group, self._has_stepped, self._complaint = group, True, ""
         self._machine.form(meeting.generation, wave)
         logger.info(
             "lockstep group formed",
@@ -308,19 +377,25 @@ class LockstepDriver:
 
     def _lost(self, group: RankGroup) -> None:
         if group is self._group:
-            self.lose(PeersLost("a rank is gone that was to resume"))
+            self._is_losing = True
+            self._lose_group()
+
+    def _lose_group(self) -> None:
+        # The loop finishes what it has launched; steps of a wave that has ended may still be among that.
+        if self._is_losing and not self._num_in_flight:
+            self.lose(PeersLost("a rank is gone that was to resume, or has other weights"))
 
     def _leave_group(self) -> None:
         group, self._group = self._group, None
-        self._is_resuming = False
+        self._is_resuming = self._is_losing = False
         if group is not None:
             group.close()
 
-    def _note(self, *, has_left: bool = False) -> None:
+    def _note(self) -> None:
         """Tell of a new standing, where it is one."""
         machine, before = self._machine, self._standing
-        now = (machine.state, machine.wave, machine.asks, machine.generation, has_left or before.has_left)
-        if now == (before.state, before.wave, before.asks, before.generation, before.has_left):
+        now = (machine.state, machine.wave, machine.asks, machine.generation)
+        if now == (before.state, before.wave, before.asks, before.generation):
             return
         self._standing = Standing(*now)
         for listener in self._listeners:

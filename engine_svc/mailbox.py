@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
@@ -183,14 +183,23 @@ class Board:
 
     def __init__(self) -> None:
         self._figures = Figures()
+        self._progressed_at = float("-inf")
 
     def post(self, figures: Figures) -> None:
         """Replace what is read."""
         self._figures = figures
 
+    def note_progress(self, now: float) -> None:
+        """The step that runs goes on, in pace with other engines'; for the thread that runs it."""
+        self._progressed_at = now
+
     def read(self) -> Figures:
-        """The figures as they were posted last."""
-        return self._figures
+        """The figures as they were posted last; a step counts from where it was seen to go on."""
+        figures, progressed_at = self._figures, self._progressed_at
+        started_at = figures.step_started_at
+        if started_at is None or figures.is_in_call or progressed_at <= started_at:
+            return figures
+        return replace(figures, step_started_at=progressed_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Membership:
                     retry_s = _FIRST_RETRY_S
                     # Until now it has been heard.
                     self._fence.hear(self._epoch, self._lease_s)
-                self._engine.is_member = False
+                self._engine.note_member(False)
                 # Jitter, so that a fleet does not come back as one.
                 await self._pause(retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -218,7 +218,7 @@ class Membership:
         if self._fence.hear(self._epoch, self._lease_s) and before not in (0, self._epoch):
             self._desk.forget_prepared()
         if not self.is_member:
-            self._engine.is_member = True
+            self._engine.note_member(True)
             logger.info("registered at the coordinator", extra={"lease_ms": registered.lease_ms})
 
     def _on_standing(self, standing: Standing) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -32,6 +32,7 @@ from engine_svc.runner.nccl_mesh import NcclMesh
 from engine_svc.vote import Vote
 
 _MAX_WAITING_CONNECTIONS = 128
+_BELL = "doorbell"
 
 
 class ProcessRankGroups:
@@ -67,7 +68,7 @@ class ProcessRankGroups:
 
     def form(self, meeting: Meeting) -> ProcessRankGroup:
         """See RankGroups.form. A meeting that fails is over: the next one has to be of another generation."""
-        made: list[GlooMesh] = []
+        made: list[Mesh] = []
         try:
             # A connection of its own: who waits at one keeps it from everybody else.
             store = reach_store(meeting.master_address, meeting.store_port, self._timeout_s)
@@ -79,9 +80,11 @@ class ProcessRankGroups:
             if self._device.type == "cuda":
                 prefix = PrefixStore(f"{_place(meeting)}/nccl", store)
                 tensors = NcclMesh(prefix, numbers, self._device, self._timeout_s)
+                made.append(tensors)
             # Whoever has heard this from all knows that none looks for another one any more.
             numbers.swap_numbers((meeting.generation,))
-        except (RuntimeError, OSError) as error:
+        # Addresses and numbers come from others: what can be none is one of them that is not to be met.
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
             for mesh in made:
                 mesh.close()
             if isinstance(error, PeersLost):
@@ -111,7 +114,8 @@ class ProcessRankGroups:
         # What stays is little, and belongs to a generation that nobody meets in again.
         with contextlib.suppress(RuntimeError):
             for key in self._store.list_keys():
-                if key.startswith(_place(meeting)):
+                is_old_bell = key.startswith(_BELL) and not key.startswith(f"{bell_place(meeting)}/")
+                if is_old_bell or key.startswith(f"{_place(meeting)}/"):
                     self._store.delete_key(key)
 
 
@@ -125,6 +129,10 @@ class ProcessRankGroup:
         self._exchange = exchange
         exchange.enter(tensors)
 
+    def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See RankGroup.swap_numbers."""
+        return self._votes.swap_numbers(numbers)
+
     def count(self, vote: Vote) -> Vote:
         """See RankGroup.count."""
         said = self._votes.swap_numbers((vote.wave, vote.has_work, vote.is_pausing, vote.generation))
@@ -135,18 +143,20 @@ class ProcessRankGroup:
             ]
         )
 
-    def when_all_resumed(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
+    def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
         """See RankGroup.when_all_resumed."""
         others = [rank for rank in range(self.meeting.size) if rank != self.meeting.rank]
         resuming = _Resuming(len(others), done, lost)
 
         def wait_for(rank: int) -> None:
             try:
-                self._votes.wait_for(rank)
+                has_same = self._votes.wait_for(rank, weights) == weights
             except PeersLost:
+                has_same = False
+            if has_same:
+                resuming.hear()
+            else:
                 resuming.lose()
-                return
-            resuming.hear()
 
         # One each: who waits for one rank does not notice that another one is gone.
         for rank in others:
@@ -189,6 +199,11 @@ class _Resuming:
             is_last = is_word and not self._is_over
             self._is_over |= is_last
             return is_last
+
+
+def bell_place(meeting: Meeting) -> str:
+    """The part of a store in which ranks of a generation leave word of their waves."""
+    return f"{_BELL}-{meeting.generation}"
 
 
 def _place(meeting: Meeting) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +29,15 @@ class RankGroup(Protocol):
         """The verdict of all ranks' votes; waits for the slowest. Never called by two threads at once."""
         ...
 
-    def when_all_resumed(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Tell that this rank has resumed; one of both is called, in any thread: all have, or one is gone."""
+    def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank says, in order; all say equally many. As `count`, and never beside it."""
+        ...
+
+    def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Tell that this rank has resumed, with these weights; one of both is called, in any thread.
+
+        done: all have, with the same ones.  lost: one is gone, or has others.
+        """
         ...
 
     def close(self) -> None:
@@ -60,10 +67,11 @@ class ExpertShards(Protocol):
 
     num_bytes: int  # of those that are held now
 
-    def prepare(self, rank: int, size: int) -> None:
+    def prepare(self, rank: int, size: int, *, may_release: bool = False) -> None:
         """Load what this rank of so many is to hold beside what is held now. For a thread of its own.
 
-        Raises ValueError or OSError, and holds what it held.
+        Raises ValueError or OSError, and holds what it held. may_release: nothing runs with that before
+        something was prepared and adopted, so that it may be given up where memory is short.
         """
         ...
 

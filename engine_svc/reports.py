@@ -27,6 +27,7 @@ def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineReg
         dp_size=identity.dp_size,
         endpoint=endpoint,
         lockstep=engine.shares_experts,
+        labels=[member_pb2.Label(key=key, value=value) for key, value in identity.labels],
     )
     if core is None:
         return registration

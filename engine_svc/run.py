@@ -16,6 +16,7 @@ import uvloop
 
 from engine_svc.build import build_engine, build_memberships, build_served_engine, build_servers
 from engine_svc.config import EngineConfig
+from engine_svc.departure import Departure
 from engine_svc.engine import Engine
 from engine_svc.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.facts import LoadProgress
@@ -116,6 +117,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
     servers = build_servers(config, engine, servicer)
+    departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
     heartbeats = _background(engine, servicer.beat_forever())
     memberships: list[asyncio.Task[None]] = []
@@ -132,14 +134,14 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
 
     def announce(addresses: list[str]) -> None:
         _announce(config, addresses)
-        built = build_memberships(config, engine, servicer, bound=addresses[0], stop_process=_stop_process)
+        built = build_memberships(config, engine, departure, bound=addresses[0])
         memberships.extend(_background(engine, membership.run()) for membership in built)
         thread.start()
 
     try:
         exit_code = await run_server(
             servers,
-            on_drain=servicer.drain,
+            on_drain=lambda: departure.end(servicer.drain),
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,

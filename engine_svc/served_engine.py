@@ -81,6 +81,7 @@ class ServedEngine:
     is_member: bool = False  # whether a coordinator has taken the registration and its session stands
     num_fenced_commands: int = 0  # of a coordinator that another one has taken the place of
     on_standing: list[Callable[[Standing], None]] = field(default_factory=list)
+    on_member: list[Callable[[bool], None]] = field(default_factory=list)  # told of each change of it
     adoptables: Adoptables = field(init=False)  # requests that another frontend may take over
 
     def __post_init__(self) -> None:
@@ -117,6 +118,20 @@ class ServedEngine:
             self.lifecycle.move_to(EngineState.READY)
         for listener in self.on_standing:
             listener(standing)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other ranks step with this engine, and a coordinator can have them go on without it."""
+        driver = None if self.core is None else self.core.lockstep
+        return self.is_member and driver is not None and driver.is_awaited
+
+    def note_member(self, is_member: bool) -> None:
+        """A coordinator has taken this engine's registration, or is away; whoever listens is told."""
+        if is_member == self.is_member:
+            return
+        self.is_member = is_member
+        for listener in self.on_member:
+            listener(is_member)
 
     def renew(self, facts: EngineFacts) -> None:
         """The engine serves other weights than before; whoever was told what it is hears it again."""

@@ -300,8 +300,11 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             for other in self._sessions
         )
         if session.is_over or has_successor:
-            # What is ended on purpose leaves nothing behind that anybody may come for.
-            self._engine.adoptables.drop(session.number)
+            # What is ended on purpose leaves behind what it says, and else nothing that anybody may come for.
+            if session.leaves_adoptable:
+                self._engine.adoptables.lose(session.number)
+            else:
+                self._engine.adoptables.drop(session.number)
             self._close(session)
             return
         self._engine.adoptables.lose(session.number)

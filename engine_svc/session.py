@@ -63,6 +63,7 @@ class Session:
         self.session_id = hello.session_id
         self.number = number
         self.features = announce.common_features(hello)
+        self.leaves_adoptable = False  # whether its end leaves behind what others may adopt
         self._engine = engine
         self._on_finished = on_finished
         self._on_end = on_end
@@ -175,6 +176,7 @@ class Session:
                 self._calls.begin(message.utility)
             case "goodbye":
                 logger.info("frontend says goodbye", extra={"frontend_id": self.frontend_id})
+                self.leaves_adoptable = message.goodbye.leaves_adoptable
                 self.end()
             case "ack":
                 self._acknowledge(message.ack.last_seq)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from engine_svc.process_groups import bell_place, reach_store
 from engine_svc.rank_group import Meeting
-
-# Of words that were left long ago: their waves are over.
-_KEPT_WAVES = 16
 
 
 class StoreBell:
@@ -18,11 +13,14 @@ class StoreBell:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._rung = 0  # the wave that this rank has left word of last; 0: of none
 
     def ring(self, wave: int) -> None:
-        """Leave word that a rank waits in this wave."""
+        """Leave word that a rank waits in this wave, and take back that of the one before: it is over."""
+        if self._rung not in (0, wave):
+            self._store.delete_key(str(self._rung))
+        self._rung = wave
         self._store.set(str(wave), "")
-        self._store.delete_key(str(wave - _KEPT_WAVES))
 
     def is_rung(self, wave: int) -> bool:
         """Whether one does."""
@@ -30,12 +28,6 @@ class StoreBell:
 
 
 def reach_bell(meeting: Meeting, timeout_s: float) -> StoreBell:
-    """The bell of the ranks that meet there; RuntimeError where nobody answers in time."""
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # It is there.
-        meeting.master_address,
-        meeting.store_port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
-    return StoreBell(PrefixStore(f"doorbell-{meeting.generation}", store))
+    """The bell of the ranks that meet there; RuntimeError or OSError where nobody answers in time."""
+    store = reach_store(meeting.master_address, meeting.store_port, timeout_s)
+    return StoreBell(PrefixStore(bell_place(meeting), store))

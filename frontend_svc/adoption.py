@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -98,9 +98,15 @@ class Adoption:
 
     @contextlib.asynccontextmanager
     async def take_over(
-        self, token: str, received: Mapping[int, inference_pb2.ReceivedOutput]
+        self,
+        token: str,
+        received: Mapping[int, inference_pb2.ReceivedOutput],
+        is_left: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[AdoptedRequest, None]:
-        """The request of a stream, aborted behind the block if it has not ended. Raises NotFound."""
+        """The request of a stream, aborted behind the block if it has not ended. Raises NotFound.
+
+        With `is_left` by then, it is left in its engine for the next frontend.
+        """
         index, client, first = await self._find(token, received)
         outputs = {index: first}
         try:
@@ -112,7 +118,10 @@ class Adoption:
         finally:
             # Those that have ended or were sent on to another engine are passed over.
             handles = [adoptee.handle for adoptee in outputs.values()]
-            client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
+            if is_left():
+                client.leave(handles)
+            else:
+                client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
 
     async def _find(
         self, token: str, received: Mapping[int, inference_pb2.ReceivedOutput]

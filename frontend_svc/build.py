@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -23,7 +24,7 @@ from frontend_svc.api.request import RequestServicer
 from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.config import FrontendConfig
-from frontend_svc.drain import Drain
+from frontend_svc.drain import Drain, shutting_down
 from frontend_svc.engines.artifacts import ArtifactStore
 from frontend_svc.engines.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
@@ -57,6 +58,8 @@ from triptych.api.v1 import (
 
 logger = logging.getLogger(__name__)
 
+# One whose client does not read does not keep other clients from going on elsewhere.
+_CALLS_END_S = 0.1
 _INFERENCE = "triptych.api.v1.InferenceService"
 _CHAT = "triptych.api.v1.ChatService"
 _EMBEDDING = "triptych.api.v1.EmbeddingService"
@@ -135,6 +138,7 @@ class Frontend:
             reflection=config.reflection,
         )
         self._coordinator = self._coordinator_session(clock)
+        self._closing: asyncio.Task[None] | None = None
 
     def connect(self, address: str) -> None:
         """Begin to reach engines and coordinator; `address` is where this frontend listens."""
@@ -150,9 +154,22 @@ class Frontend:
         """Refuse new requests and wait for the open ones."""
         await self.draining.run()
 
+    async def cut(self) -> None:
+        """End every call, which another frontend may be asked for, and leave what can be adopted."""
+        calls = asyncio.ensure_future(self.public.end_calls(shutting_down))
+        await asyncio.wait({calls}, timeout=_CALLS_END_S)
+        await asyncio.gather(self.close(), calls)
+
     async def close(self) -> None:
-        """End every stream of ours."""
+        """End every stream of ours. What runs for clients that can name it is left to other frontends."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        # Whoever has no time to wait for it does not end it.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self.loop_lag.stop()
+        self.directory.leave()
         await self.resumable.close()
         self.failover.close()
         if self._coordinator is not None:

@@ -11,6 +11,11 @@ from service_kit.errors import Unavailable
 _RETRY_AFTER_MS = 1000
 
 
+def shutting_down() -> Unavailable:
+    """What calls are told that this frontend does not take any more, or does not finish."""
+    return Unavailable("this frontend is shutting down", reason="DRAINING", retry_after_ms=_RETRY_AFTER_MS)
+
+
 class Drain:
     """Counts the requests that are open, and refuses new ones once it has begun.
 
@@ -46,9 +51,7 @@ class Drain:
     def counted(self) -> Iterator[None]:
         """Count a request as open inside of the block. Raises Unavailable when no more are taken."""
         if self._has_begun:
-            raise Unavailable(
-                "this frontend is shutting down", reason="DRAINING", retry_after_ms=_RETRY_AFTER_MS
-            )
+            raise shutting_down()
         self._num_open += 1
         if self._num_open == 1:
             self._idle.clear()

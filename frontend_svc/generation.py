@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
 
 from frontend_svc.admission import Admission
 from frontend_svc.adoption import AdoptedRequest, make_adoptable
+from frontend_svc.caller import Caller, too_late
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
@@ -28,46 +27,12 @@ from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, pr
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from frontend_svc.text.sampling import stream_interval
 from frontend_svc.tracing import RequestTrace
-from service_kit.errors import DeadlineExceeded, ServiceError
+from service_kit.errors import ServiceError
 from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
-_MAX_REMAINING_S = 10 * 365 * 86400.0
-# What the engine's clock and ours may differ by about one deadline, and how much gRPC rounds one by.
-_LATE_S = 0.002
-_ROUNDED_SHARE = 0.01
 # How requests end that say nothing for sending others again.
 _NOT_WELL = ("abort", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What a call brings besides its request. `remaining_s` is None where there is no deadline."""
-
-    request_id: str
-    traceparent: str
-    tracestate: str
-    remaining_s: Callable[[], float | None]
-    patience_s: float | None = None  # what remained when the call arrived
-    resume_token: str = ""  # of a stream that outlives its call
-
-    def is_late(self) -> bool:
-        """True when the caller's deadline has passed, or passes before an answer could be with it."""
-        remaining_s = self.remaining_s()
-        return remaining_s is not None and remaining_s < _LATE_S + _ROUNDED_SHARE * (self.patience_s or 0.0)
-
-    def remaining_ms(self) -> int | None:
-        """What an engine is told of the deadline, None of none. Raises DeadlineExceeded behind it."""
-        remaining_s = self.remaining_s()
-        if remaining_s is None or remaining_s >= _MAX_REMAINING_S:
-            return None
-        if remaining_s <= 0:
-            raise too_late()
-        return math.ceil(remaining_s * 1000)
-
-    def abort_reason(self) -> engine_pb2.AbortReason:
-        """Why what still runs for the caller is ended."""
-        return engine_pb2.ABORT_REASON_DEADLINE if self.is_late() else engine_pb2.ABORT_REASON_CLIENT
 
 
 class OpenRequest:
@@ -192,6 +157,14 @@ class OpenRequest:
         if client is not None:
             client.abort(self._handles, reason)
 
+    def leave(self) -> None:
+        """Let its engine go on with it for another frontend; nothing of it comes here any more."""
+        client = self._moves.client
+        self._moves.end(is_well=False)
+        if client is not None:
+            client.leave(self._handles)
+        self._collector.close()
+
     def close(self, reason: engine_pb2.AbortReason) -> None:
         """Abort what has not ended, and forget what was not read."""
         self.abort(reason)
@@ -264,6 +237,10 @@ class Generation:
         """The model served as `name`; see `Directory.model`."""
         return self._directory.model(name)
 
+    def counted(self) -> contextlib.AbstractContextManager[None]:
+        """Have a drain wait for the end of the block; raises Unavailable once it has begun."""
+        return self._drain.counted()
+
     @contextlib.asynccontextmanager
     async def open(
         self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
@@ -290,10 +267,12 @@ class Generation:
     async def adopt(
         self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
-        """Keep alive inside of the block what another frontend began, with its output from the start."""
+        """Keep alive inside of the block what another frontend began, with its output from the start.
+
+        The block is one inside of `counted`.
+        """
         request = adopted.request
         with (
-            self._drain.counted(),
             trace,
             self._admission.share(request.request_id),
             self._requests.track(request.request_id, caller.request_id) as tracked,
@@ -384,17 +363,15 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
 
 @contextlib.contextmanager
 def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iterator[None]:
-    """Whatever leaves the block aborts the request where it has not ended."""
+    """Whatever leaves the block aborts the request where it has not ended and is not left to others."""
     try:
         yield
     finally:
         reason = caller.abort_reason()
         if reason == engine_pb2.ABORT_REASON_DEADLINE:
             trace.abort_cause = "deadline"
-        opened.close(reason)
+        if caller.is_left():
+            opened.leave()
+        else:
+            opened.close(reason)
         trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
-
-
-def too_late() -> DeadlineExceeded:
-    """The error of a caller whose deadline has passed."""
-    return DeadlineExceeded("the deadline of the call has passed")

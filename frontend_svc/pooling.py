@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from frontend_svc.admission import Admission, Ticket
+from frontend_svc.caller import Caller, too_late
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
@@ -16,7 +17,6 @@ from frontend_svc.engines.loss import LossKind
 from frontend_svc.engines.routing.affinity import prefix_hash
 from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.failover import Failover, Move, Moves, Wish
-from frontend_svc.generation import Caller, too_late
 from frontend_svc.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.pooling_state import Pooled, PoolingState

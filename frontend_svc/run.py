@@ -14,7 +14,7 @@ from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.config import Loaded
 from service_kit.process import end_at_once_on_signals
-from service_kit.server import AddressError, run_server, write_announcement
+from service_kit.server import AddressError, DrainCut, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,16 @@ async def _serve(config: FrontendConfig) -> int:
         await asyncio.sleep(config.drain_lag_s)
         await frontend.drain()
 
+    async def cut(cause: DrainCut) -> None:
+        await frontend.cut()
+
     try:
         exit_code = await run_server(
             [frontend.public, frontend.admin],
             on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
+            on_cut=cut,
         )
         end_at_once_on_signals(exit_code)
         return exit_code

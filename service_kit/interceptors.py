@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError, Message
 from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
 from service_kit.field_count import has_more_fields
 from service_kit.logs import bind_log_fields
+from service_kit.open_calls import OpenCall, OpenCalls
 from service_kit.telemetry import join_trace
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,14 @@ Handler = Callable[[Any, Any], Any]
 
 
 def server_interceptors(
-    service: str, *, max_fields: int | None = None
+    service: str, *, calls: OpenCalls | None = None, max_fields: int | None = None
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
     """The interceptors every server of ours has.
 
-    `service` names it in the log lines of its calls. Large requests of more than `max_fields` are refused.
+    `service` names it in the log lines of its calls. `calls` knows the open ones, but those of health and
+    reflection. Large requests of more than `max_fields` are refused.
     """
-    return [_CallInterceptor(service, max_fields)]
+    return [_CallInterceptor(service, OpenCalls() if calls is None else calls, max_fields)]
 
 
 @dataclass(slots=True)
@@ -67,8 +69,10 @@ class _Call:
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Puts `_guarded` around the handler of every method."""
 
-    def __init__(self, service: str, max_fields: int | None) -> None:
+    def __init__(self, service: str, calls: OpenCalls, max_fields: int | None) -> None:
         self._service = service
+        self._calls = calls
+        self._quiet_calls = OpenCalls()
         self._max_fields = max_fields
 
     async def intercept_service(
@@ -81,10 +85,14 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler is None:
             # Streams both ways: on the wire that fits the calls of every other kind of method.
             handler = grpc.stream_stream_rpc_method_handler(_unserved)
-        return _guarded_handler(handler, self._service, handler_call_details, self._max_fields)
+        is_quiet = handler_call_details.method.startswith(_QUIET_PREFIXES)
+        calls = self._quiet_calls if is_quiet else self._calls
+        return _guarded_handler(handler, self._service, calls, handler_call_details, self._max_fields)
 
 
-def _guarded_handler(handler: Any, service: str, details: Any, max_fields: int | None) -> Any:
+def _guarded_handler(
+    handler: Any, service: str, calls: OpenCalls, details: Any, max_fields: int | None
+) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
 
@@ -105,16 +113,20 @@ def _guarded_handler(handler: Any, service: str, details: Any, max_fields: int |
         async with _guard(call, context):
             # At once, so that whoever is refused or never answered can still be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
-            try:
-                argument = request if handler.request_streaming else decode(request)
-                result = inner(argument, context)
-                if handler.response_streaming and hasattr(result, "__aiter__"):
-                    return await _write_all(result, context)
-                return await result if inspect.isawaitable(result) else result
-            except NotImplementedError:
-                if handler.request_streaming:
-                    await _read_out(request)
-                raise
+            with calls.opened() as opened:
+                return await answer(request, context, opened)
+
+    async def answer(request: Any, context: Any, opened: OpenCall) -> Any:
+        try:
+            argument = request if handler.request_streaming else decode(request)
+            result = inner(argument, context)
+            if handler.response_streaming and hasattr(result, "__aiter__"):
+                return await _write_all(result, context, opened)
+            return await result if inspect.isawaitable(result) else result
+        except NotImplementedError:
+            if handler.request_streaming:
+                await _read_out(request)
+            raise
 
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -138,11 +150,12 @@ async def _read_out(requests: AsyncIterator[Any]) -> None:
                 pass
 
 
-async def _write_all(responses: AsyncGenerator[Any, None], context: Any) -> None:
+async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened: OpenCall) -> None:
     # Written from here, the handler's generator is closed as soon as the client goes, not when collected.
     async with contextlib.aclosing(responses):
         async for response in responses:
-            await context.write(response)
+            with opened.writing():
+                await context.write(response)
 
 
 @contextlib.asynccontextmanager

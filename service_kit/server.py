@@ -21,9 +21,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from service_kit import health
-from service_kit.errors import InvalidTransition
+from service_kit.errors import InvalidTransition, ServiceError
 from service_kit.interceptors import server_interceptors
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
+from service_kit.open_calls import OpenCalls
 from service_kit.reflection import add_reflection
 
 __all__ = [
@@ -125,6 +126,7 @@ class Server:
         self._has_reflection = reflection
         self._health = health.HealthServicer(registration.full_name for registration in registrations)
         self._server: grpc.aio.Server | None = None
+        self._calls = OpenCalls()
         for registration in registrations:
             self._health.set_ready(registration.full_name, registration.is_ready)
 
@@ -133,12 +135,19 @@ class Server:
         """What it serves beside health and reflection."""
         return self._registrations
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun and not ended, but those of health and reflection."""
+        return len(self._calls)
+
     async def start(self) -> str:
         """Bind and serve. Returns the bound `host:port`; raises AddressError when that cannot be had."""
         # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
-            interceptors=server_interceptors(self._service, max_fields=self._profile.max_fields),
+            interceptors=server_interceptors(
+                self._service, calls=self._calls, max_fields=self._profile.max_fields
+            ),
             options=self._profile.options(),
         )
         for registration in self._registrations:
@@ -162,6 +171,13 @@ class Server:
     def drain(self) -> None:
         """Say NOT_SERVING for everything, for good. Calls go on being served."""
         self._health.drain()
+
+    async def end_calls(self, error_of: Callable[[], ServiceError]) -> None:
+        """End every call with an error, but those of health and reflection; later ones get the same.
+
+        Returns when all have ended, which one that writes to a client that does not read may never do.
+        """
+        await self._calls.end(error_of)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""

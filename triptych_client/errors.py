@@ -100,6 +100,13 @@ def from_error_status(error: error_pb2.ErrorStatus) -> TriptychError:
     )
 
 
+def is_unheard(error: TriptychError) -> bool:
+    """Whether a server that stops has let go of the call without looking at it."""
+    # What is cancelled on this side has a text of its own; these are gRPC's for what came over the wire.
+    is_remote = error.message == "CANCELLED" or error.message.startswith("Received RST_STREAM")
+    return error.status is grpc.StatusCode.CANCELLED and not error.reason and is_remote
+
+
 def not_reached(address: str, timeout_s: float) -> TriptychError:
     """The error for a frontend that cannot be reached."""
     return TriptychError(grpc.StatusCode.UNAVAILABLE, f"{address} was not reached within {timeout_s:g} s")

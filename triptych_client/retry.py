@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from triptych_client.errors import TriptychError
+from triptych_client.errors import TriptychError, is_unheard
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What is tried again: UNAVAILABLE, and RESOURCE_EXHAUSTED that says when to come back.
+    """What is tried again: UNAVAILABLE, what nobody heard, RESOURCE_EXHAUSTED that says when to come back.
 
     `max_attempts` counts the first one; 1 tries nothing again. The wait doubles from `first_backoff_s` up to
     `max_backoff_s`, is shortened by chance to no less than half, and comes on top of what the server asks
@@ -40,7 +40,7 @@ class RetryPolicy:
             return error.retry_after_ms is not None
         # A frontend that has not noticed yet that the connection broke still has the id in flight.
         is_own_id = error.status is grpc.StatusCode.ALREADY_EXISTS and num_attempts > 1
-        return is_own_id or error.status is grpc.StatusCode.UNAVAILABLE
+        return is_own_id or error.status is grpc.StatusCode.UNAVAILABLE or is_unheard(error)
 
     def backoff_s(self, num_attempts: int, chance: float) -> float:
         """How long to wait after `num_attempts`; `chance` is drawn from 0 to 1."""

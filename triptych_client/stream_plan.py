@@ -14,13 +14,16 @@ import grpc
 from google.protobuf.message import Message
 
 from triptych.api.v1 import generate_pb2, inference_pb2
-from triptych_client.errors import TriptychError
+from triptych_client.errors import TriptychError, is_unheard
 from triptych_client.retry import Attempts
 
 EventT = TypeVar("EventT")
 
 # What a frontend says that cannot go on with the stream; the stream then ended with what broke it.
 _NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
+
+# What a frontend says that stops: another one goes on with the stream, or this one started anew.
+_LEAVES = "DRAINING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +138,5 @@ class StreamPlan(Generic[EventT]):
 
 def _is_break(error: TriptychError) -> bool:
     # A frontend gives every status of its own a reason; one without is gRPC's word about the connection.
-    return error.status is grpc.StatusCode.UNAVAILABLE and not error.reason
+    is_gone = error.status is grpc.StatusCode.UNAVAILABLE and error.reason in ("", _LEAVES)
+    return is_gone or is_unheard(error)

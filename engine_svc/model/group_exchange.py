@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -55,6 +55,11 @@ class GroupExchange:
         self._num_steps = 0  # in this group
         self._sizes: tuple[list[int], list[int]] = ([], [])  # of this step by rank: tokens, then rows
         self._is_alone = False
+        self._listeners: list[Callable[[], None]] = []
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each exchange with the others, in the thread that runs the step."""
+        self._listeners.append(listener)
 
     def enter(self, mesh: Mesh) -> None:
         """From the next step on, exchange with these."""
@@ -85,6 +90,7 @@ class GroupExchange:
             )
         self._num_steps += 1
         said = mesh.swap_numbers((self._num_steps, num_tokens, num_rows))
+        self._tell()
         if any(numbers[0] != self._num_steps for numbers in said):
             raise PeersLost(f"the ranks are at steps {[numbers[0] for numbers in said]}")
         self._sizes = ([numbers[1] for numbers in said], [numbers[2] for numbers in said])
@@ -93,13 +99,16 @@ class GroupExchange:
         """See ExpertExchange.gather."""
         if self._is_alone:
             return x
-        return self._joined().gather(x, self._sizes[is_last_layer])
+        gathered = self._joined().gather(x, self._sizes[is_last_layer])
+        self._tell()
+        return gathered
 
     def add_up(self, parts: Tensor, *, is_last_layer: bool) -> Tensor:
         """See ExpertExchange.add_up."""
         if self._is_alone:
             return parts
         by_rank = self._joined().hand_back(parts, self._sizes[is_last_layer])
+        self._tell()
         total = by_rank[0].float()
         for part in by_rank[1:]:
             total += part
@@ -108,6 +117,10 @@ class GroupExchange:
     def check(self) -> None:
         """Raise PeersLost where a step that was launched may have gone on without the others' parts."""
         self._joined().check()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _joined(self) -> Mesh:
         mesh = self._mesh

@@ -55,9 +55,9 @@ class GlooMesh:
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What each rank says, in order; all say equally many."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        rooms = own.repeat(self.size, 1)
         with self._lost_if_it_fails():
+            own = torch.tensor(numbers, dtype=torch.int64)
+            rooms = own.repeat(self.size, 1)
             group = self._open_group()
             works = [group.recv([rooms[rank]], rank, _NUMBERS) for rank in self._others()]
             works += [group.send([own], rank, _NUMBERS) for rank in self._others()]
@@ -100,14 +100,19 @@ class GlooMesh:
                 work.wait(self._timeout)
         return room
 
-    def wait_for(self, rank: int) -> None:
-        """Wait until that rank waits for this one as well, however long it takes; beside other exchanges."""
+    def wait_for(self, rank: int, number: int) -> int:
+        """Wait until that rank waits for this one as well, however long it takes, and swap a number with it.
+
+        Beside other exchanges.
+        """
+        room = torch.empty(1, dtype=torch.int64)
         with self._lost_if_it_fails():
             group = self._open_group()
-            works = [group.recv([torch.empty(1)], rank, _PRESENCE)]
-            works.append(group.send([torch.zeros(1)], rank, _PRESENCE))
+            works = [group.recv([room], rank, _PRESENCE)]
+            works.append(group.send([torch.tensor([number], dtype=torch.int64)], rank, _PRESENCE))
             for work in works:
                 work.wait(_FOREVER)
+        return int(room.item())
 
     def wait_for_end_of(self, rank: int) -> None:
         """Return when that rank is gone, or this mesh closed; for a thread that has nothing else to do."""
@@ -143,6 +148,7 @@ class GlooMesh:
             yield
         except PeersLost:
             raise
-        except RuntimeError as error:
+        # A number that no message holds comes from the others as well, and is no request's fault.
+        except (RuntimeError, ValueError, OverflowError) as error:
             self.close()
             raise PeersLost(f"the ranks of a group no longer reach each other: {error}") from error

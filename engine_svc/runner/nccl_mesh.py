@@ -7,7 +7,7 @@ waits for each of the other processes, and has NCCL give up when one is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -17,10 +17,28 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllToAllOptions, Store
 
 from engine_svc.device_errors import PeersLost
-from engine_svc.runner.gloo_mesh import GlooMesh
 
 
-class _AllToAll(Protocol):
+class _Numbers(Protocol):
+    """The connections of the processes."""
+
+    rank: int
+    size: int
+
+    def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]: ...
+
+    def wait_for_end_of(self, rank: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Nccl(Protocol):
+    """What is used of torch's group, whose own annotations leave it out."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def abort(self) -> None: ...
+
     def alltoall_base(
         self,
         output: Tensor,
@@ -34,25 +52,34 @@ class _AllToAll(Protocol):
 class NcclMesh:
     """The connections of one GPU. `numbers` are those of its process, which are closed with it.
 
+    Raises PeersLost, and leaves nothing open, where another process ends before the GPUs are connected.
     What `gather` and `hand_back` return is there when the device comes to it; only after `check`, behind the
     device's end of a step, is it certain to be whole.
     """
 
-    def __init__(self, store: Store, numbers: GlooMesh, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        numbers: _Numbers,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        make_group: Callable[[Store, int, int, float], _Nccl] | None = None,
+    ) -> None:
         self.rank, self.size = numbers.rank, numbers.size
         self._numbers = numbers
         self._is_closed = threading.Event()
-        # Here and not above: builds of torch for CPUs lack it.
-        from torch.distributed import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        self._group = ProcessGroupNCCL(store, self.rank, self.size, options)
-        # The communicator is made now, while the ranks are known to be there.
-        self._group.eager_connect_single_device(device)
+        self._group = (make_group or _make_group)(store, self.rank, self.size, timeout_s)
+        # NCCL waits for who does not connect, and only a watcher has it give up before its time.
         for rank in range(self.size):
             if rank != self.rank:
                 threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+        try:
+            # The communicator is made now, while the ranks are known to be there.
+            self._group.eager_connect_single_device(device)
+        except RuntimeError as error:
+            self.close()
+            raise PeersLost(f"the GPUs of a group do not reach each other: {error}") from error
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """See Mesh.swap_numbers; in the host's memory, so that nobody waits for a device."""
@@ -89,8 +116,7 @@ class NcclMesh:
         self.check()
         try:
             # The device waits, the thread does not.
-            group: _AllToAll = self._group  # type: ignore[assignment]  # Its annotations lack it.
-            group.alltoall_base(room, sent, received, given, AllToAllOptions()).wait()
+            self._group.alltoall_base(room, sent, received, given, AllToAllOptions()).wait()
         except RuntimeError as error:
             self.close()
             raise PeersLost(f"the GPUs of a group no longer reach each other: {error}") from error
@@ -98,3 +124,13 @@ class NcclMesh:
     def _watch(self, rank: int) -> None:
         self._numbers.wait_for_end_of(rank)
         self.close()
+
+
+def _make_group(store: Store, rank: int, size: int, timeout_s: float) -> _Nccl:
+    # Here and not above: builds of torch for CPUs lack it.
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    group: _Nccl = ProcessGroupNCCL(store, rank, size, options)  # type: ignore[assignment]
+    return group

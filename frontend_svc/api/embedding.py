@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 import grpc.aio
 
 from frontend_svc.api.calls import caller_of
-from frontend_svc.generation import Caller
+from frontend_svc.caller import Caller
 from frontend_svc.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
 from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits, Violations

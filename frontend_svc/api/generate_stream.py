@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 
 from frontend_svc.adoption import Adoption
 from frontend_svc.api.messages import fill_logprobs, finished_message, started_message
-from frontend_svc.generation import Caller, Generation, OpenRequest
+from frontend_svc.caller import Caller
+from frontend_svc.generation import Generation, OpenRequest
 from frontend_svc.output.collector import Output, OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
@@ -62,19 +63,21 @@ async def stream_rest(
     """
     token, received = resume.resume_token, {one.output_index: one for one in resume.received}
     trace = RequestTrace(caller.request_id, caller.traceparent, caller.tracestate)
-    async with adoption.take_over(token, received) as adopted:
-        on_adopted(adopted.request)
-        kind = kind_of(adopted.request.sampling)
-        has_all_each_time = kind is OutputKind.CUMULATIVE
-        cuts = {index: Cut(one, has_all_each_time=has_all_each_time) for index, one in received.items()}
-        async with generation.adopt(adopted, caller, kind, trace) as opened:
-            position, is_last = resume.last_position, False
-            while not is_last:
-                output = await opened.next()
-                is_last = output.is_last
-                for message in _messages(opened, output, position, cuts):
-                    position = message.position
-                    yield message
+    # Asked of no engine before this frontend is sure to go on with it.
+    with generation.counted():
+        async with adoption.take_over(token, received, caller.is_left) as adopted:
+            on_adopted(adopted.request)
+            kind = kind_of(adopted.request.sampling)
+            has_all_each_time = kind is OutputKind.CUMULATIVE
+            cuts = {index: Cut(one, has_all_each_time=has_all_each_time) for index, one in received.items()}
+            async with generation.adopt(adopted, caller, kind, trace) as opened:
+                position, is_last = resume.last_position, False
+                while not is_last:
+                    output = await opened.next()
+                    is_last = output.is_last
+                    for message in _messages(opened, output, position, cuts):
+                        position = message.position
+                        yield message
 
 
 class Cut:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from frontend_svc.adoption import TOKEN_CHARACTERS, not_kept
-from frontend_svc.generation import Caller
+from frontend_svc.caller import Caller
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
 from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
@@ -161,17 +161,21 @@ class ResumableStream:
             if self._reader == reader:
                 self._detach()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a client was told the token, and may come back with it."""
+        return self._max_given > 0
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """What fills the log."""
+        return self._task
+
     def expire(self) -> None:
         """Abort what still runs, and be forgotten."""
         self._stop_timer()
         self._task.cancel()
         self._on_end(self)
-
-    async def end(self) -> None:
-        """Abort what still runs, and forget everything. Whoever reads gets no more."""
-        self._stop_timer()
-        self._task.cancel()
-        await asyncio.wait((self._task,))
 
     def _check(self, last_position: int) -> None:
         if last_position > self._max_given:
@@ -214,7 +218,7 @@ class ResumableStream:
     def _detach(self) -> None:
         self._has_reader = False
         is_vain = self._error is not None and self._log.last == self._begins_behind
-        if self._is_late() or not self._max_given or is_vain:
+        if self._is_late() or not self.is_known or is_vain:
             # Nobody comes back for it: its deadline has passed, nobody was told the token, or it never began.
             self.expire()
             return
@@ -244,6 +248,8 @@ class ResumableStreams:
         self._limit = limit
         self._streams: dict[str, ResumableStream] = {}
         self._read: OrderedDict[str, ResumableStream] = OrderedDict()
+        self._ending: set[asyncio.Task[None]] = set()  # of streams that are forgotten
+        self._left: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -254,7 +260,7 @@ class ResumableStreams:
         """Run a request with an orphan grace, and read its stream from the start."""
         grace_s = min(request.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
         token = secrets.token_hex(_TOKEN_BYTES)
-        caller = _outliving(caller, token)
+        caller = self._outliving(caller, token)
         messages = self._stream_of(request, caller)
         stream = self._keep(token, messages, grace_s, caller)
         async with contextlib.aclosing(stream.read(0)) as messages:
@@ -276,11 +282,14 @@ class ResumableStreams:
                 yield message
 
     async def close(self) -> None:
-        """Abort and forget all of them."""
+        """Forget all of them. What a client can name is left to the next frontend, the rest aborted."""
         streams, self._streams = list(self._streams.values()), {}
         self._read.clear()
+        self._left.update(stream.token for stream in streams if stream.is_known)
         for stream in streams:
-            await stream.end()
+            stream.expire()
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     def _take_over(self, request: inference_pb2.ResumeRequest, caller: Caller) -> ResumableStream:
         # Behind `started` whoever does not say what it has got has got what nobody can cut off.
@@ -291,7 +300,7 @@ class ResumableStreams:
         def on_adopted(adopted: generate_pb2.GenerateRequest) -> None:
             stream.grace_s = min(adopted.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
 
-        caller = _outliving(caller, request.resume_token)
+        caller = self._outliving(caller, request.resume_token)
         messages = self._rest_of(request, caller, on_adopted)
         stream = self._keep(
             request.resume_token, messages, MAX_ORPHAN_GRACE_MS / 1000, caller, request.last_position
@@ -328,14 +337,16 @@ class ResumableStreams:
         if self._streams.get(stream.token) is stream:
             del self._streams[stream.token]
         self._read.pop(stream.token, None)
+        if not stream.task.done():
+            self._ending.add(stream.task)
+            stream.task.add_done_callback(self._ending.discard)
 
-
-def _outliving(caller: Caller, token: str) -> Caller:
-    """`caller` of the stream `token`, with a deadline that does not need its call any more."""
-    caller = dataclasses.replace(caller, resume_token=token)
-    remaining_s = caller.remaining_s()
-    if remaining_s is None:
-        return dataclasses.replace(caller, remaining_s=lambda: None)
-    loop = asyncio.get_running_loop()
-    late_at = loop.time() + remaining_s
-    return dataclasses.replace(caller, remaining_s=lambda: late_at - loop.time())
+    def _outliving(self, caller: Caller, token: str) -> Caller:
+        """`caller` of the stream `token`, with a deadline that does not need its call any more."""
+        caller = dataclasses.replace(caller, resume_token=token, is_left=lambda: token in self._left)
+        remaining_s = caller.remaining_s()
+        if remaining_s is None:
+            return dataclasses.replace(caller, remaining_s=lambda: None)
+        loop = asyncio.get_running_loop()
+        late_at = loop.time() + remaining_s
+        return dataclasses.replace(caller, remaining_s=lambda: late_at - loop.time())

@@ -121,6 +121,7 @@ class EngineAdoptions:
         self._handles = handles
         self._send = send
         self._abort = abort
+        self.are_left = False  # whether the next frontend may have what nobody here waits for any more
         self._asked: dict[int, asyncio.Future[Adoptee]] = {}
 
     @property
@@ -145,7 +146,7 @@ class EngineAdoptions:
         except (TimeoutError, asyncio.CancelledError) as error:
             # It may have come in the very moment in which nobody waits for it any more.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self._abort([handle], engine_pb2.ABORT_REASON_CLIENT)
+                self._abandon(handle)
             if isinstance(error, TimeoutError):
                 raise _unanswered(f"no answer within {_ANSWER_LIMIT_S:g} s") from error
             raise
@@ -172,7 +173,7 @@ class EngineAdoptions:
         answer = self._asked.get(handle)
         if answer is None or answer.done():
             # Whoever asked has gone.
-            self._abort([handle], engine_pb2.ABORT_REASON_CLIENT)
+            self._abandon(handle)
             return
         answer.set_result(
             Adoptee(handle, adopted.attempt, adopted.prompt_token_ids, adopted.resume_state, outputs)
@@ -183,6 +184,10 @@ class EngineAdoptions:
         answer = self._asked.get(handle)
         if answer is not None and not answer.done():
             answer.set_exception(error)
+
+    def _abandon(self, handle: int) -> None:
+        if not self.are_left:
+            self._abort([handle], engine_pb2.ABORT_REASON_CLIENT)
 
     def lose(self, reason: str) -> None:
         """No answer comes any more."""

@@ -135,7 +135,8 @@ class EngineClient:
             return
         self._is_closing = True
         if self._stream is not None:
-            self._stream.close(engine_pb2.Goodbye(reason="the frontend stops"))
+            are_left = self.adoptions.are_left
+            self._stream.close(engine_pb2.Goodbye(reason="the frontend stops", leaves_adoptable=are_left))
             await asyncio.wait({self._task}, timeout=_CLOSE_DEADLINE_S)
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -168,6 +169,11 @@ class EngineClient:
         running = [handle for handle in handles if self._processor.forget(handle)]
         if running:
             self._send_abort(running, reason)
+
+    def leave(self, handles: Iterable[int]) -> None:
+        """Forget requests here alone: the engine goes on with them, for whoever adopts them."""
+        for handle in handles:
+            self._processor.forget(handle)
 
     def end(self, handles: Iterable[int]) -> None:
         """Abort requests in the engine and tell their readers; those that have ended are passed over."""
@@ -216,8 +222,7 @@ class EngineClient:
         self.engine_id = self._line.ack.engine_id
         self.account.meet(self._line.ack.engine_epoch)
         self.account.place(dp_rank=self._line.ack.dp_rank)
-        if not is_resumed:
-            self._is_loaded = False
+        self._is_loaded &= is_resumed
         if self._line.ack.engine_epoch != epoch:
             self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
@@ -303,6 +308,9 @@ class EngineClient:
             self.adoptions.take(message.adopted)
         elif kind == "ready":
             readies.put_nowait(message.ready)
+            if self.state is EngineState.DRAINING:
+                self._move_to(EngineState.LOADING)
+                self._become_ready()
         elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
             self._move_to(EngineState.DRAINING)
         elif kind == "dead":

@@ -98,6 +98,12 @@ class CoordinatorSession:
                     if _is_refusal(error) and self._fence.has_lapsed(self._clock.now()):
                         # It is older than the one that was known, which is gone.
                         self._topology.forget_coordinator()
+                except Exception as error:
+                    # A bug in what follows from a message must not be the last that was heard of engines.
+                    logger.error(
+                        "coordinator session failed", extra={"coordinator": self._address}, exc_info=error
+                    )
+                    version = self._topology.version
                 backoff_s = (
                     _MIN_BACKOFF_S
                     if self._topology.version != version
@@ -130,6 +136,8 @@ class CoordinatorSession:
                 task.cancel()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # Until now it was heard, however little it had to say.
+            self._fence.note_end(self._clock.now())
 
     async def _read(
         self,
@@ -138,12 +146,12 @@ class CoordinatorSession:
         ],
         outgoing: Outgoing,
     ) -> None:
-        epoch = self._topology.coordinator_epoch
+        epoch, lease_s = self._topology.coordinator_epoch, self._fence.lease_s
         # What is not a message is the end of the stream.
         while isinstance(message := await call.read(), coordinator_pb2.FrontendSessionResponse):
             if message.HasField("snapshot"):
-                epoch = message.snapshot.coordinator_epoch
-            if self._fence.admits(epoch, self._clock.now()):
+                epoch, lease_s = message.snapshot.coordinator_epoch, message.snapshot.lease_ms / 1000
+            if self._fence.admits(epoch, lease_s=lease_s, now=self._clock.now()):
                 self._take(message)
                 # Hints belong to who has just told of the waves.
                 self._outgoing = outgoing

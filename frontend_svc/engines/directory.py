@@ -179,6 +179,11 @@ class Directory:
             )
         raise self._nothing_ready()
 
+    def leave(self) -> None:
+        """From here on what others may adopt stays in its engine, whoever stops to wait for it here."""
+        for client in self._clients.values():
+            client.adoptions.are_left = True
+
     async def close(self) -> None:
         """Close every client."""
         clients, self._clients = list(self._clients.values()), {}

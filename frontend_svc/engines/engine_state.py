@@ -30,7 +30,10 @@ TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.READY: frozenset(
         {EngineState.DRAINING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
     ),
-    EngineState.DRAINING: frozenset({EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}),
+    # Back to LOADING, and from there to READY, where it was to leave, and that was taken back.
+    EngineState.DRAINING: frozenset(
+        {EngineState.LOADING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
+    ),
     EngineState.RECONNECTING: frozenset(
         {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
     ),

@@ -40,6 +40,8 @@ async def ask(client: Client, number: int, max_tokens: int = MAX_TOKENS) -> list
         temperature=0.8 * (number % 2),
         seed=number,
         timeout_s=120,
+        # What a frontend leaves undone when it is replaced goes on at the next one.
+        orphan_grace_ms=20_000,
     )
     async for event in stream:
         if isinstance(event, Delta):

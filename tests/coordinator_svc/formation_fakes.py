@@ -42,7 +42,7 @@ class Group:
         self.step()
 
     def end(self, engine_id: str, *, has_ended: bool = True) -> None:
-        self.formation.leave(engine_id, has_ended=has_ended)
+        self.formation.leave(engine_id, self.now, has_ended=has_ended)
         self.step()
 
     def take(self, *engine_ids: str) -> None:

@@ -143,7 +143,7 @@ class World:
         for engine_id, lost_at in list(self._lost_at.items()):
             if self.now >= lost_at + _LEASE_S:
                 del self._lost_at[engine_id]
-                self.formation.leave(engine_id, has_ended=False)
+                self.formation.leave(engine_id, self.now, has_ended=False)
         self._step_coordinator()
 
     def _step_coordinator(self) -> None:
@@ -210,7 +210,7 @@ class World:
         engine.is_alive = False
         if engine.session is not None:
             engine.session = None
-            self.formation.leave(engine.engine_id, has_ended=True)
+            self.formation.leave(engine.engine_id, self.now, has_ended=True)
 
     def _meet(self, engines: list[Engine], generation: int) -> None:
         members = frozenset((one.engine_id, one.epoch) for one in engines)

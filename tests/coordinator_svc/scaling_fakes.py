@@ -38,6 +38,11 @@ class FakeEngines:
         """Every group that has a member."""
         return dict(self.members)
 
+    def find(self, engine_id: str) -> GroupEngine | None:
+        """The engine of that id, or None."""
+        engines = (engine for group in self.members.values() for engine in group.engines)
+        return next((engine for engine in engines if engine.engine_id == engine_id), None)
+
     def num_in_flight(self, engine_id: str) -> int:
         """Seven, whoever it is."""
         return 7

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordinator_svc.formation import Phase
 from coordinator_svc.orders import Abort, Commit, Prepare
 from tests.coordinator_svc.formation_fakes import Group, formed
@@ -35,7 +37,6 @@ def test_all_prepare_before_anyone_commits_and_reports_confirm() -> None:
     group.stand(1, "b")
     assert group.formation.is_settled
     assert (group.formation.generation, group.formation.members) == (1, ("a", "b"))
-    assert group.formation.meeting == Prepare(1, 2, 0, "host-a", 7000)
 
 
 def test_survivors_of_a_death_form_the_next_generation_after_the_grace() -> None:
@@ -73,13 +74,59 @@ def test_a_session_that_comes_back_within_the_grace_is_in_the_next_generation() 
     assert group.ranks() == {"a": 0, "b": 1}
 
 
-def test_a_lost_session_or_lease_alone_changes_nothing() -> None:
+def test_a_lost_session_alone_changes_nothing() -> None:
     group = formed("a", "b")
+    group.lose("b")
+    group.pass_time(1000.0)
+    assert group.formation.orders() == {}
+
+
+def test_a_member_whose_lease_has_ended_is_left_out_a_while_later_though_nobody_has_run_into_it() -> None:
+    group = formed("a", "b", "c")
     group.lose("b")
     group.pass_time(3.0)
     group.end("b", has_ended=False)
+    group.pass_time(1.9)
+    assert group.formation.orders() == {}
+    assert group.formation.next_at() == pytest.approx(group.now + 0.1)
+    group.pass_time(0.2)
+    assert group.ranks() == {"a": 0, "c": 1}
+    assert group.change_over("a", "c") == 2
     group.pass_time(1000.0)
     assert group.formation.orders() == {}
+
+
+def test_a_member_that_was_only_silent_comes_back_and_nothing_has_changed() -> None:
+    for silent_s in (1.9, 2.1):
+        group = formed("a", "b")
+        group.end("b", has_ended=False)
+        group.pass_time(silent_s)
+        group.join("b")
+        group.stand(1, "b")
+        group.pass_time(1000.0)
+        # Of what was being prepared meanwhile nothing is left.
+        assert all(isinstance(order, Abort) for order in group.formation.orders().values())
+        assert group.formation.phase is Phase.RESTING
+
+
+def test_leases_that_all_end_say_nothing_of_the_engines() -> None:
+    group = formed("a", "b", "c")
+    for engine_id in "abc":
+        group.end(engine_id, has_ended=False)
+        group.pass_time(0.6)
+    for engine_id in "bca":
+        group.join(engine_id)
+        group.stand(1, engine_id)
+        group.pass_time(0.6)
+    group.pass_time(1000.0)
+    assert group.formation.orders() == {}
+
+
+def test_another_process_of_the_same_name_says_that_the_silent_one_has_ended() -> None:
+    group = formed("a", "b")
+    group.end("b", has_ended=False)
+    group.join("b", epoch=2)
+    assert group.ranks() == {"a": 0}
 
 
 def test_a_group_whose_sessions_are_all_lost_is_taken_to_stand() -> None:
@@ -171,6 +218,49 @@ def test_a_rank_that_drains_leaves_the_group() -> None:
     group.take("b")
     group.stand(2, "b")
     assert group.formation.members == ("b",)
+
+
+def test_ranks_that_all_drain_leave_together_when_none_has_requests_any_more() -> None:
+    group = formed("a", "b")
+    group.report("a", generation=1, is_loaded=True, is_leaving=True)
+    assert group.ranks() == {"a": None, "b": 0}
+    group.take("a")
+    group.report("b", generation=1, is_loaded=True, is_leaving=True)
+    assert group.ranks() == {"a": None, "b": None}
+    group.take("a")
+    assert group.ranks() == {"b": None}
+    group.take("b")
+    assert group.formation.orders() == {"a": Commit(3), "b": Commit(3)}
+    group.take("a", "b")
+    group.report("a", is_loaded=True, is_leaving=True)
+    assert group.formation.phase is Phase.COMMITTING
+    group.report("b", is_loaded=True, is_leaving=True)
+    assert (group.formation.phase, group.formation.orders()) == (Phase.RESTING, {})
+    assert (group.formation.last_failure, group.formation.generation) == ("", 0)
+    group.pass_time(60.0)
+    assert group.formation.orders() == {}
+
+
+def test_a_rank_that_drains_with_the_last_other_one_gone_is_let_go() -> None:
+    group = formed("a", "b")
+    group.end("b")
+    group.report("a", generation=1, is_loaded=True, is_leaving=True)
+    group.take("a")
+    assert group.formation.orders() == {"a": Commit(3, lost_generation=1)}
+
+
+def test_who_is_to_change_over_hears_of_members_that_have_ended() -> None:
+    group = formed("a", "b", "c")
+    group.end("c")
+    group.take("a", "b")
+    assert group.formation.orders() == dict.fromkeys("ab", Commit(2, lost_generation=1))
+    group.take("a", "b")
+    group.stand(2, "a", "b")
+    group.join("c", epoch=2)
+    group.load("c")
+    group.take("a", "b", "c")
+    # Nobody who is in it has ended: all of its ranks can vote.
+    assert group.formation.orders() == dict.fromkeys("abc", Commit(3, lost_generation=1))
 
 
 def test_a_smaller_size_keeps_the_first_ranks_that_are_in_the_group() -> None:
@@ -273,3 +363,11 @@ def test_an_answer_to_an_order_that_holds_no_more_means_nothing() -> None:
     group.step()
     assert group.formation.preparing == 3
     assert group.formation.num_answered == 0
+
+
+def test_a_member_that_may_only_be_silent_is_not_told_to_have_ended() -> None:
+    group = formed("a", "b", "c")
+    group.end("c", has_ended=False)
+    group.pass_time(2.0)
+    group.take("a", "b")
+    assert group.formation.orders() == dict.fromkeys("ab", Commit(2))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordinator_svc.commands import Commands
 from coordinator_svc.groups import Groups
 from coordinator_svc.wave import START_RETRY_S
 from service_kit.clock import FakeClock
+from service_kit.errors import InvalidArgument
 from tests.coordinator_svc.fakes import registration
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
@@ -87,9 +90,6 @@ def test_loaded_engines_are_told_where_to_meet_and_then_to_change_over() -> None
     for engine_id in ("a", "b"):
         engines.report(engine_id, generation=1, wave=1)
     assert engines.state.generation == 1
-    rendezvous = engines.groups.rendezvous("b")
-    assert rendezvous is not None
-    assert (rendezvous.generation, rendezvous.dp_size) == (1, 2)
 
 
 def test_a_report_of_an_engine_that_asks_starts_the_others_at_once() -> None:
@@ -195,3 +195,19 @@ def test_engines_that_are_in_no_group_are_not_told_anything() -> None:
     engines.groups.lose("x")
     assert engines.groups.states() == []
     assert engines.groups.next_at() is None
+
+
+@pytest.mark.parametrize("field", ["wave", "generation"])
+def test_no_engine_can_push_its_group_to_where_numbers_end(field: str) -> None:
+    engines = formed("a", "b")
+    for value in (2**49, 2**62):
+        with pytest.raises(InvalidArgument, match=rf"{field} is {value}, the limit is \d+") as refused:
+            engines.groups.check_ahead("g", "report", **{"wave": 1, "generation": 1, field: value})
+        assert [name for name, _ in refused.value.violations] == [f"report.{field}"]
+    pushed = {"wave": 1, "generation": 1, field: 2**48}
+    engines.groups.check_ahead("g", "report", **pushed)
+    engines.report("a", **pushed)
+    # Whoever counts on from there is heard, by this coordinator and by one that has just started.
+    on = {**pushed, field: 2**48 + 1000}
+    engines.groups.check_ahead("g", "report", **on)
+    Groups(Commands(), FakeClock()).check_ahead("g", "report", **on)

@@ -14,6 +14,7 @@ LEGAL = {
     (MemberState.JOINING, MemberState.GONE),
     (MemberState.READY, MemberState.DRAINING),
     (MemberState.READY, MemberState.GONE),
+    (MemberState.DRAINING, MemberState.READY),
     (MemberState.DRAINING, MemberState.GONE),
 }
 
@@ -136,6 +137,15 @@ def test_a_live_rank_is_not_given_twice() -> None:
         registry.register(engine("c", rank=1, size=2), session_id=3)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_stands_alone_takes_no_rank_of_a_group_whoever_comes_first(is_first: bool) -> None:
+    registry = registry_at(FakeClock())
+    both = [engine("alone", rank=0, size=1), engine("ranked", rank=0, size=2)]
+    for session_id, one in enumerate(both if is_first else both[::-1]):
+        registry.register(one, session_id=session_id)
+    assert len(registry.members()) == 2
+
+
 def lockstep(engine_id: str, rank: int, parallel_config_hash: str, *, group: str = "g") -> Registration:
     return Registration(
         engine_id,
@@ -161,6 +171,16 @@ def test_ranks_of_a_group_are_configured_alike_or_refused_with_both_hashes() -> 
         registry.register(engine("b", rank=1, size=4), session_id=2)
     assert (registry.version, registry.members()) == before
     registry.register(lockstep("c", 1, "two", group="other"), session_id=3)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_stands_alone_lives_beside_a_group_without_a_name(is_first: bool) -> None:
+    registry = registry_at(FakeClock())
+    alone = Registration("alone", 1, "127.0.0.1:7000")
+    both = [alone, lockstep("a", 0, "one", group="")]
+    for session_id, one in enumerate(both if is_first else both[::-1]):
+        registry.register(one, session_id=session_id)
+    assert len(registry.members()) == 2
 
 
 def test_a_hash_that_is_not_known_yet_is_compared_when_it_is() -> None:
@@ -225,9 +245,10 @@ def test_a_failed_engine_is_gone_by_its_own_report() -> None:
     assert registry.members() == []
 
 
-def test_an_engine_cannot_report_itself_back_from_draining() -> None:
+def test_an_engine_that_was_to_leave_may_report_that_it_stays_but_not_that_it_loads_again() -> None:
     registry = registry_at(FakeClock())
     registry.register(engine(), session_id=1)
     registry.report("a", 1, MemberState.DRAINING)
-    with pytest.raises(FailedPrecondition, match="READY after DRAINING"):
-        registry.report("a", 1, MemberState.READY)
+    assert registry.report("a", 1, MemberState.READY).state is MemberState.READY
+    with pytest.raises(FailedPrecondition, match="JOINING after READY"):
+        registry.report("a", 1, MemberState.JOINING)

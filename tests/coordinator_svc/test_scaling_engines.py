@@ -52,9 +52,11 @@ class Members:
 
 
 @asynccontextmanager
-async def draining(members: Members, engine_id: str) -> AsyncIterator[asyncio.Future[str]]:
-    """An engine that is being told to drain within 2 s."""
-    task = asyncio.ensure_future(members.engines.drain(engine_id, 2.0))
+async def draining(
+    members: Members, engine_id: str, deadline_s: float = 2.0
+) -> AsyncIterator[asyncio.Future[str]]:
+    """An engine that is being told to drain within so long."""
+    task = asyncio.ensure_future(members.engines.drain(engine_id, deadline_s))
     try:
         yield task
     finally:
@@ -104,9 +106,42 @@ async def test_the_reason_of_a_refusal_is_handed_on() -> None:
         assert await drained == "not now"
 
 
-async def test_an_engine_that_nobody_knows_cannot_be_told() -> None:
+async def test_two_who_have_one_engine_drained_both_get_its_answer() -> None:
+    members = Members()
+    members.join("a")
+    async with draining(members, "a") as first:
+        await members.command("a")
+        members.sent.clear()
+        async with draining(members, "a", 5.0) as second:
+            command = await members.command("a")
+            assert command.drain.deadline_ms == 5000
+            members.answer("a", command, refusal="not now")
+            assert (await first, await second) == ("not now", "not now")
+
+
+async def test_an_engine_without_a_session_is_not_waited_for() -> None:
+    members = Members()
     with pytest.raises(Unavailable, match="engine a has no session"):
-        await Members().engines.drain("a", 0.0)
+        await members.engines.drain("a", 0.0)
+    members.join("a")
+    members.topology.commands.close("a", 1)
+    with pytest.raises(Unavailable, match="engine a has no session"):
+        await members.engines.drain("a", 0.0)
+    # Nothing is left over that it would be told when it comes back.
+    members.topology.commands.open("a", 2, members.sent.set)
+    assert members.topology.commands.take_unsent("a", 2) == []
+
+
+async def test_an_engine_that_stands_alone_is_no_rank_of_a_lockstep_group_without_a_name() -> None:
+    members = Members()
+    members.join("alone")
+    members.join("a", dp_size=2, lockstep=True)
+    members.join("b", dp_size=2, dp_rank=1, lockstep=True)
+    (group,) = members.engines.groups().values()
+    assert [engine.engine_id for engine in group.engines] == ["a", "b"]
+    alone = members.engines.find("alone")
+    assert alone is not None and alone.engine_id == "alone"
+    assert members.engines.find("nobody") is None
 
 
 async def test_requests_of_an_engine_are_those_that_run_and_those_that_wait() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator_svc.publisher import ChangeSignal
 from coordinator_svc.registry import MemberState
+from coordinator_svc.scaling import Scaling
 from coordinator_svc.scaling_group import Formed, GroupEngine
-from coordinator_svc.scaling_servicer import LEAVE_DEADLINE_S
+from coordinator_svc.scaling_servicer import LEAVE_DEADLINE_S, ScalingServicer
+from service_kit.clock import FakeClock
 from service_kit.errors import ServiceError, from_rpc_error
-from tests.coordinator_svc.scaling_fakes import asking, dense, scaling_service
+from tests.coordinator_svc.scaling_fakes import FakeEngines, asking, dense, scaling_service
 from triptych.coordinator.v1 import scaling_pb2
 
 _S = 10.0
@@ -171,3 +174,29 @@ async def test_an_operation_that_is_not_known_is_named() -> None:
         assert (await refused(stub.GetOperation(request, timeout=_S))).code.name == "NOT_FOUND"
         with pytest.raises(grpc.aio.AioRpcError, match="scale-8"):
             await ended(stub, "scale-8")
+
+
+class CountingSignal(ChangeSignal):
+    """Counts how often somebody who waited was woken."""
+
+    num_woken = 0
+
+    async def wait(self, timeout_s: float, *, loads_too: bool = True) -> None:
+        """Wait as any does."""
+        await super().wait(timeout_s, loads_too=loads_too)
+        self.num_woken += 1
+
+
+async def test_loads_are_no_reason_to_look_at_operations() -> None:
+    engines, signal = FakeEngines(dense("", 0)), CountingSignal()
+    servicer = ScalingServicer(Scaling(), engines, signal, FakeClock(), epoch=9, rebuilt_at=0.0)
+    running = asyncio.ensure_future(servicer.run())
+    for notify, num_woken in ((signal.notify_loads, 0), (signal.notify, 1)):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        notify()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert signal.num_woken == num_woken
+    running.cancel()
+    await asyncio.wait((running,))

@@ -304,3 +304,26 @@ async def test_a_thousand_engines_reach_a_frontend_in_few_messages() -> None:
             num_messages += 1
         assert sorted(added) == sorted(f"e{index}" for index in range(1000))
         assert len((await one.topology()).engines) == 1000
+
+
+async def test_many_engines_are_told_to_report_less_often_and_later_ones_at_once() -> None:
+    async with coordinator() as one:
+        peers = [
+            await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
+            for index in range(252)
+        ]
+        # Those who were there are told at 201 engines, which leaves room for 251, and again at 252.
+        for peer, intervals in ((peers[0], [126, 158]), (peers[201], [126, 158]), (peers[251], [158])):
+            told = [(await peer.read_command()).update_interval.interval_ms for _ in intervals]
+            assert told == intervals
+
+
+async def test_an_engine_that_comes_back_is_told_the_interval_again_and_few_are_told_none() -> None:
+    async with coordinator() as one:
+        first = await one.engine(engine_id="first", endpoint="127.0.0.1:9999")
+        for index in range(200):
+            await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
+        command = await first.read_command()
+        await first.answer(command)
+        again = await one.engine(engine_id="first", endpoint="127.0.0.1:9999")
+        assert (await again.read_command()).update_interval == command.update_interval

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 
 from engine_svc.answer import give
 from engine_svc.build import build_core
@@ -56,6 +57,7 @@ class _Shared:
         self._size = size
         self._come: dict[tuple[str, int], dict[int, object]] = {}
         self._waiting: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._weights: set[int] = set()  # of those that have resumed
         self.is_closed = False
 
     def come(self, point: tuple[str, int], rank: int, value: object = None) -> None:
@@ -74,15 +76,17 @@ class _Shared:
                 raise PeersLost(f"only {sorted(come)} of {self._size} ranks came to {point}")
             return [come[rank] for rank in sorted(come)]
 
-    def resume(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
+    def resume(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
         with self._meetings.changed:
             self._waiting.append((done, lost))
-            is_closed, are_all = self.is_closed, len(self._waiting) == self._size
-            waiting = self._waiting if is_closed or are_all else []
+            self._weights.add(weights)
+            are_lost, are_all = self.is_closed, len(self._waiting) == self._size
+            waiting = self._waiting if are_lost or are_all else []
             if waiting:
-                self._waiting = []
+                are_lost = are_lost or len(self._weights) > 1
+                self._waiting, self._weights = [], set()
         for one, other in waiting:
-            (other if is_closed else one)()
+            (other if are_lost else one)()
 
     def close(self) -> None:
         with self._meetings.changed:
@@ -102,6 +106,11 @@ class FakeGroup:
         self._meetings = meetings
         self._num_votes = 0
 
+    def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        point = ("numbers", 0)
+        self.shared.come(point, self.meeting.rank, list(numbers))
+        return [list(said) for said in self.shared.wait(point) if isinstance(said, list)]
+
     def count(self, vote: Vote) -> Vote:
         self._meetings.on_count(self.meeting.rank, vote)
         self._num_votes += 1
@@ -110,8 +119,8 @@ class FakeGroup:
         votes = self.shared.wait(point)
         return Vote.count([vote for vote in votes if isinstance(vote, Vote)])
 
-    def when_all_resumed(self, done: Callable[[], None], lost: Callable[[], None]) -> None:
-        self.shared.resume(done, lost)
+    def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
+        self.shared.resume(weights, done, lost)
 
     def close(self) -> None:
         self.shared.close()
@@ -140,9 +149,11 @@ class FakeShards:
 
     def __init__(self) -> None:
         self.asked: list[object] = []
+        self.may_release = False
 
-    def prepare(self, rank: int, size: int) -> None:
+    def prepare(self, rank: int, size: int, *, may_release: bool = False) -> None:
         self.asked.append((rank, size))
+        self.may_release = may_release
 
     def adopt(self) -> None:
         self.asked.append("adopt")
@@ -308,22 +319,22 @@ class Cluster:
         with self._changed:
             assert self._changed.wait_for(condition, PATIENCE_S)
 
-    def form(self, ranks: Sequence[Rank], leaving: Sequence[Rank] = ()) -> list[Future[None]]:
+    def form(
+        self, ranks: Sequence[Rank], leaving: Sequence[Rank] = (), *, lost_generation: int = 0
+    ) -> list[Future[None]]:
         """Have these change over to a new generation, and the leaving ones leave; their answers."""
         self.generation += 1
         generation = self.generation
         orders: list[tuple[Rank, Prepared]] = [(rank, Prepared(generation, None)) for rank in leaving]
         for index, rank in enumerate(ranks):
             meeting = Meeting(generation, index, len(ranks), "10.0.0.1", 7000)
-            rank.ask(lambda rank=rank: rank.driver.supersede(generation))
+            rank.ask(partial(rank.driver.supersede, generation))
             rank.driver.prepare(meeting)
             orders.append((rank, Prepared(generation, meeting)))
         answers: list[Future[None]] = []
         for rank, prepared in orders:
             answers.append(Future())
-            rank.post(
-                lambda rank=rank, prepared=prepared, answer=answers[-1]: rank.driver.commit(prepared, answer)
-            )
+            rank.post(partial(rank.driver.commit, prepared, answers[-1], lost_generation))
         return answers
 
     def _on_standing(self, standing: Standing) -> None:
@@ -331,12 +342,15 @@ class Cluster:
             self._num_changes += 1
             self._changed.notify_all()
 
+    def _has_changed_since(self, seen: int) -> bool:
+        return self._is_over or self._num_changes != seen
+
     def _coordinate(self) -> None:
         seen = -1
         while not self._is_over:
             with self._changed:
                 # What was refused a moment ago may be taken now.
-                self._changed.wait_for(lambda seen=seen: self._is_over or self._num_changes != seen, 0.01)
+                self._changed.wait_for(partial(self._has_changed_since, seen), 0.01)
                 seen = self._num_changes
             alive = [rank for rank in self.ranks if rank.is_alive]
             for asking in alive:
@@ -344,6 +358,6 @@ class Cluster:
                 if standing.asks:
                     for rank in alive:
                         if rank is not asking and not rank.driver.standing.is_in_wave:
-                            rank.post(lambda rank=rank, wave=standing.wave: rank.driver.start(wave) and None)
+                            rank.post(partial(rank.driver.hear, standing.wave))
             if self.reforms and all(rank.driver.standing.generation == 0 for rank in alive):
                 wait(self.form(alive), PATIENCE_S)

@@ -250,6 +250,37 @@ async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
         assert len(rig.engine.adoptables) == 0
 
 
+async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_else():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=100))
+        goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
+        await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
+        await first.until(lambda: first.is_over)
+        second = await another(stub)
+        await second.adopt((7, wire_id(1)), (8, wire_id(2)))
+        await second.until(lambda: "adopted" in second.kinds() and 8 in second.rejected)
+        rig.executor.gate.set()
+        await second.until_ended(7)
+        assert (second.tokens, second.finished) == ({7: whole(1)}, {7: [LENGTH]})
+        stats = await until_finished(stub, 2)
+        assert (stats.num_generated_tokens < NUM_TOKENS + 100, stats.num_used_blocks) == (True, 0)
+
+
+async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
+        goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
+        await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
+        async with asyncio.timeout(10):
+            while len(rig.engine.adoptables):
+                await stub.GetLoad(engine_pb2.GetLoadRequest())
+        rig.executor.gate.set()
+        stats = await until_finished(stub, 1)
+        assert (stats.num_generated_tokens < 100, stats.num_used_blocks) == (True, 0)
+
+
 async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
     rig = ServiceRig()
     async with serving(rig) as stub:

@@ -16,6 +16,7 @@ import launcher.tiny_model
 from engine_svc.build import build_engine, build_memberships, build_served_engine
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.config import EngineConfig
+from engine_svc.departure import Departure
 from engine_svc.engine import Engine
 from engine_svc.facts import LoadProgress
 from engine_svc.mailbox import Add, Outbox, Stop
@@ -216,7 +217,8 @@ def test_there_is_no_membership_without_a_coordinator(llama):
     config = EngineConfig(model=str(llama))
     engine = build_served_engine(config)
     servicer = EngineCoreServicer(engine)
-    assert build_memberships(config, engine, servicer, bound="127.0.0.1:5", stop_process=lambda: None) == []
+    departure = Departure(engine, until_dry=servicer.until_dry, stop_process=lambda: None)
+    assert build_memberships(config, engine, departure, bound="127.0.0.1:5") == []
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["whole", "expert parallel"])

@@ -56,7 +56,7 @@ class Desk:
         self.is_dry.set()
         self.num_stops = 0
         self.interval_s = 0.0
-        departure = Departure(self.engine.lifecycle, until_dry=self._until_dry, stop_process=self._stop)
+        departure = Departure(self.engine, until_dry=self._until_dry, stop_process=self._stop)
         self.desk = CommandDesk(self.engine, departure, self)
         self._ids: Iterator[int] = itertools.count(1)
 
@@ -258,10 +258,11 @@ async def test_nobody_is_prepared_asleep():
     "order",
     [
         command_pb2.PrepareScale(generation=1, new_size=1, rank=0),
+        command_pb2.PrepareScale(generation=1, new_size=1, rendezvous=command_pb2.Rendezvous()),
         prepare(1, size=2, rank=2),
         prepare(1, size=5000, rank=1),
     ],
-    ids=["no rendezvous", "rank beyond size", "too many ranks"],
+    ids=["no rendezvous", "no place", "rank beyond size", "too many ranks"],
 )
 async def test_places_that_cannot_be_are_refused(order):
     async with a_desk() as desk:

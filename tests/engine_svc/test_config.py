@@ -40,6 +40,15 @@ def test_flags_environment_and_defaults_make_a_configuration():
         (["--expert-parallel", "--data-parallel-size", "2", "--step-limit-s", "4"], "--lockstep-timeout-s"),
         (["--data-parallel-group", "x" * 129], "--data-parallel-group"),
         (["--data-parallel-group", "a\nb"], "--data-parallel-group"),
+        (["--label", "zone"], "--label is 'zone'"),
+        (["--label", "=a"], "--label is '=a'"),
+        (["--label", "host=a"], "--label is 'host=a'"),
+        (["--label", "zone=a", "--label", "zone=b"], "--label is"),
+        (["--label", "zone=" + "a" * 252], "--label is"),
+        (
+            [text for index in range(33) for text in ("--label", f"key-{index}=a")],
+            "--label is given 33 times",
+        ),
         (["--enable-prompt-embeds", "--tensor-parallel-size", "2"], "--enable-prompt-embeds is True"),
         (["--enable-prompt-embeds", "--pipeline-parallel-size", "2"], "--enable-prompt-embeds is True"),
     ],
@@ -68,3 +77,9 @@ def test_experts_are_divided_over_engines_where_that_is_asked_for(options, divid
 def test_a_model_is_required():
     with pytest.raises(ConfigError, match="MODEL"):
         load_config(EngineConfig, [], service="engine", env={})
+
+
+def test_labels_are_told_by_key_whatever_their_values_hold():
+    arguments = ["folder", "--label", "zone=a", "--label", "path=x=y", "--label", "empty="]
+    config = load_config(EngineConfig, arguments, service="engine", env={}).config
+    assert config.labels == {"zone": "a", "path": "x=y", "empty": ""}

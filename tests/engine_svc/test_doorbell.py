@@ -126,6 +126,38 @@ def test_words_reach_other_ranks_through_the_store_of_rank_0():
     assert other.is_rung(5)
     assert not other.is_rung(6)
     assert not reach_bell(Meeting(4, 0, 2, "127.0.0.1", store.port), 5.0).is_rung(5)
-    for wave in range(6, 30):
-        one.ring(wave)
+    one.ring(12)
+    assert other.is_rung(12)
     assert not other.is_rung(5)
+    assert len([key for key in store.list_keys() if "doorbell" in key]) == 1
+
+
+def test_who_stood_still_meanwhile_hears_a_bell_again():
+    bell = FakeBell()
+    bell.ring(5)
+    with Rig(bell) as rank:
+        for num_heard in (1, 2):
+            rank.doorbell.move(WAITING, MEETING)
+            bell.until(lambda num_heard=num_heard: rank.heard == [5] * num_heard)
+            rank.doorbell.move(Standing(LockstepState.QUIET, wave=5, generation=3), MEETING)
+
+
+def test_a_store_that_is_gone_is_looked_for_again():
+    bell = FakeBell()
+    calls: list[Meeting] = []
+
+    def connect(meeting: Meeting) -> FakeBell:
+        with bell.changed:
+            calls.append(meeting)
+            bell.changed.notify_all()
+        raise ConnectionRefusedError("gone")
+
+    doorbell = Doorbell(
+        connect=connect, on_ring=lambda wave: None, has_coordinator=lambda: False, clock=FakeClock()
+    )
+    doorbell.start()
+    for num_calls in (1, 2):
+        doorbell.move(Standing(LockstepState.PAUSED, wave=num_calls, generation=3), MEETING)
+        bell.until(lambda num_calls=num_calls: len(calls) >= num_calls)
+    doorbell.stop()
+    assert doorbell.join(PATIENCE_S)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future, wait
 
 import pytest
 
 from engine_svc.lockstep import VOTE_INTERVAL, LockstepState
+from engine_svc.lockstep_driver import Prepared
 from engine_svc.mailbox import Abort
 from engine_svc.pause import PauseMode, StandstillState
+from engine_svc.rank_group import Meeting
 from engine_svc.request import FinishReason
 from engine_svc.vote import Vote
 from service_kit.errors import FailedPrecondition
 from tests.engine_svc.fakes import expected_tokens
-from tests.engine_svc.lockstep_rig import Cluster, Rank
+from tests.engine_svc.lockstep_rig import PATIENCE_S, Cluster, Rank
 from tests.engine_svc.test_engine import prompt_of
 
 
@@ -259,3 +262,69 @@ def test_a_wave_number_never_goes_back_over_generations():
             second.ask(lambda: second.driver.lose(ValueError("left")))
         assert waves == sorted(waves)
         assert waves[-1] > 3
+
+
+def prepare_alone(rank: Rank, generation: int) -> Prepared:
+    """What lets this rank go on as the only one."""
+    meeting = Meeting(generation, 0, 1, "10.0.0.1", 7000)
+    rank.driver.prepare(meeting)
+    return Prepared(generation, meeting)
+
+
+def test_a_rank_whose_peer_has_ended_meanwhile_changes_over_without_a_wave():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        left, dead = cluster.ranks
+        dead.is_alive = False
+        answer: Future[None] = Future()
+        prepared = prepare_alone(left, 2)
+        left.post(lambda: left.driver.commit(prepared, answer, lost_generation=1))
+        answer.result(PATIENCE_S)
+        assert (left.driver.standing.generation, left.driver.meeting) == (2, prepared.meeting)
+        assert (left.executor.num_launched, left.driver.num_votes) == (0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_that_waits_for_one_that_has_ended_is_told_so_from_outside(depth):
+    with Cluster(2, max_in_flight=depth) as cluster:
+        cluster.reforms = False
+        left, dead = cluster.ranks
+        dead.executor.hold_at = 40
+        left.add(1, max_tokens=200)
+        dead.executor.wait_for_launches(40)
+        dead.is_alive = False
+        answer: Future[None] = Future()
+        prepared = prepare_alone(left, 2)
+        left.post(lambda: left.driver.commit(prepared, answer, lost_generation=1))
+        left.driver.break_off(1)
+        answer.result(PATIENCE_S / 2)
+        left.frontend.read_until_ended(1)
+        assert_exact(left, range(1, 2), 200)
+        dead.executor.gate.set()
+
+
+def test_who_has_ended_before_a_generation_was_formed_is_no_loss_to_it():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        wait(cluster.form(cluster.ranks), PATIENCE_S)
+        stays, leaves = cluster.ranks
+        stays.driver.break_off(1)
+        answers = cluster.form([stays], leaving=[leaves], lost_generation=1)
+        for answer in answers:
+            answer.result(PATIENCE_S)
+        assert leaves.driver.standing.has_left
+        assert (stays.executor.num_drops, stays.driver.num_votes) == (0, 2)
+
+
+def test_ranks_that_have_agreed_to_stand_still_do_so_whoever_has_ended():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        first, _ = cluster.ranks
+        for rank in cluster.ranks:
+            rank.pause().result(PATIENCE_S)
+        cluster.until(lambda: all(rank.driver.is_quiet for rank in cluster.ranks))
+        prepared = prepare_alone(first, 2)
+        answer: Future[None] = Future()
+        first.driver.break_off(1)
+        first.ask(lambda: first.driver.commit(prepared, answer, lost_generation=1))
+        assert (first.driver.is_quiet, answer.done()) == (True, False)

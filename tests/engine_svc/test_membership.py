@@ -65,7 +65,7 @@ def make_membership(engine: ServedEngine, coordinator: str, stops: list[str]) ->
     async def until_dry() -> None:
         return None
 
-    departure = Departure(engine.lifecycle, until_dry=until_dry, stop_process=lambda: stops.append("stop"))
+    departure = Departure(engine, until_dry=until_dry, stop_process=lambda: stops.append("stop"))
     return Membership(engine, coordinator=coordinator, endpoint="10.0.0.1:50061", departure=departure)
 
 
@@ -248,3 +248,12 @@ async def test_every_generation_is_reported_even_one_that_is_lost_at_once():
         asked = [report.start_wave_needed for report in coordinator.reports if report.generation]
         assert asked == [False, True]
     assert engine.lifecycle.state is EngineState.READY
+
+
+async def test_what_an_operator_says_of_an_engine_is_told():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    engine.identity = replace(engine.identity, labels=(("zone", "a"), ("rack", "7")))
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: bool(coordinator.registrations))
+        told = {label.key: label.value for label in coordinator.registrations[0].labels}
+        assert told == {"zone": "a", "rack": "7"}

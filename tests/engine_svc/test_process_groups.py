@@ -75,9 +75,9 @@ def test_all_are_told_when_the_last_has_resumed_and_then_vote(ranks):
     groups = ranks.form()
     done = [threading.Event() for _ in groups]
     for group, told in zip(groups[1:], done[1:], strict=True):
-        group.when_all_resumed(told.set, pytest.fail)
+        group.when_all_resumed(5, told.set, pytest.fail)
     assert not any(told.is_set() for told in done)
-    groups[0].when_all_resumed(done[0].set, pytest.fail)
+    groups[0].when_all_resumed(5, done[0].set, pytest.fail)
     assert all(told.wait(TIMEOUT_S) for told in done)
     assert votes_of(groups, vote(2)) == [vote(2)] * len(groups)
 
@@ -113,7 +113,7 @@ def test_who_closes_ends_the_waits_of_all_at_once(ranks):
         return
     lost = [threading.Event() for _ in groups]
     # All but the last wait, in a vote or for who resumes; the last one's exchange is waited for as well.
-    groups[0].when_all_resumed(pytest.fail, lost[0].set)
+    groups[0].when_all_resumed(5, pytest.fail, lost[0].set)
     with ThreadPoolExecutor(len(groups)) as threads:
         waiting: list[Future[object]] = [
             threads.submit(group.tensors.swap_numbers, (1, 2)) for group in groups[:-1]
@@ -151,6 +151,39 @@ def test_a_store_that_is_gone_is_a_lost_rank_at_once(pair):
     pair.makers[0].close()
     with pytest.raises(PeersLost, match=r"generation 1 does not meet: .*refused"):
         pair.meet(1)
+
+
+@pytest.mark.parametrize("address", ["\ud800.invalid", "a" * 70 + ".invalid", "x..y"])
+def test_a_host_that_can_be_none_is_a_lost_rank(pair, address):
+    with pytest.raises(PeersLost, match="generation 1 does not meet"):
+        pair.makers[1].form(Meeting(1, 1, 2, address, 7000))
+
+
+def test_a_port_that_can_be_none_is_a_lost_rank(pair):
+    with pytest.raises(PeersLost, match="generation 1 does not meet"):
+        pair.makers[1].form(Meeting(1, 1, 2, HOST, 70_000))
+
+
+def test_a_number_that_no_message_holds_is_a_lost_rank_and_ends_the_wait_of_the_other(pair):
+    group, other = pair.form()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(other.count, vote())
+        with pytest.raises(PeersLost):
+            group.count(vote(2**64))
+        assert isinstance(waiting.exception(TIMEOUT_S), PeersLost)
+
+
+def test_ranks_hear_each_others_numbers(ranks):
+    groups = ranks.form()
+    said = in_threads([partial(group.swap_numbers, (group.meeting.rank, -7)) for group in groups])
+    assert said == [[[rank, -7] for rank in range(len(groups))]] * len(groups)
+
+
+def test_ranks_that_resume_with_other_weights_are_lost_to_each_other(pair):
+    lost = [threading.Event() for _ in pair.form()]
+    for group, told, weights in zip(pair.groups, lost, (5, -6), strict=True):
+        group.when_all_resumed(weights, pytest.fail, told.set)
+    assert all(told.wait(TIMEOUT_S) for told in lost)
 
 
 def votes_of(groups: list[ProcessRankGroup], own: Vote | None = None) -> list[Vote]:

@@ -33,6 +33,28 @@ def test_a_hung_step_is_seen_within_half_a_second_of_the_limit():
     assert LIMIT_S < seen <= LIMIT_S + 0.5
 
 
+def test_a_step_that_goes_on_in_pace_with_others_does_not_hang_before_they_stand_still():
+    board, watch = Board(), StepWatch(LIMIT_S, TICK_S)
+    board.post(Figures(step_number=3, step_started_at=0.0, has_work=True))
+    for number in range(240):
+        now = number * TICK_S
+        if number % 16 == 0:
+            board.note_progress(now)
+        assert watch.look(board.read(), now) is None
+    seen = seconds_until_seen(watch, board.read(), start_s=60.0, most_s=20)
+    assert seen is not None
+    assert LIMIT_S - 4.0 < seen <= LIMIT_S + 0.5
+
+
+def test_progress_of_an_earlier_step_makes_none_of_a_later_one_younger():
+    board = Board()
+    board.note_progress(7.0)
+    board.post(Figures(step_number=4, step_started_at=8.0))
+    assert board.read().step_started_at == 8.0
+    board.post(Figures(step_number=4))
+    assert board.read().step_started_at is None
+
+
 def test_a_step_has_the_time_that_was_announced():
     figures = Figures(step_number=3, step_started_at=0.0, step_budget_s=30.0)
     seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), figures, start_s=0.0, most_s=60)

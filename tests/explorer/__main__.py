@@ -1,7 +1,7 @@
 """The explorer by command: `python -m tests.explorer`.
 
-Without options it visits every world of two ranks in several setups, walks at random through worlds of
-three and four ranks, and shows how it finds each of the known races.
+Without options it visits every world of two ranks in several setups, walks at random through worlds of two to
+four, and shows how it finds each of the known races.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FULL = {
     "pauses": Setup(),
     "votes every two steps": Setup(num_pausers=1, interval=2),
     "a crash": Setup(num_pauses=0, num_crashes=1),
+    "a crash and a pause": Setup(num_pausers=1, num_crashes=1),
     "a crash while the group is formed": Setup(num_pauses=0, num_senders=1, num_crashes=1, is_formed=False),
 }
 
@@ -53,7 +54,7 @@ def main() -> int:
             _visit(name, setup, options.max_worlds) for name, setup in FULL.items() if options.only in name
         ]
         if not options.only:
-            is_kept += [_walk(num_ranks, options.walks) for num_ranks in (3, 4)]
+            is_kept += [_walk(num_ranks, options.walks) for num_ranks in (2, 3, 4)]
             is_kept.append(_show_races())
         return 0 if all(is_kept) else 1
     setup = Setup(

@@ -29,8 +29,8 @@ def test_every_world_of_two_ranks_keeps_all_promises(setup: Setup) -> None:
     assert outcome.num_done > 0
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_walks_of_more_ranks_keep_all_promises(num_ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_walks_keep_all_promises(num_ranks: int) -> None:
     setup = Setup(
         num_ranks=num_ranks,
         num_requests=3,

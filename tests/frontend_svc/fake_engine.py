@@ -272,15 +272,25 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             self.num_acks += message.HasField("ack")
             if message.HasField("goodbye"):
                 self.goodbyes.append(message.goodbye.reason)
+                if not message.goodbye.leaves_adoptable:
+                    self._give_up(session)
             self._notify()
         session.outgoing.put_nowait(None)
+
+    def _give_up(self, session: FakeSession) -> None:
+        """Keep nothing of a session for another."""
+        for request in self.requests:
+            if request.session is session:
+                request.entry.resume_state = b""
 
     def _adopt(self, session: FakeSession, wanted: engine_pb2.AdoptEntry) -> None:
         """Hand over a request whose session is gone, and let the script go on with it where there is more."""
         kept = [
             request
             for request in self.requests
-            if request.entry.request_id == wanted.request_id and request.entry.resume_state
+            if request.entry.request_id == wanted.request_id
+            and request.entry.resume_state
+            and request.abort_reason in (None, engine_pb2.ABORT_REASON_STOP_STRING)
         ]
         if not kept or kept[-1].session in self.sessions:
             code = grpc.StatusCode.FAILED_PRECONDITION if kept else grpc.StatusCode.NOT_FOUND

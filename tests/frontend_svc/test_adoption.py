@@ -47,6 +47,15 @@ class Doomed:
         self._frontend = frontend
         self._is_dead = False
 
+    async def drain(self) -> None:
+        """Begin to drain it; nothing may run there."""
+        await self._frontend.drain()
+
+    async def cut(self) -> None:
+        """Cut its drain: its calls are told, and its streams to engines end with a goodbye."""
+        async with asyncio.timeout(WAIT_S):
+            await self._frontend.cut()
+
     async def die(self) -> None:
         """End it, its streams to engines included."""
         if not self._is_dead:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from frontend_svc.api.generate_stream import stream_generate
-from frontend_svc.generation import Caller
+from frontend_svc.caller import Caller
 from service_kit.errors import DeadlineExceeded
 from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
 from triptych.engine.v1 import engine_pb2

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from frontend_svc.build import Frontend
-from frontend_svc.generation import Caller
+from frontend_svc.caller import Caller
 from frontend_svc.output.collector import Output, OutputKind
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace

@@ -36,12 +36,10 @@ def test_the_engine_of_the_compose_file_yields_what_transformers_does(device, tm
     theirs = make_checkpoint("llama", tmp_path)
     model, *flags = flags_of(read(GPU_FILE)["services"]["engine-0"])
     assert not model.startswith("-")
-    # A tiny model needs little, and the machine may be shared; its dtype is the checkpoint's.
-    config = load_config(
-        EngineConfig, [str(tmp_path), *flags, f"--num-kv-blocks={NUM_BLOCKS}"], service="engine", env={}
-    ).config
+    config = load_config(EngineConfig, [str(tmp_path), *flags], service="engine", env={}).config
     assert config.device == "cuda"
     side = build_runner(config, lambda phase, done, total: None)
+    assert side.num_kv_blocks > NUM_BLOCKS, "the cache takes what --gpu-memory-utilization gives it"
     driver = PlanDriver(_Side(side), num_blocks=NUM_BLOCKS, block_size=config.block_size)
     prompt = prompt_of(40, seed=1)
     request = driver.add("a", prompt)

@@ -101,7 +101,8 @@ async def test_a_second_signal_ends_a_frontend_at_once() -> None:
         assert await ending_of(trio.frontend) == "exited with code 0"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_to_end(call), WAIT_LIMIT_S)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
 async def test_a_coordinator_with_members_exits_with_zero_and_nobody_else_notices() -> None:

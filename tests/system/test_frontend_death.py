@@ -1,4 +1,4 @@
-"""A frontend that is killed: its clients turn to another one and get the rest of what they would have got."""
+"""A frontend that is killed or stopped: its clients turn to another one and get the rest of their streams."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
+
+from launcher.process import ChildProcess
+from launcher.readiness import health_of
+from service_kit.channel import open_channel
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt
-from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
+from tests.system.stack import WAIT_LIMIT_S, Stack, address_of, listeners_of
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych_client.aio import Client
+from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Event, Finished, Started
 
 NUM_TOKENS = 400
@@ -28,6 +38,11 @@ STREAMS: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},
     {**SEEDED, "seed": 10, "n": 2, "logprobs": 1, "presence_penalty": 0.5},
 )
+# So many steps of tens of milliseconds are not over when a drain of a second is.
+NUM_SLOW_TOKENS = 100
+SLOW = {"max_tokens": NUM_SLOW_TOKENS}
+NO_GRACE = {"orphan_grace_ms": 0}
+SLOW_STREAMS = (*({**SLOW, **options} for options in STREAMS), *({**SLOW, **NO_GRACE} for _ in range(4)))
 
 
 @dataclass
@@ -45,6 +60,7 @@ class Read:
     """One stream as its reader saw it, and whether enough has come to strike."""
 
     events: list[Event] = field(default_factory=list)
+    error: TriptychError | None = None
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -66,25 +82,27 @@ class Read:
 
 async def read(client: Client, prompt: list[int], options: dict[str, Any], seen: Read) -> None:
     """Read a stream to its end, over as many frontends as that takes."""
-    stream = client.generate(
-        prompt,
-        **{"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, **options},
-        orphan_grace_ms=GRACE_MS,
-    )
-    async for event in stream:
-        seen.events.append(event)
-        if len(seen.events) > 10:
-            seen.has_begun.set()
+    wanted = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, "orphan_grace_ms": GRACE_MS}
+    stream = client.generate(prompt, **{**wanted, **options})
+    try:
+        async for event in stream:
+            seen.events.append(event)
+            if len(seen.events) > 10:
+                seen.has_begun.set()
+    except TriptychError as error:
+        seen.error = error
     seen.has_begun.set()
 
 
-async def read_all(client: Client, prompts: list[list[int]]) -> tuple[list[Read], asyncio.Future[list[None]]]:
+async def read_all(
+    client: Client, prompts: list[list[int]], streams: Sequence[dict[str, Any]] = STREAMS
+) -> tuple[list[Read], asyncio.Future[list[None]]]:
     """The streams, every one of which has begun, and what ends with all of them."""
     seen = [Read() for _ in prompts]
     reading = asyncio.gather(
         *(
             read(client, prompt, options, one)
-            for prompt, options, one in zip(prompts, STREAMS, seen, strict=True)
+            for prompt, options, one in zip(prompts, streams, seen, strict=True)
         )
     )
     async with asyncio.timeout(WAIT_LIMIT_S):
@@ -123,3 +141,100 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
     assert after.num_finished == 2 * before.num_finished
     assert after.num_prompt_tokens == 2 * before.num_prompt_tokens
     assert after.num_generated_tokens == 2 * before.num_generated_tokens
+
+
+def check_cut(expected: list[Read], seen: list[Read]) -> None:
+    """Streams with a grace are whole, those without were told that the frontend left."""
+    for options, undisturbed, one in zip(SLOW_STREAMS, expected, seen, strict=True):
+        if options.get("orphan_grace_ms") == 0:
+            assert one.error is not None
+            told = (one.error.status, one.error.reason, one.error.retry_after_ms)
+            assert told == (grpc.StatusCode.UNAVAILABLE, "DRAINING", 1000)
+            got = one.outputs[0].token_ids
+            assert got == undisturbed.outputs[0].token_ids[: len(got)]
+        else:
+            assert one.error is None
+            assert [type(event) for event in one.events].count(Started) == 1
+            assert one.outputs == undisturbed.outputs, options
+
+
+async def ended(child: ChildProcess) -> str:
+    await asyncio.wait_for(child.wait(), WAIT_LIMIT_S)
+    return child.ending.partition(") ")[2]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("cause", ["deadline", "signal"])
+async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(
+    slow_llama: str, cause: str
+) -> None:
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in SLOW_STREAMS]
+    deadline_s = {"deadline": 1, "signal": 600}[cause]
+    async with Stack() as stack:
+        engine = await stack.start("engine", slow_llama, "--port=0", "--no-enable-prefix-caching")
+        flags = ("--port=0", f"--engine={address_of(engine)}", f"--drain-deadline-s={deadline_s}")
+        frontends = [await stack.start("frontend", *flags, index=index) for index in range(2)]
+        for frontend in frontends:
+            await stack.ready("frontend", frontend)
+        view = stack.engine(engine)
+        async with Client(f"ipv4:{','.join(map(address_of, frontends))}") as client:
+            expected, reading = await read_all(client, prompts, SLOW_STREAMS)
+            await asyncio.wait_for(reading, WAIT_LIMIT_S)
+            before = await view.until_idle()
+            seen, reading = await read_all(client, prompts, SLOW_STREAMS)
+            frontends[0].terminate()
+            if cause == "signal":
+                async with asyncio.timeout(WAIT_LIMIT_S):
+                    # Two signals at once are one: the second is sent when the first has been noticed.
+                    while await health_of(address_of(frontends[0]), "", 10.0) == "SERVING":
+                        pass
+                frontends[0].terminate()
+            assert await ended(frontends[0]) == "exited with code 0"
+            assert not any(one.outputs[0].finished for one in seen)
+            await asyncio.wait_for(reading, WAIT_LIMIT_S)
+        after = await view.until_idle()
+    check_cut(expected, seen)
+    assert after.num_used_blocks == before.num_used_blocks == 0
+    # No prompt was computed twice, and what nobody can go on with was not computed to its end.
+    assert after.num_prompt_tokens == 2 * before.num_prompt_tokens
+    assert after.num_generated_tokens < 2 * before.num_generated_tokens
+
+
+@pytest.mark.chaos
+async def test_clients_of_a_worker_whose_drain_is_cut_go_on_at_its_sibling_at_the_same_address(
+    slow_llama: str,
+) -> None:
+    rng = random.Random(6)
+    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in SLOW_STREAMS]
+    async with Stack() as stack:
+        engine = await stack.start("engine", slow_llama, "--port=0", "--no-enable-prefix-caching")
+        flags = ("--port=0", f"--engine={address_of(engine)}", "--drain-deadline-s=1", "--workers=2")
+        frontend = await stack.start("frontend", *flags)
+        await stack.ready("frontend", frontend)
+        view = stack.engine(engine)
+        async with Client(address_of(frontend)) as client:
+            expected, reading = await read_all(client, prompts, SLOW_STREAMS)
+            await asyncio.wait_for(reading, WAIT_LIMIT_S)
+            before = await view.until_idle()
+            seen, reading = await read_all(client, prompts, SLOW_STREAMS)
+            os.kill(await busy_worker(frontend), signal.SIGTERM)
+            await asyncio.wait_for(reading, WAIT_LIMIT_S)
+        after = await view.until_idle()
+        assert frontend.is_running
+    check_cut(expected, seen)
+    assert after.num_used_blocks == before.num_used_blocks == 0
+    assert after.num_prompt_tokens == 2 * before.num_prompt_tokens
+    assert after.num_generated_tokens < 2 * before.num_generated_tokens
+
+
+async def busy_worker(frontend: ChildProcess) -> int:
+    """The process id of the worker that has the client's one connection, of two."""
+    async with open_channel(listeners_of(frontend)[1], profile="public") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        first = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+    if any(value.key == "num_open_requests" and value.number for value in first.values):
+        return int(first.pid)
+    children = Path(f"/proc/{frontend.pid}/task/{frontend.pid}/children").read_text().split()
+    (other,) = {int(pid) for pid in children} - {int(first.pid)}
+    return other

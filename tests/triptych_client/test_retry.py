@@ -28,6 +28,22 @@ def test_only_what_may_pass_is_tried_again(status: grpc.StatusCode) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("message", "is_retried"),
+    [
+        ("CANCELLED", True),
+        ("Received RST_STREAM with error code 8", True),
+        ("Locally cancelled by application!", False),
+        ("Channel closed!", False),
+    ],
+)
+def test_what_a_server_that_stops_has_not_looked_at_is_tried_again(message: str, is_retried: bool) -> None:
+    error = TriptychError(grpc.StatusCode.CANCELLED, message)
+    assert POLICY.is_retried(error, 1) == is_retried
+    told = TriptychError(grpc.StatusCode.CANCELLED, message, reason="CANCELLED")
+    assert not POLICY.is_retried(told, 1)
+
+
 def test_the_own_id_of_an_earlier_attempt_is_waited_out() -> None:
     assert not POLICY.is_retried(failure(EXISTS), 1)
     assert POLICY.is_retried(failure(EXISTS), 2)

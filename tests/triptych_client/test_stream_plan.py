@@ -13,6 +13,8 @@ from triptych_client.retry import Attempts, RetryPolicy
 from triptych_client.stream_plan import NextCall, StreamPlan
 
 BREAK = TriptychError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+UNHEARD = TriptychError(grpc.StatusCode.CANCELLED, "CANCELLED")
+LEAVES = TriptychError(grpc.StatusCode.UNAVAILABLE, "shutting down", reason="DRAINING", retry_after_ms=1000)
 GONE = TriptychError(grpc.StatusCode.NOT_FOUND, "no such stream", reason="NOT_FOUND")
 POLICY = RetryPolicy(max_attempts=2, first_backoff_s=0.1)
 
@@ -56,6 +58,26 @@ def test_a_stream_that_broke_is_resumed_after_its_last_message_at_once() -> None
     assert isinstance(stream.take(started()), Started)
     stream.take(delta(2))
     assert stream.after_error(BREAK) == NextCall(0.0, 9.0, resume_after(2))
+
+
+def test_a_frontend_that_leaves_breaks_its_streams_and_is_no_place_to_resume_them() -> None:
+    stream = plan()
+    stream.take(started())
+    stream.take(delta(2))
+    # What it asks whoever begins anew to wait is too long for a stream: another frontend has it at once.
+    assert [stream.after_error(LEAVES) for _ in range(3)] == [
+        NextCall(after_s, None, resume_after(2)) for after_s in (0.0, 0.1, 0.2)
+    ]
+    with pytest.raises(TriptychError) as caught:
+        stream.after_error(GONE)
+    assert caught.value is LEAVES
+
+
+def test_a_resume_that_reaches_a_server_as_it_stops_is_made_again() -> None:
+    stream = plan()
+    stream.take(started())
+    assert stream.after_error(LEAVES).after_s == 0.0
+    assert stream.after_error(UNHEARD) == NextCall(0.1, None, resume_after(1))
 
 
 def test_what_was_there_before_is_not_given_twice() -> None:

@@ -38,6 +38,7 @@ class EngineAccount:
         self._epoch = 0  # 0: not known, the first report tells
         self._report: LoadReport | None = None
         self._is_direct = False
+        self._direct_step = 0  # of the newest report that the engine has told itself
         self._tokens: dict[int, int] = {}  # of our requests' prompts, 0 once they have begun
         self._num_pending_tokens = 0
         self._unreported: dict[int, int] = {}
@@ -101,26 +102,28 @@ class EngineAccount:
     def report(self, report: LoadReport, *, is_direct: bool) -> bool:
         """Take in what the engine says, unless something newer is here; returns whether it was taken.
 
-        Newer is what has the greater step; within a step what the engine has said itself (`is_direct`), or
-        what came later by the same way. A report of another epoch than the present one's is of a process
-        that is gone or that is not met yet.
+        What the engine has said itself (`is_direct`) goes by its own order alone: no step that others tell,
+        by mistake or on purpose, hides it. What others tell counts if its step is greater than that of the
+        newest report, or equal where that is not direct. A report of another epoch than the present one's
+        is of a process that is gone or that is not met yet.
         """
-        held = self._report
-        if self._epoch and report.engine_epoch != self._epoch:
+        if (self._epoch and report.engine_epoch != self._epoch) or not self._is_newer(report, is_direct):
             self.num_stale += 1
             return False
-        if held is not None:
-            is_later = report.step_number == held.step_number and (is_direct or not self._is_direct)
-            if report.step_number < held.step_number or (
-                report.step_number == held.step_number and not is_later
-            ):
-                self.num_stale += 1
-                return False
         self._epoch, self._report, self._is_direct = report.engine_epoch, report, is_direct
+        if is_direct:
+            self._direct_step = report.step_number
         self._unreported.clear()
         self._num_unreported_tokens = self._num_ended = self._num_begun_tokens = 0
         self._is_current = False
         return True
+
+    def _is_newer(self, report: LoadReport, is_direct: bool) -> bool:
+        if is_direct:
+            return report.step_number >= self._direct_step
+        if self._report is None:
+            return True
+        return report.step_number >= self._report.step_number + self._is_direct
 
     def unreport(self) -> None:
         """The coordinator hears nothing of the engine: what it has told is too old to go by."""
@@ -149,7 +152,7 @@ class EngineAccount:
 
     def _forget_report(self) -> None:
         # Without a report all that is ours is what no report knows of.
-        self._report, self._is_direct = None, False
+        self._report, self._is_direct, self._direct_step = None, False, 0
         self._unreported = dict(self._tokens)
         self._num_unreported_tokens = self._num_pending_tokens
         self._num_ended = self._num_begun_tokens = 0

@@ -24,8 +24,11 @@ def round_robin(engines: Sequence[EngineInfo], request: RoutingRequest, turn: in
 
 
 def load(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
-    """The fewest requests, those that wait counted four times; among equals the fewest of ours."""
-    return least(engines, _load, turn)
+    """The fewest requests, those that wait counted four times; among equals the fewest of ours.
+
+    Compares as many engines as `kv_aware`.
+    """
+    return least(_compared(engines, turn), _load, turn)
 
 
 def kv_aware(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:

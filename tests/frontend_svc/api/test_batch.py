@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from frontend_svc.api.batch import MAX_BATCH_ITEMS, stream_batch
-from frontend_svc.generation import Caller
+from frontend_svc.caller import Caller
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from tests.frontend_svc.fakes import (
     TOKENIZER,

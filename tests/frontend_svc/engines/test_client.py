@@ -111,6 +111,22 @@ async def test_a_draining_engine_finishes_and_gets_no_more():
         assert (await read_all(call))[2] == [5]
 
 
+async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
+        await client.wait_ready(is_ready=False)
+        engine.become_ready()
+        await client.wait_ready()
+        again = client.generate()
+        _, second = await engine.wait_for_requests(2)
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert [(await read_all(one))[2] for one in (call, again)] == [[5], [6]]
+
+
 async def test_a_dying_engines_last_words_are_known():
     engine = FakeEngine()
     async with serving(engine) as (client, frontend):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+import grpc
 import grpc.aio
 
+from frontend_svc.engines.coordinator import CoordinatorSession
+from frontend_svc.engines.handshake import FrontendIdentity
+from service_kit.clock import FakeClock
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
+LEASE_S = 3.0
 READY, GONE = member_pb2.MEMBER_STATE_READY, member_pb2.MEMBER_STATE_GONE
 
 
@@ -22,13 +28,32 @@ def member(
 def snapshot(
     *members: member_pb2.EngineMember, version: int = 1, epoch: int = 9, waves=()
 ) -> coordinator_pb2.FrontendSessionResponse:
-    topology = member_pb2.Topology(version=version, engines=members, coordinator_epoch=epoch, waves=waves)
+    topology = member_pb2.Topology(
+        version=version,
+        engines=members,
+        coordinator_epoch=epoch,
+        waves=waves,
+        lease_ms=round(LEASE_S * 1000),
+    )
     return coordinator_pb2.FrontendSessionResponse(version=version, nonce=version, snapshot=topology)
 
 
 def delta(version: int, **content) -> coordinator_pb2.FrontendSessionResponse:
     changes = coordinator_pb2.TopologyDelta(**content)
     return coordinator_pb2.FrontendSessionResponse(version=version, nonce=version, delta=changes)
+
+
+def session_of(address: str, clock: FakeClock, on_engines=lambda engines: None) -> CoordinatorSession:
+    """A frontend's session that nobody else listens to."""
+    return CoordinatorSession(
+        address,
+        FrontendIdentity("frontend-0", 7),
+        endpoint=lambda: "",
+        on_engines=on_engines,
+        on_loads=lambda loads: None,
+        num_in_flight=lambda: 0,
+        clock=clock,
+    )
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -42,6 +67,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.refusals: list[str] = []  # of messages
         self.hints: asyncio.Queue[coordinator_pb2.FirstRequestWhilePaused] = asyncio.Queue()
         self.address = ""
+        self.epoch = 0  # who knows a greater one is refused; 0: nobody is
+        self.refused: asyncio.Queue[int] = asyncio.Queue()  # what they knew
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:
         """Listen; the caller stops what it gets."""
@@ -58,6 +85,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async for request in request_iterator:
                 if request.HasField("register"):
                     self.registrations.append(request.register)
+                    registered.set()
                 if request.HasField("ack"):
                     self.versions.append(request.ack.version)
                     if request.ack.HasField("error"):
@@ -66,8 +94,14 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 if request.HasField("first_request_while_paused"):
                     self.hints.put_nowait(request.first_request_while_paused)
 
+        registered = asyncio.Event()
         listening = asyncio.ensure_future(listen())
         try:
+            await registered.wait()
+            known = self.registrations[-1].known_coordinator_epoch
+            if self.epoch and known > self.epoch:
+                self.refused.put_nowait(known)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer one is known")
             while True:
                 yield await self.to_say.get()
         finally:
@@ -196,3 +230,50 @@ async def test_an_older_coordinator_is_refused_and_told_the_version_that_is_held
         assert (coordinator.versions[-1], coordinator.registrations[-1].known_version) == (1, 5)
     await server.stop(None)
     await engine.kill()
+
+
+async def test_a_coordinator_that_only_keeps_its_session_open_is_heard_of_and_its_claim_ends_a_lease_later():
+    clock, coordinator = FakeClock(), FakeCoordinator()
+    server = await coordinator.start()
+    coordinator.to_say.put_nowait(snapshot(version=5, epoch=9))
+    session = session_of(coordinator.address, clock)
+    session.start()
+    assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 5
+    # Nothing changes for long, then it is gone; in its place an older one is found.
+    clock.advance(100 * LEASE_S)
+    await server.stop(None)
+    coordinator.epoch = 8
+    server = await coordinator.start(coordinator.address)
+    for _ in range(2):
+        assert await asyncio.wait_for(coordinator.refused.get(), WAIT_S) == 9
+    clock.advance(LEASE_S)
+    coordinator.to_say.put_nowait(snapshot(version=1, epoch=8))
+    assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
+    assert (coordinator.registrations[-1].known_coordinator_epoch, coordinator.versions[-1]) == (0, 1)
+    assert coordinator.refusals == []
+    await session.close()
+    await server.stop(None)
+
+
+async def test_an_error_in_what_is_told_is_logged_and_the_session_begins_anew(caplog):
+    coordinator, told = FakeCoordinator(), asyncio.Queue()
+
+    def on_engines(engines: list[str]) -> None:
+        told.put_nowait(engines)
+        if engines == ["h:1"]:
+            raise ValueError("a bug")
+
+    server = await coordinator.start()
+    session = session_of(coordinator.address, FakeClock(), on_engines)
+    coordinator.to_say.put_nowait(snapshot(member("a", "h:1")))
+    with caplog.at_level(logging.ERROR):
+        session.start()
+        assert await asyncio.wait_for(told.get(), WAIT_S) == ["h:1"]
+        coordinator.to_say.put_nowait(snapshot(member("a", "h:2"), version=2))
+        assert await asyncio.wait_for(told.get(), WAIT_S) == ["h:2"]
+    assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 2
+    assert len(coordinator.registrations) == 2
+    [line] = caplog.records
+    assert line.message == "coordinator session failed" and isinstance(line.exc_info[1], ValueError)
+    await session.close()
+    await server.stop(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontend_svc.engines.routing.account import LoadReport
-from frontend_svc.engines.topology import LEASE_S, CoordinatorFence, Topology
+from frontend_svc.engines.topology import CoordinatorFence, Topology
 from tests.frontend_svc.engines.test_coordinator import GONE, delta, member, snapshot
 from triptych.coordinator.v1 import member_pb2
 
@@ -94,11 +94,34 @@ def test_a_wave_never_goes_back():
 
 def test_a_coordinator_of_a_lower_epoch_is_believed_when_the_other_was_silent_for_a_lease():
     fence = CoordinatorFence()
-    assert fence.admits(5, now=0.0)
-    assert not fence.admits(4, now=LEASE_S - 0.1)
-    assert fence.admits(5, now=LEASE_S - 0.05)
-    assert not fence.admits(4, now=LEASE_S)
-    assert fence.admits(9, now=LEASE_S)
-    assert not fence.admits(5, now=LEASE_S)
-    assert not fence.has_lapsed(now=2 * LEASE_S - 0.1) and fence.has_lapsed(now=2 * LEASE_S)
-    assert fence.admits(5, now=2 * LEASE_S)
+    assert fence.admits(5, lease_s=2.0, now=0.0)
+    fence.note_end(now=0.0)
+    assert not fence.admits(4, lease_s=1.0, now=1.9)
+    assert fence.admits(5, lease_s=2.0, now=1.95)
+    fence.note_end(now=2.0)
+    assert not fence.admits(4, lease_s=1.0, now=2.0)
+    assert fence.admits(9, lease_s=2.0, now=2.0)
+    fence.note_end(now=2.0)
+    assert not fence.admits(5, lease_s=1.0, now=2.0)
+    # The end of a session in which it was not heard says nothing of it.
+    fence.note_end(now=3.0)
+    assert not fence.has_lapsed(now=3.9) and fence.has_lapsed(now=4.0)
+    assert fence.admits(5, lease_s=1.0, now=4.0)
+
+
+def test_the_lease_is_the_one_that_the_believed_coordinator_has_told():
+    fence = CoordinatorFence()
+    assert fence.admits(5, lease_s=30.0, now=0.0)
+    fence.note_end(now=0.0)
+    assert not fence.has_lapsed(now=29.9) and fence.has_lapsed(now=30.0)
+    assert fence.admits(6, lease_s=0.5, now=30.0)
+    fence.note_end(now=30.0)
+    assert not fence.admits(5, lease_s=30.0, now=30.4) and fence.has_lapsed(now=30.5)
+
+
+def test_a_coordinator_is_heard_for_as_long_as_its_session_is_open():
+    fence = CoordinatorFence()
+    assert fence.admits(5, lease_s=3.0, now=0.0)
+    assert not fence.admits(4, lease_s=3.0, now=300.0)
+    fence.note_end(now=300.0)
+    assert not fence.has_lapsed(now=302.9) and fence.has_lapsed(now=303.0)

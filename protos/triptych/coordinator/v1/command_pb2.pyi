@@ -11,15 +11,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ScalingNoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SCALING_NOTICE_KIND_UNSPECIFIED: _ClassVar[ScalingNoticeKind]
-    SCALING_NOTICE_KIND_INIT_READY: _ClassVar[ScalingNoticeKind]
     SCALING_NOTICE_KIND_WEIGHTS_READY: _ClassVar[ScalingNoticeKind]
-    SCALING_NOTICE_KIND_RECONFIGURED: _ClassVar[ScalingNoticeKind]
-    SCALING_NOTICE_KIND_SHUT_DOWN: _ClassVar[ScalingNoticeKind]
 SCALING_NOTICE_KIND_UNSPECIFIED: ScalingNoticeKind
-SCALING_NOTICE_KIND_INIT_READY: ScalingNoticeKind
 SCALING_NOTICE_KIND_WEIGHTS_READY: ScalingNoticeKind
-SCALING_NOTICE_KIND_RECONFIGURED: ScalingNoticeKind
-SCALING_NOTICE_KIND_SHUT_DOWN: ScalingNoticeKind
 
 class Command(_message.Message):
     __slots__ = ("command_id", "start_wave", "prepare_scale", "commit_scale", "abort_scale", "drain", "update_interval")
@@ -62,26 +56,26 @@ class StartWave(_message.Message):
     def __init__(self, wave: _Optional[int] = ..., exclude: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PrepareScale(_message.Message):
-    __slots__ = ("generation", "new_size", "rank", "keep", "leave", "rendezvous")
+    __slots__ = ("generation", "new_size", "rank", "leave", "rendezvous")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NEW_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    KEEP_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     new_size: int
     rank: int
-    keep: bool
     leave: bool
     rendezvous: Rendezvous
-    def __init__(self, generation: _Optional[int] = ..., new_size: _Optional[int] = ..., rank: _Optional[int] = ..., keep: _Optional[bool] = ..., leave: _Optional[bool] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., new_size: _Optional[int] = ..., rank: _Optional[int] = ..., leave: _Optional[bool] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
 class CommitScale(_message.Message):
-    __slots__ = ("generation",)
+    __slots__ = ("generation", "lost_generation")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOST_GENERATION_FIELD_NUMBER: _ClassVar[int]
     generation: int
-    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+    lost_generation: int
+    def __init__(self, generation: _Optional[int] = ..., lost_generation: _Optional[int] = ...) -> None: ...
 
 class AbortScale(_message.Message):
     __slots__ = ("generation",)
@@ -102,25 +96,21 @@ class UpdateInterval(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("master_address", "ports", "store_port", "dp_size", "generation", "parallel_config_hash")
+    __slots__ = ("master_address", "store_port", "dp_size", "generation", "parallel_config_hash")
     MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    PORTS_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     master_address: str
-    ports: _containers.RepeatedScalarFieldContainer[int]
     store_port: int
     dp_size: int
     generation: int
     parallel_config_hash: str
-    def __init__(self, master_address: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., store_port: _Optional[int] = ..., dp_size: _Optional[int] = ..., generation: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ...) -> None: ...
+    def __init__(self, master_address: _Optional[str] = ..., store_port: _Optional[int] = ..., dp_size: _Optional[int] = ..., generation: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ...) -> None: ...
 
 class ScalingNotice(_message.Message):
-    __slots__ = ("kind", "generation")
+    __slots__ = ("kind",)
     KIND_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     kind: ScalingNoticeKind
-    generation: int
-    def __init__(self, kind: _Optional[_Union[ScalingNoticeKind, str]] = ..., generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[ScalingNoticeKind, str]] = ...) -> None: ...

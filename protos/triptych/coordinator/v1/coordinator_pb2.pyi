@@ -58,16 +58,14 @@ class EngineSessionResponse(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., command: _Optional[_Union[_command_pb2.Command, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("lease_ms", "renew_after_ms", "rendezvous", "coordinator_epoch")
+    __slots__ = ("lease_ms", "renew_after_ms", "coordinator_epoch")
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     RENEW_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
-    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     lease_ms: int
     renew_after_ms: int
-    rendezvous: _command_pb2.Rendezvous
     coordinator_epoch: int
-    def __init__(self, lease_ms: _Optional[int] = ..., renew_after_ms: _Optional[int] = ..., rendezvous: _Optional[_Union[_command_pb2.Rendezvous, _Mapping]] = ..., coordinator_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_ms: _Optional[int] = ..., renew_after_ms: _Optional[int] = ..., coordinator_epoch: _Optional[int] = ...) -> None: ...
 
 class FrontendSessionRequest(_message.Message):
     __slots__ = ("register", "in_flight", "first_request_while_paused", "ack")
@@ -96,20 +94,10 @@ class FrontendRegistration(_message.Message):
     def __init__(self, frontend_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., endpoint: _Optional[str] = ..., known_version: _Optional[int] = ..., known_coordinator_epoch: _Optional[int] = ...) -> None: ...
 
 class FrontendInFlight(_message.Message):
-    __slots__ = ("num_requests", "engines")
+    __slots__ = ("num_requests",)
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
-    engines: _containers.RepeatedCompositeFieldContainer[EngineInFlight]
-    def __init__(self, num_requests: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineInFlight, _Mapping]]] = ...) -> None: ...
-
-class EngineInFlight(_message.Message):
-    __slots__ = ("engine_id", "num_requests")
-    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    engine_id: str
-    num_requests: int
-    def __init__(self, engine_id: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
 class FirstRequestWhilePaused(_message.Message):
     __slots__ = ("dp_group", "engine_id", "wave")

@@ -123,18 +123,20 @@ class WaveState(_message.Message):
     def __init__(self, dp_group: _Optional[str] = ..., wave: _Optional[int] = ..., engines_running: _Optional[bool] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Topology(_message.Message):
-    __slots__ = ("version", "engines", "waves", "coordinator_epoch", "frontends")
+    __slots__ = ("version", "engines", "waves", "coordinator_epoch", "frontends", "lease_ms")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     WAVES_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRONTENDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     version: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineMember]
     waves: _containers.RepeatedCompositeFieldContainer[WaveState]
     coordinator_epoch: int
     frontends: _containers.RepeatedCompositeFieldContainer[FrontendMember]
-    def __init__(self, version: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineMember, _Mapping]]] = ..., waves: _Optional[_Iterable[_Union[WaveState, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., frontends: _Optional[_Iterable[_Union[FrontendMember, _Mapping]]] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, version: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineMember, _Mapping]]] = ..., waves: _Optional[_Iterable[_Union[WaveState, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., frontends: _Optional[_Iterable[_Union[FrontendMember, _Mapping]]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class FrontendMember(_message.Message):
     __slots__ = ("frontend_id", "endpoint", "num_in_flight")

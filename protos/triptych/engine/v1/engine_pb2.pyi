@@ -95,10 +95,12 @@ class Ack(_message.Message):
     def __init__(self, last_seq: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "leaves_adoptable")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_ADOPTABLE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    leaves_adoptable: bool
+    def __init__(self, reason: _Optional[str] = ..., leaves_adoptable: _Optional[bool] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("entries",)

@@ -71,6 +71,18 @@ def test_the_newest_step_wins_whoever_tells_it():
     assert account.num_stale == 4
 
 
+def test_a_load_from_a_step_that_is_not_there_yet_hides_nothing_that_the_engine_says_itself():
+    account = EngineAccount("h:1")
+    assert account.report(LoadReport(7, 5, num_running=1), is_direct=True)
+    assert account.report(LoadReport(7, 2**63, num_running=900), is_direct=False)
+    assert account.report(LoadReport(7, 6, num_running=2), is_direct=True)
+    assert account.info().num_running == 2
+    # What is behind the engine's own last word stays behind, as does what others say of it.
+    assert not account.report(LoadReport(7, 5, num_running=9), is_direct=True)
+    assert not account.report(LoadReport(7, 6, num_running=9), is_direct=False)
+    assert account.info().num_running == 2
+
+
 def test_reports_of_an_earlier_process_end_with_it():
     account = EngineAccount("h:1")
     account.report(LoadReport(7, 500, num_running=9), is_direct=False)

@@ -132,19 +132,21 @@ def test_two_choices_are_the_same_for_the_same_turn_and_take_the_one_with_less_w
     assert p2c(engines[:1], ANY, 7) is engines[0]
 
 
-def test_many_frontends_do_not_all_pick_the_one_that_is_the_least_loaded_of_all():
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+def test_many_frontends_do_not_all_pick_the_one_that_is_the_least_loaded_of_all(policy):
     engines = [engine(str(index), running=5 + index % 7) for index in range(39)] + [engine("least")]
-    picks = Counter(kv_aware(engines, ANY, frontend * 720_720).address for frontend in range(40))
+    picks = Counter(policy(engines, ANY, frontend * 720_720).address for frontend in range(40))
     assert picks["least"] >= 1 and max(picks.values()) <= 10
     # Each still picks the best of what it compares, where the mean of all is 7.8.
     loads = {one.address: one.num_running for one in engines}
     assert sum(loads[name] * count for name, count in picks.items()) / 40 < 6.5
 
 
-def test_a_frontend_whose_requests_are_all_there_are_picks_the_least_loaded_of_all():
+@pytest.mark.parametrize("policy", LEAST_LOADED)
+def test_a_frontend_whose_requests_are_all_there_are_picks_the_least_loaded_of_all(policy):
     engines = [engine(str(index), running=5, num_in_flight=4 if index == 23 else 5) for index in range(40)]
     engines[23] = engine("least", running=4, num_in_flight=4)
-    assert {kv_aware(engines, ANY, turn).address for turn in range(40)} == {"least"}
+    assert {policy(engines, ANY, turn).address for turn in range(40)} == {"least"}
 
 
 def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
