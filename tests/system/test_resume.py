@@ -242,8 +242,9 @@ async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
-        await rig.until_state(EngineState.READY)
+        # A step that is held for long looks hung to the session that begins.
         engine.executor.gate.set()
+        await rig.until_state(EngineState.READY)
         (after,) = rig.add(range(9, 10))
         await rig.until(lambda: after.is_over)
         assert len(after.token_ids) == _NUM_TOKENS
