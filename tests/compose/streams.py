@@ -41,7 +41,7 @@ async def ask(client: Client, number: int, max_tokens: int = MAX_TOKENS) -> list
         seed=number,
         timeout_s=120,
         # What a frontend leaves undone when it is replaced goes on at the next one.
-        orphan_grace_ms=20_000,
+        orphan_grace_ms=5_000,
     )
     async for event in stream:
         if isinstance(event, Delta):
