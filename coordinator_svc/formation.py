@@ -9,7 +9,7 @@ What an engine is taken to do:
   it repeats in each report while it is LOADING; it becomes READY once its first generation is formed.
 - It answers Prepare when it holds the experts it will need; one that is to leave, when it has no requests
   left. It refuses one whose number is not greater than all it was told of, unless it is the same order again.
-- It answers Commit at once, then changes over, and reports the new generation when the ranks have met. One
+- It answers Commit when it has changed over and the ranks have met, and reports the new generation then. One
   that waits for ranks that do not come gives up by itself, or when it is told to commit a greater number.
 - Abort makes it forget what it prepared; it has no meaning once it was told to commit. It forgets by itself
   what is prepared, and not to be committed, when it registers with a coordinator of another epoch.

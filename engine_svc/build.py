@@ -21,12 +21,13 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import EngineConfig
 from engine_svc.departure import Departure
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.fingerprint import main_eos_first, make_fingerprint, read_sampling_defaults, says_experts
 from engine_svc.lifecycle import Lifecycle
 from engine_svc.mailbox import Board, Fail, Inbox, KVEventLog
 from engine_svc.membership import Membership
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
@@ -220,7 +221,14 @@ def _build_lockstep(
         return None
     from engine_svc.build_driver import build_driver
 
-    return build_driver(config, served, side.lockstep, facts.fingerprint, at_end)
+    return build_driver(
+        config,
+        served,
+        side.lockstep,
+        facts.fingerprint,
+        weights_digest=side.model.weights_digest,
+        at_end=at_end,
+    )
 
 
 def _build_controls(
@@ -236,6 +244,9 @@ def _build_controls(
     from engine_svc.controls import EngineControls
 
     def on_weights(folder: Path, digest: str) -> None:
+        # First of all: the new ones are in place, whatever can be read of their folder.
+        if lockstep is not None:
+            lockstep.note_weights(digest)
         fingerprint = _fingerprint(folder, served.artifacts, side, digest)
         defer(lambda: served.renew(replace(facts, fingerprint=fingerprint)))
 

@@ -25,6 +25,8 @@ def build_driver(
     served: ServedEngine,
     side: LockstepSide,
     fingerprint: ModelFingerprint,
+    *,
+    weights_digest: str,
     at_end: list[Callable[[], None]],
 ) -> LockstepDriver:
     """The lockstep of one engine; what ends it is put into `at_end`.
@@ -46,6 +48,7 @@ def build_driver(
         shards=side.experts,
         post=post,
         parallel_config_hash=parallel_config_hash(fingerprint, config.data_parallel_group),
+        weights_digest=weights_digest,
     )
     doorbell = Doorbell(
         connect=lambda meeting: reach_bell(meeting, config.lockstep_timeout_s),

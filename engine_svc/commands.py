@@ -6,6 +6,7 @@ Belongs to the event loop. What changes how the engine steps is done in its thre
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -15,11 +16,13 @@ from typing import Protocol, TypeVar
 from engine_svc import convert
 from engine_svc.answer import give
 from engine_svc.departure import Departure
+from engine_svc.lifecycle import EngineState
 from engine_svc.lockstep_driver import LockstepDriver, Prepared
 from engine_svc.mailbox import Call
 from engine_svc.pause import StandstillState
 from engine_svc.rank_group import Meeting
-from engine_svc.served_engine import ServedEngine
+from engine_svc.served_engine import Failure, ServedEngine
+from engine_svc.weights_check import WEIGHTS_MISMATCH
 from service_kit.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError, Unimplemented
 from triptych.coordinator.v1 import command_pb2
 
@@ -30,6 +33,11 @@ T = TypeVar("T")
 # A coordinator repeats what was not answered soon; what is older than so many others is not repeated.
 _MAX_REMEMBERED = 256
 _MAX_RANKS = 4096
+# Ranks tell each other of waves and generations in signed numbers of 64 bits, and count on from them.
+_MAX_NUMBER = 1 << 62
+
+# The exit code of an engine that can be no member of its group.
+EXIT_MISMATCH = 2
 
 
 class Reporter(Protocol):
@@ -70,8 +78,10 @@ class CommandDesk:
         task = self._known.get(key)
         if task is None:
             task = self._known[key] = asyncio.create_task(self._answer(command))
-            while len(self._known) > _MAX_REMEMBERED:
-                self._known.popitem(last=False)
+            # What still runs stays: forgotten, it would be done again when it is repeated.
+            done = (old for old, known in self._known.items() if known.done())
+            for old in list(itertools.islice(done, max(0, len(self._known) - _MAX_REMEMBERED))):
+                del self._known[old]
         return task
 
     def forget_prepared(self) -> None:
@@ -105,6 +115,7 @@ class CommandDesk:
         driver, start = self._driver("start_wave"), command.start_wave
         if self._engine.identity.engine_id in start.exclude:
             return
+        _check_number("start_wave.wave", start.wave)
         if not await self._ask(lambda: driver.start(start.wave)):
             standing = driver.standing
             raise FailedPrecondition(
@@ -114,6 +125,7 @@ class CommandDesk:
 
     async def _prepare_scale(self, command: command_pb2.Command) -> None:
         driver, order = self._driver("prepare_scale"), command.prepare_scale
+        _check_number("prepare_scale.generation", order.generation)
         if order == self._preparing and self._prepared is not None:
             return
         if order.generation <= self._newest and order != self._preparing:
@@ -127,12 +139,12 @@ class CommandDesk:
         if meeting is not None and self._engine.standstill is StandstillState.ASLEEP:
             raise FailedPrecondition("this engine is asleep: wake it first", reason="ENGINE_ASLEEP")
         self._newest, self._preparing, self._prepared = order.generation, order, None
-        await self._ask(lambda: driver.supersede(order.generation))
+        may_release = await self._ask(lambda: driver.supersede(order.generation))
         if meeting is None:
             await self._departure.run_dry()
         else:
             self._departure.stay()
-            await self._load(lambda: driver.prepare(meeting))
+            await self._load(lambda: driver.prepare(meeting, may_release=may_release))
         if self._preparing != order:
             raise FailedPrecondition(f"generation {order.generation} was given up", reason="GIVEN_UP")
         self._prepared = Prepared(order.generation, meeting)
@@ -146,6 +158,8 @@ class CommandDesk:
         if self._change is not None and generation == self._committed:
             await asyncio.shield(self._change)
             return
+        if self._engine.standstill is StandstillState.ASLEEP:
+            raise FailedPrecondition("this engine is asleep: wake it first", reason="ENGINE_ASLEEP")
         prepared = self._prepared
         if prepared is None or prepared.generation != generation:
             raise FailedPrecondition(
@@ -159,7 +173,13 @@ class CommandDesk:
         self._engine.inbox.put(Call(lambda: driver.commit(prepared, answer, lost_generation)))
         driver.break_off(lost_generation)
         self._change = asyncio.wrap_future(answer)
-        await asyncio.shield(self._change)
+        try:
+            await asyncio.shield(self._change)
+        except FailedPrecondition as error:
+            # Who has served by its weights waits for an operator to put the right ones in place.
+            if error.reason == WEIGHTS_MISMATCH and self._engine.lifecycle.state is EngineState.LOADING:
+                self._engine.fail(Failure(error.message, EXIT_MISMATCH))
+            raise
         if prepared.meeting is None:
             self._departure.leave()
 
@@ -209,6 +229,11 @@ class CommandDesk:
             await asyncio.get_running_loop().run_in_executor(self._loader, work)
         except (ValueError, OSError) as error:
             raise FailedPrecondition(f"experts cannot be loaded: {error}", reason="NOT_LOADED") from error
+
+
+def _check_number(field: str, number: int) -> None:
+    if number > _MAX_NUMBER:
+        raise InvalidArgument(f"{field} is {number}, the limit is {_MAX_NUMBER}", field=field)
 
 
 def _meeting(order: command_pb2.PrepareScale, driver: LockstepDriver) -> Meeting:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from engine_svc.answer import EngineBroken
-from engine_svc.pause import Part, Standstill, StandstillState, refuse_moving
+from engine_svc.no_lockstep import NoLockstep
+from engine_svc.pause import Part, Standstill, StandstillState
 from engine_svc.runner.control import RanksDisagree, Refused
 from engine_svc.runner.rank_watch import RankLost
 from engine_svc.runner.sleep import WakeTag
@@ -67,9 +68,11 @@ class ControlledScheduler(Protocol):
 class ControlledLockstep(Protocol):
     """How the engine keeps step with others that share its model."""
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether none of them can step before this engine resumes."""
+    def check_still(self, *, or_apart: bool = False) -> None:
+        """Raise FailedPrecondition, with the reason, while they may step with what this engine holds.
+
+        or_apart: what is to be done is over before an engine that is in no group can be in one.
+        """
         ...
 
     def pause(self) -> None:
@@ -79,18 +82,6 @@ class ControlledLockstep(Protocol):
     def resume(self) -> None:
         """They go on."""
         ...
-
-
-class Alone:
-    """The lockstep of an engine that shares its model with nobody."""
-
-    is_quiet = True
-
-    def pause(self) -> None:
-        """Nobody has to know."""
-
-    def resume(self) -> None:
-        """Nobody has waited."""
 
 
 class ControlledRunners(Protocol):
@@ -150,7 +141,7 @@ class EngineControls:
         self._profile_prefix = profile_prefix
         self._on_weights = on_weights
         self._weight_version = ""
-        self._held = _Held(loop, scheduler, clock, lockstep or Alone())
+        self._held = _Held(loop, scheduler, clock, lockstep or NoLockstep())
         self.standstill = Standstill(self._held, _Sleeper(runners))
 
     @property
@@ -202,8 +193,8 @@ class EngineControls:
         Nothing may run, or all has to be held: then what is held computes its tokens anew, by the new ones. A
         refusal leaves the old ones, and no cache.
         """
-        if not self._held.is_alone:
-            refuse_moving()
+        # Ranks that meet compare their weights.
+        self._held.lockstep.check_still(or_apart=True)
         is_going = self.standstill.state in (StandstillState.RUNNING, StandstillState.PAUSING)
         num_running = len(self._scheduler.running_ids)
         if is_going and num_running:
@@ -238,9 +229,8 @@ class _Held:
     def has_running(self) -> bool:
         return bool(self.scheduler.running_ids)
 
-    @property
-    def is_alone(self) -> bool:
-        return self.lockstep.is_quiet
+    def check_still(self) -> None:
+        self.lockstep.check_still()
 
     def hold(self, state: PauseState) -> None:
         self.scheduler.set_pause(state)

@@ -59,29 +59,6 @@ class Executor(Protocol):
         ...
 
 
-class NoLockstep:
-    """The lockstep of an engine that steps alone."""
-
-    needs_idle_step = False
-
-    def wants_step(self, has_work: bool) -> bool:
-        """Where there is something to compute."""
-        return has_work
-
-    def may_step(self, has_work: bool) -> bool:
-        """Always."""
-        return True
-
-    def launched(self, *, is_idle: bool, has_work: bool) -> None:
-        """Nobody else does."""
-
-    def came_back(self) -> None:
-        """Nobody has waited for it."""
-
-    def lose(self, error: Exception) -> None:
-        """It is nobody else's."""
-
-
 class Engine:
     """Runs steps while there is work, else parks. Its state belongs to the thread that calls `run`."""
 

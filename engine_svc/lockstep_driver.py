@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from engine_svc.device_errors import PeersLost
 from engine_svc.lockstep import LockstepState, WaveMachine
 from engine_svc.rank_group import ExpertShards, Meeting, RankGroup, RankGroups
-from engine_svc.weights_check import RankWeights, mismatch, number_of, odd_ranks
+from engine_svc.weights_check import RankWeights, check_weights, number_of
 from service_kit.errors import Aborted, FailedPrecondition
 
 logger = logging.getLogger(__name__)
-
-# Why a rank does not step with others, that has other weights than they.
-WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +27,8 @@ class Standing:
     wave: int = 1  # the one that runs here, or the next
     asks: bool = False  # it has begun the wave and waits for the others
     generation: int = 0  # of the process group; 0: none
+    # Other ranks cannot step without this one, and may want to: not where all have agreed to stand still.
+    is_awaited: bool = False
 
     @property
     def is_in_wave(self) -> bool:
@@ -116,12 +115,6 @@ class LockstepDriver:
         """Where the ranks of the present generation have met; None: there is none."""
         group = self._group
         return None if group is None else group.meeting
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether other ranks cannot step without this one; where all stand still, they do not want to."""
-        meeting = self.meeting
-        return meeting is not None and meeting.size > 1 and self._standing.state is not LockstepState.QUIET
 
     def subscribe(self, listener: Callable[[Standing], None]) -> None:
         """Call `listener` with each new standing, in the engine thread. Before the loop runs."""
@@ -307,9 +300,9 @@ class LockstepDriver:
         # Tried once: where somebody is missing, another generation follows.
         self._next = None
         self._leave_group()
+        self._note()
         meeting = order.prepared.meeting
         if meeting is None:
-            self._note()
             order.answer.set_result(None)
             return
         self._shards.adopt()
@@ -323,11 +316,7 @@ class LockstepDriver:
         try:
             said = group.swap_numbers((self._machine.wave, self._weights, self._has_stepped))
             ranks = [RankWeights(number, bool(has_stepped)) for _, number, has_stepped in said]
-            odd = odd_ranks(ranks)
-            if meeting.rank in odd:
-                raise FailedPrecondition(mismatch(ranks, meeting.rank), reason=WEIGHTS_MISMATCH)
-            if odd:
-                raise PeersLost(mismatch(ranks, meeting.rank))
+            check_weights(ranks, meeting.rank)
         except (PeersLost, FailedPrecondition):
             group.close()
             raise
@@ -393,10 +382,11 @@ class LockstepDriver:
 
     def _note(self) -> None:
         """Tell of a new standing, where it is one."""
-        machine, before = self._machine, self._standing
-        now = (machine.state, machine.wave, machine.asks, machine.generation)
-        if now == (before.state, before.wave, before.asks, before.generation):
+        machine, meeting = self._machine, self.meeting
+        is_awaited = meeting is not None and meeting.size > 1 and machine.state is not LockstepState.QUIET
+        now = Standing(machine.state, machine.wave, machine.asks, machine.generation, is_awaited)
+        if now == self._standing:
             return
-        self._standing = Standing(*now)
+        self._standing = now
         for listener in self._listeners:
             listener(self._standing)

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from engine_svc import convert
-from engine_svc.commands import CommandDesk
+from engine_svc.commands import EXIT_MISMATCH, CommandDesk
 from engine_svc.departure import Departure
 from engine_svc.fence import Fence
 from engine_svc.lifecycle import EngineState
@@ -39,9 +39,8 @@ _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
 _GOODBYE_S = 1.0
 
-# What a coordinator answers who cannot step with the engines that it knows; it ends the process so.
+# What a coordinator answers who cannot step with the engines that it knows.
 MISMATCH = "PARALLEL_CONFIG_MISMATCH"
-EXIT_MISMATCH = 2
 # Generations that were met in and lost again before anybody could be told; more than these follow no rule.
 _MAX_UNREPORTED = 64
 
@@ -95,7 +94,8 @@ class Membership:
                     await self._hold_session(stub)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
                     mismatch = _mismatch(error)
-                    if mismatch is not None:
+                    # One that serves already is no worse for it: the coordinator may be another one's.
+                    if mismatch is not None and self._engine.lifecycle.state is EngineState.LOADING:
                         self._engine.fail(Failure(mismatch, EXIT_MISMATCH))
                         return
                     # Once, or an engine without its coordinator would fill the log.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from engine_svc.answer import give
 from engine_svc.scheduler.config import PauseState
-from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition
+from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,8 @@ class HeldLoop(Protocol):
         """Whether any request runs, held ones included."""
         ...
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank may want this engine to take part in its steps."""
+    def check_still(self) -> None:
+        """Raise FailedPrecondition while another rank may want this engine to take part in its steps."""
         ...
 
     def hold(self, state: PauseState) -> None:
@@ -169,11 +168,13 @@ class Standstill:
         2 gives the weights up. From 1 on, requests that are held compute their tokens anew afterwards, and
         all ranks that step together have to be paused before.
         """
-        if not 0 <= level <= MAX_SLEEP_LEVEL:
-            give(answer, lambda: _refuse_level(level))
-        elif level > 0 and not self._loop.is_alone:
-            give(answer, refuse_moving)
-        elif self._state is StandstillState.ASLEEP:
+        try:
+            self._check_level(level)
+        except ServiceError as error:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+            return
+        if self._state is StandstillState.ASLEEP:
             give(answer, lambda: self._fall_asleep(level))
         else:
             self._stand_still(mode, _Waiter(answer, lambda: self._fall_asleep(level)))
@@ -245,6 +246,8 @@ class Standstill:
             raise FailedPrecondition("some requests do not give up their blocks; the engine is paused")
 
     def _fall_asleep(self, level: int) -> None:
+        # Again, as who let requests end first has stepped with the other ranks meanwhile.
+        self._check_level(level)
         before = self._asleep
         if level > 0 and not self._loop.forget_cache():
             raise FailedPrecondition("some requests do not give up their blocks")
@@ -260,6 +263,14 @@ class Standstill:
             if not before:
                 self._enter(StandstillState.PAUSED)
             raise
+
+    def _check_level(self, level: int) -> None:
+        if not 0 <= level <= MAX_SLEEP_LEVEL:
+            raise InvalidArgument(
+                f"level is {level}, it has to be 0 to {MAX_SLEEP_LEVEL}", field="sleep.level"
+            )
+        if level > 0:
+            self._loop.check_still()
 
     def _dismiss_waiters(self, why: str) -> None:
         waiters, self._waiters = self._waiters, []
@@ -281,17 +292,5 @@ class Standstill:
         self._loop.hold(_HELD[state])
 
 
-def refuse_moving() -> None:
-    """Tell who would change what the ranks of a lockstep group step with, while they may."""
-    raise FailedPrecondition(
-        "this engine steps together with the other ranks of its group: pause all of them first",
-        reason="RANKS_NOT_QUIET",
-    )
-
-
 def _refuse_asleep() -> None:
     raise FailedPrecondition("the engine is asleep: wake it first", reason="ENGINE_ASLEEP")
-
-
-def _refuse_level(level: int) -> None:
-    raise InvalidArgument(f"level is {level}, it has to be 0 to {MAX_SLEEP_LEVEL}", field="sleep.level")

@@ -123,7 +123,7 @@ class ServedEngine:
     def is_awaited(self) -> bool:
         """Whether other ranks step with this engine, and a coordinator can have them go on without it."""
         driver = None if self.core is None else self.core.lockstep
-        return self.is_member and driver is not None and driver.is_awaited
+        return self.is_member and driver is not None and driver.standing.is_awaited
 
     def note_member(self, is_member: bool) -> None:
         """A coordinator has taken this engine's registration, or is away; whoever listens is told."""

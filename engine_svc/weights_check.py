@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_svc.device_errors import PeersLost
+from service_kit.errors import FailedPrecondition
+
+# The reason of a rank that has other weights than those it was to step with.
+WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"
 _NUM_DIGITS = 16  # of a digest in hex: what a message's number holds
 _RANGE = 1 << 64
 
@@ -28,17 +33,21 @@ def text_of(number: int) -> str:
     return f"{number % _RANGE:0{_NUM_DIGITS}x}"
 
 
-def odd_ranks(ranks: Sequence[RankWeights]) -> list[int]:
-    """Those that have other weights than the group: than the first rank that serves by its own, or rank 0."""
-    reference = next((rank for rank in ranks if rank.has_stepped), ranks[0])
-    return [index for index, rank in enumerate(ranks) if rank.number != reference.number]
+def check_weights(ranks: Sequence[RankWeights], own: int) -> None:
+    """Raise where not all have the same: no rank of these steps then.
 
-
-def mismatch(ranks: Sequence[RankWeights], own: int) -> str:
-    """What rank `own` of these, of which some are odd, has to say of it, in words for people."""
-    odd = odd_ranks(ranks)
-    other = odd[0] if own not in odd else next(index for index in range(len(ranks)) if index not in odd)
-    return (
-        f"this engine, rank {own}, has weights {text_of(ranks[own].number)}, rank {other} has "
+    FailedPrecondition where rank `own` is odd, else PeersLost. The group's weights are those of the first
+    rank that serves by its own already, or of rank 0 where none does.
+    """
+    reference = next((index for index, rank in enumerate(ranks) if rank.has_stepped), 0)
+    odd = [index for index, rank in enumerate(ranks) if rank.number != ranks[reference].number]
+    if not odd:
+        return
+    other = reference if own in odd else odd[0]
+    message = (
+        f"this engine, rank {own}, has weights {text_of(ranks[own].number)}, and rank {other} has "
         f"{text_of(ranks[other].number)}"
     )
+    if own in odd:
+        raise FailedPrecondition(message, reason=WEIGHTS_MISMATCH)
+    raise PeersLost(message)

@@ -24,8 +24,10 @@ class Want(Protocol):
         ...
 
 
-async def follow_group(group: str, admin_address: Callable[[], str], want: Want) -> None:
-    """Tell `want` the size of `group` on every change, for ever.
+async def follow_group(
+    group: str, admin_address: Callable[[], str], want: Want, report: Callable[[str], None]
+) -> None:
+    """Tell `want` the size of `group` on every change, for ever. An error in that is reported, once a try.
 
     The coordinator may be away, and may come back elsewhere: `admin_address` is asked before each attempt,
     and while it is away what it said last holds. One that has just started wants nothing until it is told to.
@@ -33,8 +35,11 @@ async def follow_group(group: str, admin_address: Callable[[], str], want: Want)
     retry_s = _MIN_RETRY_S
     while True:
         address = admin_address()
-        if address and await _follow_session(group, address, want):
-            retry_s = _MIN_RETRY_S
+        try:
+            if address and await _follow_session(group, address, want):
+                retry_s = _MIN_RETRY_S
+        except Exception as error:  # noqa: BLE001  What runs goes on, and so does the size that is wanted.
+            report(f"the size of group {group!r} could not be followed: {type(error).__name__}: {error}")
         await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
         retry_s = min(2 * retry_s, _MAX_RETRY_S)
 

@@ -80,11 +80,6 @@ class ChildProcess:
         return self._process.returncode
 
     @property
-    def exit_status(self) -> int | None:
-        """What waitpid said of it, a signal's number negative; None while it runs."""
-        return self._process.returncode
-
-    @property
     def ending(self) -> str:
         """How it ended, in words."""
         code = self._process.returncode

@@ -75,5 +75,5 @@ def _node_address() -> str:
 
 
 def _status(child: ChildProcess) -> int:
-    assert child.exit_status is not None
-    return child.exit_status
+    assert child.exit_code is not None
+    return child.exit_code

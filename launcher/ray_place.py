@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
 import sys
-from pathlib import Path
 
+from launcher.foreground import remove_ready_file, run_until_signal, write_ready_file
 from launcher.ray_cluster import ClusterAway, RayCluster, connect, disconnect, find_host
 from launcher.ray_config import Placing
 from launcher.ray_placement import EngineDied, HostLost, Placement, limits_of
@@ -24,9 +21,7 @@ def run_place(placing: Placing) -> int:
     Returns 1 if one cannot be started or keeps dying, 2 if there is no cluster.
     """
     config = placing.config
-    if config.ready_file:
-        # Left by an earlier run, it would say ready too early.
-        Path(config.ready_file).unlink(missing_ok=True)
+    remove_ready_file(config.ready_file)
     try:
         connect(config.ray_address)
     except ClusterAway as error:
@@ -60,20 +55,13 @@ async def _place(placing: Placing) -> int:
         on_change=lambda: _write_ready_file(placing, placement),
         limits=limits_of(placing),
     )
-    stopping = _stop_on_signals(placement)
-    running = asyncio.ensure_future(_run(placing, placement))
-    try:
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    except (EngineDied, HostLost, StartTimeout) as error:
-        _report(str(error))
-        return 1
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
-        await placement.stop()
-    return 0
+    return await run_until_signal(
+        _run(placing, placement),
+        stop=placement.stop,
+        hurry=placement.hurry,
+        failures=(EngineDied, HostLost, StartTimeout),
+        report=_report,
+    )
 
 
 async def _run(placing: Placing, placement: Placement) -> None:
@@ -95,27 +83,7 @@ async def _drain(names: list[str], limit_s: float) -> int:
     return 0 if all(await asyncio.gather(*map(drain_one, names))) else 1
 
 
-def _stop_on_signals(placement: Placement) -> asyncio.Future[None]:
-    """A future that the first SIGTERM or SIGINT resolves; the second one cuts the drains."""
-    loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[None] = loop.create_future()
-    hurrying: set[asyncio.Task[None]] = set()
-
-    def on_signal() -> None:
-        if stopping.done():
-            hurrying.add(loop.create_task(placement.hurry()))
-        else:
-            stopping.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stopping
-
-
 def _write_ready_file(placing: Placing, placement: Placement) -> None:
-    if placing.config.ready_file is None:
-        return
-    path = Path(placing.config.ready_file)
     engines = [
         {
             "name": name,
@@ -127,9 +95,7 @@ def _write_ready_file(placing: Placing, placement: Placement) -> None:
         }
         for name, place in sorted(placement.places.items())
     ]
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"engines": engines}, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_ready_file(placing.config.ready_file, {"engines": engines})
 
 
 def _report(line: str) -> None:

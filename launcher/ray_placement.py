@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.ray_config import Placing
+from launcher.restarts import until_ready
 from launcher.supervisor import AwaitReady, StartTimeout, SupervisorLimits
 
 # Beyond an engine's own drain: it still has to tear down.
@@ -139,25 +140,15 @@ class Placement:
         self.places[name] = listening
         devices = f", devices {listening.devices}" if listening.devices else ""
         self._report(f"{name} listens at {listening.address} (node {listening.node_id[:8]}{devices})")
-        await self._until_ready(name, host, listening.address)
+        await until_ready(
+            self._await_ready("engine", listening.address),
+            host.ended(),
+            lambda status: EngineDied(f"{name} {_ending(status)} while it was starting"),
+        )
         self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
 
-    async def _until_ready(self, name: str, host: EngineHost, address: str) -> None:
-        ready = asyncio.ensure_future(self._await_ready("engine", address))
-        ended = asyncio.ensure_future(host.ended())
-        try:
-            await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise EngineDied(f"{name} {_ending(ended.result())} while it was starting")
-            ready.result()
-        finally:
-            for task in (ready, ended):
-                task.cancel()
-            await asyncio.gather(ready, ended, return_exceptions=True)
-
     async def _keep(self, place: int) -> None:
-        name, limits = self._placing.name_of(place), self._limits
-        restarted_at: list[float] = []
+        name, restarts = self._placing.name_of(place), self._limits.restarts()
         loop = asyncio.get_running_loop()
         while True:
             ending, status = await self._ending_of(name)
@@ -168,14 +159,10 @@ class Placement:
                 self._report(f"{name} {ending}; it was drained")
                 await self._give_back(name)
                 return
-            restarted_at = [at for at in restarted_at if loop.time() - at < limits.restart_window_s]
-            if len(restarted_at) == limits.max_restarts:
-                tries = f"{limits.max_restarts} restarts within {limits.restart_window_s:g} s"
-                raise EngineDied(f"{name} {ending} after {tries}")
-            delay_s = limits.restart_delay_s * 2 ** len(restarted_at)
-            restarted_at.append(loop.time())
-            counts = f"{len(restarted_at)} of {limits.max_restarts}"
-            self._report(f"{name} {ending}; starts again in {delay_s:g} s ({counts})")
+            delay_s = restarts.begin(loop.time())
+            if delay_s is None:
+                raise EngineDied(f"{name} {ending} after {restarts.tries}")
+            self._report(f"{name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
             await self._restart(place)
 

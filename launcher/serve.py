@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from launcher.arguments import Serving
 from launcher.config import ServeConfig
+from launcher.foreground import remove_ready_file, run_until_signal, write_ready_file
 from launcher.group_follower import follow_group
 from launcher.loopback import ensure_loopback
 from launcher.port_owner import find_port_owner
@@ -39,9 +37,7 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     if owner is not None:
         print(f"triptych serve: port {config.port} is in use by {owner}", file=sys.stderr)
         return _USAGE_ERROR
-    if config.ready_file:
-        # Left by an earlier run, it would say ready too early.
-        Path(config.ready_file).unlink(missing_ok=True)
+    remove_ready_file(config.ready_file)
     return asyncio.run(_serve(serving, environment))
 
 
@@ -89,32 +85,31 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
         environment,
         await_ready=await_ready,
         report=_report,
-        on_change=lambda: write_ready_file(config, supervisor),
+        on_change=lambda: _write_ready_file(config, supervisor),
         limits=limits_of(config),
     )
-    stopping = _stop_on_signals(supervisor)
-    running = asyncio.ensure_future(_run(serving, supervisor))
-    try:
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    except (ChildDied, StartTimeout) as error:
-        _report(str(error))
-        return 1
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
+
+    async def stop() -> None:
         _report("stopping")
         await supervisor.stop()
-    return 0
+
+    return await run_until_signal(
+        _run(serving, supervisor),
+        stop=stop,
+        hurry=supervisor.hurry,
+        failures=(ChildDied, StartTimeout),
+        report=_report,
+    )
 
 
 async def _run(serving: Serving, supervisor: Supervisor) -> None:
     await supervisor.start()
-    write_ready_file(serving.config, supervisor)
+    _write_ready_file(serving.config, supervisor)
     print(banner(serving.model, supervisor.address_of(_FRONTEND)), flush=True)
     following = asyncio.ensure_future(
-        follow_group(serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want)
+        follow_group(
+            serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want, _report
+        )
     )
     try:
         await supervisor.keep_running()
@@ -123,27 +118,7 @@ async def _run(serving: Serving, supervisor: Supervisor) -> None:
         await asyncio.wait((following,))
 
 
-def _stop_on_signals(supervisor: Supervisor) -> asyncio.Future[None]:
-    """A future that the first SIGTERM or SIGINT resolves; the second one cuts the drain."""
-    loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[None] = loop.create_future()
-
-    def on_signal() -> None:
-        if stopping.done():
-            supervisor.hurry()
-        else:
-            stopping.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stopping
-
-
-def write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
-    """Write where everything listens, if asked to, so that no reader ever sees half of it."""
-    if config.ready_file is None:
-        return
-    path = Path(config.ready_file)
+def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
     record = {
         "grpc": supervisor.address_of(_FRONTEND),
         "http": None,
@@ -158,9 +133,7 @@ def write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
             for name, child in supervisor.children.items()
         ],
     }
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_ready_file(config.ready_file, record)
 
 
 def banner(model: str, address: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from launcher.process import STARTING, ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.restarts import Restarts, until_ready
 
 # Resolves once the service at that address is ready for work; told the service and "host:port".
 AwaitReady = Callable[[str, str], Awaitable[None]]
@@ -23,6 +24,10 @@ class SupervisorLimits:
     max_restarts: int = 3  # of one process within `restart_window_s`
     restart_window_s: float = 60.0
     restart_delay_s: float = 0.5  # doubles with each restart in the window
+
+    def restarts(self) -> Restarts:
+        """The restarts of one process, none so far."""
+        return Restarts(most=self.max_restarts, window_s=self.restart_window_s, delay_s=self.restart_delay_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ class Supervisor:
                         f"{child.plan.name} did not end within {self._limits.stop_s:g} s and was killed"
                     )
 
-    def hurry(self) -> None:
+    async def hurry(self) -> None:
         """Cut every drain short."""
         for child in self.children.values():
             child.terminate()
@@ -181,23 +186,13 @@ class Supervisor:
         self.children[plan.name] = child
         address = (await child.announced(pipe_fd)).address
         self._addresses[plan.name] = address
-        await self._until_ready(child, address)
+        await until_ready(
+            self._await_ready(plan.service, address), child.wait(), lambda _: ChildDied(child, STARTING)
+        )
         self._ready.add(plan.name)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
-
-    async def _until_ready(self, child: ChildProcess, address: str) -> None:
-        ready = asyncio.ensure_future(self._await_ready(child.plan.service, address))
-        ended = asyncio.ensure_future(child.wait())
-        try:
-            await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise ChildDied(child, STARTING)
-            await ready
-        finally:
-            ready.cancel()
-            ended.cancel()
 
     def _flags_of(self, plan: ProcessPlan) -> list[str]:
         # A process that starts again takes its old port, under which the others know it.
@@ -218,8 +213,7 @@ class Supervisor:
 
     async def _keep(self, plan: ProcessPlan) -> None:
         loop = asyncio.get_running_loop()
-        restarted_at: list[float] = []
-        limits = self._limits
+        restarts = self._limits.restarts()
         while True:
             child = self.children.get(plan.name)
             if child is not None:
@@ -230,17 +224,12 @@ class Supervisor:
             if self._has_left(plan, child):
                 self._forget(plan, "left" if child is None else f"{child.ending} and is not started again")
                 return
-            restarted_at = [at for at in restarted_at if loop.time() - at < limits.restart_window_s]
-            if len(restarted_at) == limits.max_restarts:
-                self._give_up(plan, child)
+            delay_s = restarts.begin(loop.time())
+            if delay_s is None:
+                self._give_up(plan, child, f"after {restarts.tries}")
                 return
-            delay_s = limits.restart_delay_s * 2 ** len(restarted_at)
-            restarted_at.append(loop.time())
             ending = "could not be started" if child is None else child.ending
-            self._report(
-                f"{plan.name} {ending}; starts again in {delay_s:g} s"
-                f" ({len(restarted_at)} of {limits.max_restarts})"
-            )
+            self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
             if self._is_wanted(plan):
                 await self._restart(plan)
@@ -251,10 +240,8 @@ class Supervisor:
         has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
         return not self._is_wanted(plan) or has_gone_for_good
 
-    def _give_up(self, plan: ProcessPlan, child: ChildProcess | None) -> None:
+    def _give_up(self, plan: ProcessPlan, child: ChildProcess | None, tries: str) -> None:
         """A process keeps dying. Without one that came later the stack is what it was at its start."""
-        limits = self._limits
-        tries = f"after {limits.max_restarts} restarts within {limits.restart_window_s:g} s"
         if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
             raise ChildDied(child, tries)
         self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")

@@ -57,6 +57,7 @@ class HeldExperts:
         self.num_bytes = 0  # of the experts that are held now
         self._held: _Held | None = None
         self._prepared: _Prepared | None = None
+        self._is_released = False  # the model has no experts before something is adopted
         # What is prepared has to be of the model that it is adopted by.
         self._lock = threading.Lock()
 
@@ -78,22 +79,30 @@ class HeldExperts:
                 loaded.facts.weights_digest,
             )
             self._count(loaded.model)
+            self._is_released = False
             stale, self._prepared = self._prepared, None
             if stale is not None:
                 self._prepare(stale.rank, stale.size)
 
-    def prepare(self, rank: int, size: int) -> None:
-        """Load what rank `rank` of `size` is to hold, beside what is held. ValueError or OSError if not."""
+    def prepare(self, rank: int, size: int, *, may_release: bool = False) -> None:
+        """Load what rank `rank` of `size` is to hold, beside what is held. ValueError or OSError if not.
+
+        may_release: no step is run before something was prepared and adopted. Where memory is short, what is
+        held is given up first, and whatever is prepared next is loaded whole.
+        """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is none of {size}")
         with self._lock:
-            try:
-                self._prepare(rank, size)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                raise ValueError(
-                    f"there is too little memory for the experts of rank {rank} of {size} beside those "
-                    f"that are in use, which take {self.num_bytes} bytes"
-                ) from error
+            if self._fits(rank, size):
+                return
+            if may_release and not self._is_released:
+                self._release()
+                if self._fits(rank, size):
+                    return
+            raise ValueError(
+                f"there is too little memory for the experts of rank {rank} of {size} beside those "
+                f"that are in use, which take {self.num_bytes} bytes"
+            )
 
     def adopt(self) -> None:
         """Hold what was prepared last; without such, nothing changes."""
@@ -107,6 +116,7 @@ class HeldExperts:
                     mixture.mixture.experts = experts
                 self._count(model)
             self.exchange.holds = (prepared.rank, prepared.size)
+            self._is_released = False
         logger.info(
             "experts held",
             extra={"rank": prepared.rank, "size": prepared.size, "num_bytes": self.num_bytes},
@@ -117,11 +127,32 @@ class HeldExperts:
         with self._lock:
             self._prepared = None
 
+    def _fits(self, rank: int, size: int) -> bool:
+        """Prepare that, unless there is too little memory."""
+        # Beside what was prepared before, and is superseded, it need not fit.
+        self._prepared = None
+        try:
+            self._prepare(rank, size)
+        except (MemoryError, torch.OutOfMemoryError):
+            return False
+        return True
+
+    def _release(self) -> None:
+        """Give up the experts that are held. Only what is adopted brings new ones."""
+        model = self._model()
+        if model is None:
+            return
+        for mixture in model.mixtures:
+            mixture.mixture.experts = NoExperts()
+        self._is_released = True
+        self._count(model)
+        logger.info("experts given up, as there is too little memory for others beside them")
+
     def _prepare(self, rank: int, size: int) -> None:
         model = self._model()
         experts: list[Experts] = []
         # Of weights that are given up nothing is kept beside them: they are loaded by what is adopted.
-        if model is not None and (rank, size) != self.exchange.holds:
+        if model is not None and (self._is_released or (rank, size) != self.exchange.holds):
             assert self._held is not None, "a model is held"
             held = self._held
             builder = expert_builder(

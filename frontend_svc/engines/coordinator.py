@@ -172,7 +172,9 @@ class CoordinatorSession:
                 return
 
     def _take(self, message: coordinator_pb2.FrontendSessionResponse) -> None:
-        if self._topology.apply(message):
+        has_moved = self._topology.apply(message)
+        # What came of an earlier message may have failed half-way: a snapshot is handed on as it is.
+        if has_moved or message.HasField("snapshot"):
             self._on_engines(self._topology.endpoints())
         loads = self._topology.take_loads()
         if loads:

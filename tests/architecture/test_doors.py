@@ -22,7 +22,9 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/text/detokenizer.py",
     "frontend_svc/engines/artifacts.py",
     "frontend_svc/engines/client.py",
+    "frontend_svc/engines/coordinator.py",
     "frontend_svc/text/worker_process.py",
+    "launcher/group_follower.py",
 }
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}
 

@@ -204,6 +204,20 @@ async def test_a_rank_killed_in_a_wave_costs_nothing_and_serves_again_when_it_is
     await _answers_itself(group, 1)
 
 
+async def test_a_rank_killed_while_all_stand_idle_is_met_again_without_a_wave(group):
+    await group.until_states("paused")
+    group.fleet.keep("engine-1", max_restarts=1)
+    killed_at = time.time()
+    await faults.kill(group.engines[1])
+    await group.until_formed(0, NUM_RANKS, since=killed_at)
+    (left,) = group.told(0, _LEFT, since=killed_at)
+    # A step would have found it in other words.
+    assert "has ended" in left["cause"]
+    print(f"\nleft after {log_instant(left) - killed_at:.2f} s")
+    await group.fleet.until_routed()
+    await _answers_itself(group, 1)
+
+
 async def test_a_rank_that_is_told_to_end_lets_the_others_go_on_before_it_goes(group):
     streams = streams_of(0, 1)
     asking = await _begin(group, streams)
@@ -312,6 +326,41 @@ async def test_ranks_sleep_when_all_stand_still_and_not_before(group):
         await group.resume(rank)
     await asyncio.wait_for(asking, _LIMIT_S)
     assert group.wrong([stream]) == []
+
+
+async def _put_in_place(group: Group, folder: Path, ranks: Sequence[int]) -> None:
+    """Other weights in these, which are all ranks of the group."""
+    for rank in ranks:
+        await group.pause(rank)
+    for rank in ranks:
+        async with asyncio.timeout(_LIMIT_S):
+            while (await group.engines[rank].status())["lockstep.state"] != "quiet":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await group.call(rank, update_weights=utility_pb2.UpdateWeightsCall(path=str(folder)))
+    for rank in ranks:
+        await group.resume(rank)
+
+
+async def test_a_rank_that_comes_back_with_other_weights_than_its_group_serves_ends(group):
+    model = group.folder / "mixtral"
+    # Twice the logits: other weights, which choose the same tokens.
+    other = await asyncio.to_thread(_changed, model, group.folder / "newer")
+    await _put_in_place(group, other, range(NUM_RANKS))
+    await _answers_itself(group, 0)
+    await faults.kill(group.engines[1])
+    returned_at = time.time()
+    await group.engines[1].start()
+    assert await group.engines[1].ended(_LIMIT_S) == _MISMATCH_EXIT
+    (told,) = group.told(1, "ranks with different weights do not meet", since=returned_at)
+    print(f"\n{told['cause']}")
+    await group.until_formed(0, 1, since=returned_at)
+    await _answers_itself(group, 0)
+    await _put_in_place(group, model, [0])
+    returned_at = time.time()
+    await group.fleet.start(["engine-1"])
+    await group.until_formed(0, NUM_RANKS, since=returned_at)
+    await group.fleet.until_routed()
+    await _answers_itself(group, 1)
 
 
 async def test_ranks_that_all_end_leave_together(group):

@@ -197,6 +197,7 @@ class Rank:
     """One engine of the group, with a frontend of its own."""
 
     def __init__(self, meetings: Meetings, *, max_in_flight: int = 2) -> None:
+        self.meetings = meetings
         self.groups, self.shards = FakeGroups(meetings), FakeShards()
         self.executor = LockstepExecutor(self.groups)
         self.inbox, self.board, self.clock = Inbox(1000), Board(), FakeClock()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from engine_svc.artifacts import Artifact
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.engine_thread import EngineThread
 from engine_svc.facts import EngineFacts, EngineIdentity, ModelFingerprint
 from engine_svc.lifecycle import Lifecycle
 from engine_svc.mailbox import Board, Inbox, KVEventLog
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.served_engine import LoadedCore, ServedEngine
 from engine_svc.servicer import FULL_NAME, EngineCoreServicer

@@ -213,6 +213,11 @@ def test_the_context_is_fitted_to_the_memory_only_where_nobody_chose_it(llama):
         Built(EngineConfig(model=str(llama), num_kv_blocks=10, max_model_len=200, num_threads=1))
 
 
+def test_an_engine_knows_what_its_operator_says_of_it(llama):
+    config = EngineConfig(model=str(llama), label=("zone=a", "rack=7"))
+    assert build_served_engine(config).identity.labels == (("zone", "a"), ("rack", "7"))
+
+
 def test_there_is_no_membership_without_a_coordinator(llama):
     config = EngineConfig(model=str(llama))
     engine = build_served_engine(config)

@@ -13,13 +13,14 @@ import grpc
 import pytest
 
 from engine_svc import announce
-from engine_svc.commands import CommandDesk
+from engine_svc.commands import EXIT_MISMATCH, CommandDesk
 from engine_svc.departure import Departure
 from engine_svc.facts import EngineIdentity
 from engine_svc.lifecycle import EngineState, Lifecycle
 from engine_svc.mailbox import Stop
 from engine_svc.pause import StandstillState
-from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.rank_group import Meeting
+from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from service_kit.clock import MonotonicClock
 from tests.engine_svc.lockstep_rig import PATIENCE_S, Meetings, Rank
 from tests.engine_svc.service_rig import make_facts
@@ -205,7 +206,7 @@ async def test_who_leaves_runs_dry_first_and_ends_after_the_commit():
         assert (await leaving).HasField("ack")
         assert (desk.num_stops, desk.rank.driver.standing.generation) == (0, 1)
         assert (await desk.do(commit_scale=command_pb2.CommitScale(generation=2))).HasField("ack")
-        assert desk.rank.driver.standing.has_left
+        assert desk.rank.driver.meeting is None
         assert desk.num_stops == 1
 
 
@@ -225,7 +226,7 @@ async def test_who_was_to_leave_and_is_kept_takes_requests_again():
 async def test_experts_that_cannot_be_loaded_are_the_reason_of_a_refusal():
     async with a_desk() as desk:
 
-        def fail(rank: int, size: int) -> None:
+        def fail(rank: int, size: int, *, may_release: bool) -> None:
             raise OSError("no such shard")
 
         desk.rank.shards.prepare = fail
@@ -240,6 +241,27 @@ async def test_ranks_of_another_configuration_are_not_met():
         order.rendezvous.parallel_config_hash = "cd34"
         result = await desk.do(prepare_scale=order)
         assert (code_of(result), "'cd34'" in result.nack.message) == (FAILED.value[0], True)
+
+
+@pytest.mark.parametrize("serves", [False, True])
+async def test_a_rank_with_other_weights_ends_unless_it_serves(serves):
+    async with a_desk() as desk:
+        if serves:
+            await desk.form(1)
+            await desk.until(lambda: desk.engine.lifecycle.state is EngineState.READY)
+            desk.rank.ask(lambda: desk.rank.driver.lose(ValueError("left")))
+        meetings = desk.rank.meetings.shared(Meeting(2, 0, 2, "10.0.0.1", 7000))
+        await desk.do(prepare_scale=prepare(2, size=2, rank=1))
+        for point, said in (("form", None), ("numbers", [1, 7, 1])):
+            meetings.come((point, 0), 0, said)
+        result = await desk.do(commit_scale=command_pb2.CommitScale(generation=2))
+        assert code_of(result) == FAILED.value[0]
+        both = "has weights 0000000000000000, and rank 0 has 0000000000000007"
+        assert both in result.nack.message
+        if serves:
+            assert (desk.engine.failure, desk.engine.lifecycle.state) == (None, EngineState.READY)
+        else:
+            assert desk.engine.failure == Failure(result.nack.message, EXIT_MISMATCH)
 
 
 async def test_nobody_is_prepared_asleep():
@@ -268,6 +290,59 @@ async def test_places_that_cannot_be_are_refused(order):
     async with a_desk() as desk:
         result = await desk.do(prepare_scale=order)
         assert code_of(result) == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "command"),
+    [
+        ("start_wave.wave", {"start_wave": command_pb2.StartWave(wave=2**62 + 1)}),
+        ("prepare_scale.generation", {"prepare_scale": prepare(2**62 + 1)}),
+    ],
+)
+async def test_numbers_that_ranks_cannot_tell_each_other_are_refused(field, command):
+    async with a_desk() as desk:
+        await desk.form(1)
+        result = await desk.do(**command)
+        assert code_of(result) == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert result.nack.message == f"{field} is {2**62 + 1}, the limit is {2**62}"
+        # The engine goes on.
+        await desk.form(2**62)
+
+
+async def test_a_command_that_runs_is_remembered_however_many_come_after_it():
+    async with a_desk() as desk:
+        await desk.form(1)
+        desk.is_dry.clear()
+        leaving = command_pb2.PrepareScale(generation=2, new_size=1, leave=True)
+        running = desk.tell(1000, prepare_scale=leaving)
+        await desk.until(lambda: desk.engine.lifecycle.state is EngineState.DRAINING)
+        for _ in range(300):
+            await desk.do(update_interval=command_pb2.UpdateInterval(interval_ms=700))
+        assert desk.tell(1000, prepare_scale=leaving) is running
+        desk.is_dry.set()
+        assert (await running).HasField("ack")
+
+
+async def test_nobody_changes_over_asleep():
+    async with a_desk() as desk:
+        await desk.form(1)
+        await desk.do(prepare_scale=prepare(2))
+        await asyncio.wrap_future(desk.rank.pause())
+        await desk.until(lambda: desk.rank.driver.is_quiet)
+        await asyncio.wrap_future(desk.rank.sleep(1))
+        result = await desk.do(commit_scale=command_pb2.CommitScale(generation=2))
+        assert "asleep" in result.nack.message
+        desk.rank.post(desk.rank.controls.standstill.wake)
+        desk.rank.resume()
+        await desk.until(lambda: not desk.rank.driver.is_quiet)
+        assert (await desk.do(commit_scale=command_pb2.CommitScale(generation=2))).HasField("ack")
+
+
+async def test_only_a_rank_with_which_nothing_can_run_may_give_up_what_it_holds():
+    async with a_desk() as desk:
+        for generation, may_release in ((1, True), (2, False)):
+            await desk.form(generation)
+            assert desk.rank.shards.may_release is may_release
 
 
 async def test_a_drain_ends_the_process_when_nothing_runs_any_more():

@@ -48,7 +48,7 @@ class Leaver:
         self.is_dry = asyncio.Event()
         self.is_dry.set()
         self.num_stops = 0
-        self.has_left_in_order = False
+        self.was_awaited = False  # when its sessions ended
         self.is_over = asyncio.Event()
         self.departure = Departure(self.engine, until_dry=self._until_dry, stop_process=self._stop)
 
@@ -63,7 +63,7 @@ class Leaver:
         await self.is_dry.wait()
 
     async def _end_sessions(self) -> None:
-        self.has_left_in_order = self.rank.driver.standing.has_left
+        self.was_awaited = self.rank.driver.standing.is_awaited
         if self.state is EngineState.DRAINING:
             self.engine.lifecycle.move_to(EngineState.STOPPED)
         self.is_over.set()
@@ -107,7 +107,7 @@ async def test_an_engine_that_ends_steps_until_its_group_goes_on_without_it(is_b
         answers = cluster.form([other], leaving=[leaver.rank])
         await asyncio.gather(*map(asyncio.wrap_future, answers))
         await ending
-        assert leaver.has_left_in_order
+        assert not leaver.was_awaited
         if is_busy:
             await asyncio.to_thread(other.frontend.read_until_ended, 1)
             assert other.frontend.tokens[1] == expected_tokens(prompt_of(1), 1, 400)
@@ -154,7 +154,7 @@ async def test_nobody_is_waited_for_who_cannot_come(
             assert not ending.done()
             await cause(cluster, leaver)
         await ending
-        assert not leaver.has_left_in_order
+        assert leaver.was_awaited is (cause is not _come_apart)
 
 
 async def test_the_only_rank_of_a_group_ends_at_once():

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine_svc.device_errors import DeviceLost
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.mailbox import Abort, Add, Board, Call, Inbox, Outbox, Stop
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.hook import SchedulerHook

@@ -239,7 +239,7 @@ def test_ranks_change_over_together_and_keep_what_runs():
         first.executor.wait_for_launches(50)
         for answer in cluster.form([second, first], leaving=[third]):
             answer.result(10)
-        assert third.driver.standing.has_left
+        assert third.driver.meeting is None
         third.is_alive = False
         assert (first.groups.group.meeting.rank, second.groups.group.meeting.rank) == (1, 0)
         for rank in (first, second):
@@ -312,7 +312,7 @@ def test_who_has_ended_before_a_generation_was_formed_is_no_loss_to_it():
         answers = cluster.form([stays], leaving=[leaves], lost_generation=1)
         for answer in answers:
             answer.result(PATIENCE_S)
-        assert leaves.driver.standing.has_left
+        assert leaves.driver.meeting is None
         assert (stays.executor.num_drops, stays.driver.num_votes) == (0, 2)
 
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import grpc
 
+from engine_svc.commands import EXIT_MISMATCH
 from engine_svc.departure import Departure
 from engine_svc.facts import EngineIdentity
 from engine_svc.lifecycle import EngineState, Lifecycle
 from engine_svc.lockstep_driver import Standing
 from engine_svc.mailbox import Board, Figures, Inbox
-from engine_svc.membership import EXIT_MISMATCH, MISMATCH, Membership
+from engine_svc.membership import MISMATCH, Membership
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from service_kit.clock import MonotonicClock
 from service_kit.errors import FailedPrecondition
@@ -174,6 +175,17 @@ async def test_a_mismatch_of_the_parallel_configuration_ends_the_engine_with_bot
         await asyncio.wait_for(make_membership(engine, address, []).run(), 10)
     assert engine.failure == Failure("hash ab12 here, cd34 in the group", EXIT_MISMATCH)
     assert engine.lifecycle.state is EngineState.FAILED
+
+
+async def test_a_mismatch_does_not_end_an_engine_that_serves():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    engine.become_ready(make_core())
+    coordinator.refusal = FailedPrecondition("hash ab12 here, cd34 in the group", reason=MISMATCH)
+    async with serve(coordinator) as address, member(engine, address, []):
+        await coordinator.until(lambda: len(coordinator.registrations) == 2)
+        coordinator.refusal = None
+        await coordinator.until(lambda: len(coordinator.reports) > 0)
+    assert (engine.failure, engine.lifecycle.state) == (None, EngineState.READY)
 
 
 async def test_another_refusal_is_tried_again():

@@ -25,12 +25,16 @@ class FakeLoop:
         self.num_resets = 0
         self.held = PauseState.NONE
         self.gives_blocks = True
-        self.is_alone = True
+        self.is_wanted = False  # by other ranks
         self.idle_calls: list[Callable[[], None]] = []
 
     @property
     def has_running(self) -> bool:
         return self.num_running > 0
+
+    def check_still(self) -> None:
+        if self.is_wanted:
+            raise FailedPrecondition("another rank steps")
 
     def hold(self, state: PauseState) -> None:
         self.held = state
@@ -310,6 +314,16 @@ def test_a_level_that_is_none_changes_nothing(level: int) -> None:
     assert isinstance(rig.sleep(level, PauseMode.ABORT).exception(0), InvalidArgument)
     assert rig.machine.state is RUNNING
     assert rig.loop.num_aborted == 0
+
+
+def test_nothing_is_given_up_where_other_ranks_step_again_until_all_requests_have_ended():
+    rig = Rig(num_running=1)
+    answer = rig.sleep(1, PauseMode.WAIT)
+    rig.loop.is_wanted = True
+    rig.loop.turn()
+    with pytest.raises(FailedPrecondition, match="another rank steps"):
+        answer.result(0)
+    assert (rig.machine.state, rig.runner.levels, rig.runner.away) == (RUNNING, [], frozenset())
 
 
 @pytest.mark.parametrize("seed", range(500))

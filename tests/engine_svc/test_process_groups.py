@@ -13,8 +13,9 @@ import torch
 
 from engine_svc.device_errors import PeersLost
 from engine_svc.model.group_exchange import GroupExchange
-from engine_svc.process_groups import ProcessRankGroup, ProcessRankGroups
+from engine_svc.process_groups import ProcessRankGroup, ProcessRankGroups, reach_store
 from engine_svc.rank_group import Meeting
+from engine_svc.store_bell import reach_bell
 from engine_svc.vote import Vote
 from tests.engine_svc.runner.shared_rig import HOST, TIMEOUT_S, in_threads, outcomes, vote
 
@@ -93,6 +94,17 @@ def test_one_process_forms_one_group_after_the_other_and_keeps_nothing_of_them(p
     # The threads of a group end a moment after it: those of two may be there at once.
     (files, threads), last = counts[0], counts[-1]
     assert last[0] <= 2 * files and last[1] <= 2 * threads
+
+
+def test_words_about_waves_of_earlier_generations_are_taken_out_of_the_store(pair):
+    store = reach_store(HOST, pair.makers[0].store_port, TIMEOUT_S)
+    for generation in (1, 2):
+        bell = reach_bell(Meeting(generation, 0, 2, HOST, pair.makers[0].store_port), TIMEOUT_S)
+        pair.form(generation)
+        bell.ring(5)
+        for group in pair.groups:
+            group.close()
+    assert [key for key in store.list_keys() if "generation" in key or "doorbell" in key] == ["doorbell-2/5"]
 
 
 def test_a_generation_number_may_come_again(pair):

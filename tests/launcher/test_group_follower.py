@@ -16,10 +16,14 @@ class Follower:
 
     def __init__(self) -> None:
         self.address = ""
+        self.failures: list[Exception] = []  # raised by the next calls
+        self.lines: list[str] = []
         self._told: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 
     def want(self, num_engines: int, *, starts_missing: bool) -> None:
         """Be told."""
+        if self.failures:
+            raise self.failures.pop()
         self._told.put_nowait((num_engines, starts_missing))
 
     async def next(self) -> tuple[int, bool]:
@@ -32,7 +36,9 @@ async def following(group: str, served: Served) -> AsyncIterator[Follower]:
     """A follower of that group for the length of a test."""
     follower = Follower()
     follower.address = served.address
-    task = asyncio.ensure_future(follow_group(group, lambda: follower.address, follower.want))
+    task = asyncio.ensure_future(
+        follow_group(group, lambda: follower.address, follower.want, follower.lines.append)
+    )
     try:
         yield follower
     finally:
@@ -75,3 +81,11 @@ async def test_a_coordinator_that_comes_back_elsewhere_is_followed_there() -> No
                 first.end()
                 await scale(second, "", 5)
                 assert await follower.next() == (5, True)
+
+
+async def test_an_error_in_what_is_wanted_is_reported_and_the_size_is_followed_on() -> None:
+    async with scaling_service(dense("", 0)) as served, following("", served) as follower:
+        follower.failures.append(ValueError("a bug"))
+        await scale(served, "", 2)
+        assert await follower.next() == (2, True)
+        assert follower.lines == ["the size of group '' could not be followed: ValueError: a bug"]

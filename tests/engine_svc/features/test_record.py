@@ -15,10 +15,11 @@ import pytest
 from engine_svc.build import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.device_errors import DeviceLost
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.features.record import RecordedScheduler
 from engine_svc.features.recorded_case import CaseFile
 from engine_svc.mailbox import Add, Board, Inbox, Outbox, Stop
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.request import ContentSpan, FinishReason, Request
 from engine_svc.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.scheduler.config import PauseState

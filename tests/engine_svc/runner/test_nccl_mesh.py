@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # It is there.
 
 from engine_svc.device_errors import PeersLost
 from engine_svc.runner.nccl_mesh import NcclMesh

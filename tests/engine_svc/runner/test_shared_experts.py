@@ -20,6 +20,7 @@ from engine_svc.model.native.exchange import ExpertShare
 from engine_svc.step import StepPlan
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.runner.shared_rig import Sharing, SharingEngine, in_threads, logits_of, outcomes
+from triptych_kernels import Experts
 
 WISHES = LoadWishes(num_threads=1, device="cpu")
 NUM_EXPERTS = 4
@@ -180,6 +181,39 @@ def test_only_experts_that_are_not_held_are_read(share, folders, caplog):
         read.append(caplog.records[-1].num_bytes_read / total)
         engine.experts.adopt()
     assert read == [0, 0, 0.25, 0.5, 0.5]
+
+
+class Crowding:
+    """Experts beside which there is no memory for others."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.num_bytes, self.expert_range = experts.num_bytes, experts.expert_range
+
+    def take(self, first: int, end: int) -> Experts:
+        raise torch.OutOfMemoryError("no room")
+
+
+def test_a_share_for_which_there_is_no_room_takes_the_place_of_one_that_nothing_runs_with(share, folders):
+    sharing = share(folders["mixtral"], 2)
+    engine, row = sharing.engines[0], tokens_of(6, 1)
+    held, total = engine.experts.num_bytes, whole_bytes(share, folders["mixtral"])
+    for mixture in engine.model.mixtures:
+        mixture.mixture.experts = Crowding(mixture.mixture.experts)
+    with pytest.raises(ValueError, match="too little memory for the experts of rank 0 of 1"):
+        engine.experts.prepare(0, 1)
+    assert engine.experts.num_bytes == held
+    engine.experts.prepare(0, 1, may_release=True)
+    assert engine.experts.num_bytes == 0
+    # Given up as well, and then its first share is wanted again.
+    engine.experts.forget()
+    engine.experts.prepare(0, 2)
+    engine.experts.adopt()
+    assert (engine.experts.exchange.holds, engine.experts.num_bytes) == ((0, 2), held)
+    sharing.form([engine])
+    assert engine.experts.num_bytes == total
+    torch.testing.assert_close(
+        logits(sharing, [row])[0], whole(share, folders["mixtral"], [row])[0], atol=1e-4, rtol=0.0
+    )
 
 
 def test_what_is_forgotten_is_not_adopted(share, folders):

@@ -14,8 +14,9 @@ from engine_svc import convert
 from engine_svc.build import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.mailbox import Add, Board, Inbox, Stop
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.request import Request
 from engine_svc.runner.executor import InlineExecutor
 from engine_svc.sampling_params import SamplingParams

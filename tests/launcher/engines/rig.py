@@ -6,8 +6,9 @@ import asyncio
 from array import array
 from functools import partial
 
-from engine_svc.engine import Engine, NoLockstep
+from engine_svc.engine import Engine
 from engine_svc.mailbox import Board, Inbox
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.served_engine import LoadedCore
 from engine_svc.servicer import FULL_NAME
 from launcher.engines.in_process import InProcessClient

@@ -1,0 +1,64 @@
+"""A verb that works until a signal ends it: signals, exit code, and the file that says it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+
+
+async def run_until_signal(
+    work: Coroutine[None, None, None],
+    *,
+    stop: Callable[[], Awaitable[None]],
+    hurry: Callable[[], Awaitable[None]],
+    failures: tuple[type[Exception], ...],
+    report: Callable[[str], None],
+) -> int:
+    """Do `work` until it ends, or until SIGTERM or SIGINT, then `stop`; the exit code.
+
+    A second signal does `hurry` while it stops. One of `failures` is reported and makes the code 1.
+    """
+    hurrying: set[asyncio.Task[None]] = set()
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_signal() -> None:
+        if stopping.done():
+            hurrying.add(asyncio.ensure_future(hurry()))
+        else:
+            stopping.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    except failures as error:
+        report(str(error))
+        return 1
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await stop()
+    return 0
+
+
+def remove_ready_file(path: str | None) -> None:
+    """Remove what an earlier run has left: it would say ready too early."""
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
+
+
+def write_ready_file(path: str | None, record: Mapping[str, object]) -> None:
+    """Write where everything listens, if asked to, so that no reader ever sees half of it."""
+    if path is None:
+        return
+    file = Path(path)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(file)
