@@ -47,7 +47,7 @@ def test_the_engine_of_the_compose_file_yields_what_transformers_does(device, tm
     for _ in range(NUM_TOKENS - 1):
         driver.step({"a": 1})
     with torch.inference_mode():
-        ids = theirs.generate(
+        ids = theirs.generate(  # type: ignore[operator]  # It is a method of a mixin.
             torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
         )
     assert request.token_ids[len(prompt) :] == ids[0, len(prompt) :].tolist()

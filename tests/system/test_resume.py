@@ -108,7 +108,7 @@ class Rig:
         await self.until(lambda: self.client.state is state)
 
     async def until_taken(self) -> None:
-        """Wait until the engine has taken what was sent so far, aborts for one: a refusal comes after that."""
+        """Wait until the engine has taken what was sent so far, e.g. aborts: a refusal comes behind it."""
         (refused,) = self.add(range(9999, 10_000), num_tokens=0)
         await self.until(lambda: refused.is_over)
 
