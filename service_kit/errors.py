@@ -15,7 +15,7 @@ DOMAIN = "triptych"
 
 # A status travels in trailers, and peers refuse trailers above 8 KiB: a stranger's words are echoed in part.
 _MAX_MESSAGE_BYTES = 512
-_MAX_TEXT_BYTES = 192
+_MAX_TEXT_BYTES = 144
 _MAX_ENTRIES = 8
 
 

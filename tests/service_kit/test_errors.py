@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -95,12 +96,24 @@ async def test_a_bare_status_becomes_the_error_of_its_code() -> None:
     assert (seen.message, seen.reason) == ("busy", "RESOURCE_EXHAUSTED")
 
 
-async def test_a_stranger_cannot_make_a_status_too_large_to_arrive() -> None:
+def largest_error() -> InvalidArgument:
     # Characters outside of ASCII take nine bytes each in a status message.
     name = "\u4e16" * 100_000
     violations = [(f"field{index}.{name}", name) for index in range(1000)]
-    metadata = {f"{index}{name}": name for index in range(100)}
-    seen = await answered_with(InvalidArgument(name, violations=violations, metadata=metadata))
+    return InvalidArgument(
+        name, violations=violations, metadata={f"{index}{name}": name for index in range(100)}
+    )
+
+
+def test_the_largest_status_stays_below_what_a_client_may_refuse_by_chance() -> None:
+    status = to_status(largest_error())
+    details = dict(status.trailing_metadata)["grpc-status-details-bin"]
+    # gRPC's clients refuse more than 8 KiB of metadata now and then, 16 KiB always.
+    assert len(quote(status.details)) + len(details) < 7500
+
+
+async def test_a_stranger_cannot_make_a_status_too_large_to_arrive() -> None:
+    seen = await answered_with(largest_error())
     assert type(seen) is InvalidArgument
     assert seen.message.endswith("...")
     assert len(seen.violations) == 8

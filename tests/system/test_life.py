@@ -19,6 +19,8 @@ from tests.system.generation import collect, random_prompt, read_to_end, request
 from tests.system.ports import free_port
 from tests.system.stack import Stack, address_of
 
+pytestmark = pytest.mark.chaos
+
 ORDERS = list(itertools.permutations(("coordinator", "engine", "frontend")))
 
 

@@ -22,6 +22,8 @@ from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 
+pytestmark = pytest.mark.chaos
+
 NUM_STREAMS = 8
 NUM_TOKENS = 160
 KEEP = utility_pb2.PAUSE_MODE_KEEP

@@ -37,6 +37,8 @@ from tests.system.ranks import (
 )
 from tests.system.stack import Stack
 
+pytestmark = pytest.mark.chaos
+
 FAMILIES = ("llama", "qwen2", "mixtral", "qwen3_moe")
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
