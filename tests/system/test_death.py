@@ -19,10 +19,11 @@ MODEL = str(embedded_model())
 FAILING_STEPS = """
 from engine_svc.runner.model_runner import ModelRunner
 def start():
-    execute, plans = ModelRunner.execute, []
+    execute, dead = ModelRunner.execute, []
     def failing(self, plan):
-        plans.append(plan)
-        if len(plans) > 10:
+        if len(plan.request_ids) == 3:
+            dead.append(plan)
+        if dead:
             raise RuntimeError("the device does nothing any more")
         return execute(self, plan)
     ModelRunner.execute = failing
