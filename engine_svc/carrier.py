@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from service_kit.eager_writer import EagerWriter
+
 # How long a stream may take to see that another carries its session.
 _MAX_TAKEOVER_S = 1.0
 
@@ -17,6 +19,7 @@ class Carrier:
 
     def __init__(self, abandon: Callable[[], object]) -> None:
         self.abandon = abandon
+        self.idle_writer: EagerWriter[bytes] | None = None  # set while nothing waits to be said
 
     def replace(self) -> None:
         """Another carries the session now. This one ends by itself, unless it waits in such a write."""

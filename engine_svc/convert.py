@@ -6,7 +6,8 @@ What arrives is checked here as if no frontend had looked at it. Knows no stream
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import accumulate
 
 from engine_svc.adoptables import MAX_RESUME_STATE_BYTES
 from engine_svc.cache.observer import StoredBlocks
@@ -147,13 +148,14 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
         step.parts.add(row=row, num_tokens=counts)
     for row, num_cached_tokens in output.first:
         step.first.add(row=row, num_cached_tokens=num_cached_tokens)
-    last_tokens = dict(_last_tokens(output)) if output.finished else {}
+    # Where each row's tokens end: most steps end nobody by a token, and do without.
+    stops = any(finished.reason is FinishReason.STOP for finished in output.finished)
+    ends = list(accumulate(output.num_tokens)) if stops else []
     for finished in output.finished:
         record = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
         if finished.reason is FinishReason.STOP:
-            _set_stop(
-                record, finished, last_tokens[finished.row], stop_token_ids[output.handles[finished.row]]
-            )
+            last_token = output.token_ids[ends[finished.row] - 1]
+            _set_stop(record, finished, last_token, stop_token_ids[output.handles[finished.row]])
         elif finished.reason is FinishReason.ERROR:
             record.message = finished.message
     if output.told is not None:
@@ -181,14 +183,6 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
     code, message, details = to_parts(error)
     return error_pb2.ErrorStatus(code=code, message=message, details=details)
-
-
-def _last_tokens(output: StepOutput) -> Iterator[tuple[int, int]]:
-    end = 0
-    for row, num_tokens in enumerate(output.num_tokens):
-        end += num_tokens
-        if num_tokens:
-            yield row, output.token_ids[end - 1]
 
 
 def _set_stop(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from engine_svc import announce, convert
 from engine_svc.carrier import Carrier
@@ -18,7 +19,9 @@ from engine_svc.mailbox import Outbox
 from engine_svc.replay import MAX_REPLAY_BYTES, ReplayRing
 from engine_svc.served_engine import ServedEngine
 from engine_svc.session_requests import MAX_INFLIGHT_ADDS, SessionRequests
+from engine_svc.step_output import StepOutput
 from engine_svc.utility_calls import SessionCalls
+from service_kit.eager_writer import EagerWriter
 from service_kit.errors import (
     Aborted,
     InvalidArgument,
@@ -233,7 +236,11 @@ class Session:
         return num_aborted
 
     async def speak(
-        self, carrier: Carrier, write: Callable[[bytes], Awaitable[object]], *, is_resumed: bool = False
+        self,
+        carrier: Carrier,
+        write: Callable[[bytes], Coroutine[Any, Any, object]],
+        *,
+        is_resumed: bool = False,
     ) -> None:
         """Write hello_ack, what is to be sent again, then all for this frontend, numbered without gaps.
 
@@ -246,29 +253,37 @@ class Session:
             is_resumed=is_resumed,
             host_probe=self._tensors.probe_name,
         )
-        await write(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
+        writer = EagerWriter(write)
+        writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
+        await writer.finish()
         for message in self._replay.messages() if self._replay is not None else ():
-            await write(message)
+            writer.start(message)
+            await writer.finish()
             if self._carrier is not carrier:
                 return
         while self._carrier is carrier:
             self._changed.clear()
             is_over = self._is_over
             for message in self._waiting():
-                await write(message)
+                writer.start(message)
+                await writer.finish()
                 if self._carrier is not carrier:
                     return
             if is_over:
                 break
             self._end_if_unread()
             if not self._is_over:
+                carrier.idle_writer = writer
                 await self._changed.wait()
+                carrier.idle_writer = None
+                await writer.finish()
         if self._carrier is not carrier:
             return
         failure = self._engine.failure
         if failure is not None:
             dead = engine_pb2.Dead(reason=failure.reason, exit_code=failure.exit_code, handles=self._handles)
-            await write(self._numbered(engine_pb2.ConnectResponse(dead=dead)))
+            writer.start(self._numbered(engine_pb2.ConnectResponse(dead=dead)))
+            await writer.finish()
         if self._error is not None:
             raise self._error
 
@@ -279,20 +294,23 @@ class Session:
             yield self._numbered(self._unsent.popleft())
         step = None if self._holds_back else self._outbox.take()
         if step is not None:
-            ended = [step.handles[finished.row] for finished in step.finished]
-            stop_token_ids = {handle: self._handles[handle].stop_token_ids for handle in ended}
-            message = self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
-            # Whatever becomes of the stream: from here on, the replay answers for their ends.
-            self._requests.end(ended)
-            if ended:
-                self._last_end_seq = self._seq
-                self._on_finished()
-            yield message
+            yield self._step(step)
         if self._is_beat_due:
             self._is_beat_due = False
             self._num_unacknowledged_beats += self._holds_back
             for sign in self._signs_of_life():
                 yield self._numbered(sign)
+
+    def _step(self, step: StepOutput) -> bytes:
+        ended = [step.handles[finished.row] for finished in step.finished]
+        stop_token_ids = {handle: self._handles[handle].stop_token_ids for handle in ended}
+        message = self._numbered(engine_pb2.ConnectResponse(step=convert.to_step(step, stop_token_ids)))
+        # Whatever becomes of the stream: from here on, the replay answers for their ends.
+        self._requests.end(ended)
+        if ended:
+            self._last_end_seq = self._seq
+            self._on_finished()
+        return message
 
     @property
     def _holds_back(self) -> bool:
@@ -360,6 +378,17 @@ class Session:
         self._loop.call_soon_threadsafe(self._woken)
 
     def _woken(self) -> None:
-        self._changed.set()
+        if not self._write_step():
+            self._changed.set()
         if self._carrier is None and self._outbox.has_overflowed:
             self.end(Aborted("more was computed than is kept for a lost stream", reason="REPLAY_OVERFLOW"))
+
+    def _write_step(self) -> bool:
+        """Write the step that waits, where nothing else does; False where that is for `speak` to do."""
+        writer = None if self._carrier is None else self._carrier.idle_writer
+        if writer is None or self._changed.is_set() or not writer.is_free():
+            return False
+        if self._holds_back or self._outbox.has_overflowed:
+            return False
+        step = self._outbox.take()
+        return step is None or writer.start(self._step(step))

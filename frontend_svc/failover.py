@@ -247,6 +247,8 @@ class Moves:
             return
         self._is_over = True
         self.client = None
+        # Whoever is called holds this object, and neither is to wait for a full collection.
+        self._send = self._fail = self._tell = _call_nobody
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
@@ -369,10 +371,15 @@ class Moves:
         )
 
     def _end_with(self, error: ServiceError) -> None:
+        fail = self._fail
         self.end(is_well=False)
-        self._fail(error)
+        fail(error)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _call_nobody(*_: object) -> None:
+    pass

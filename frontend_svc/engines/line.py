@@ -63,14 +63,15 @@ class EngineLine:
         self._connect = connect
         self._greet = greet
         self._channel: grpc.aio.Channel | None = None
+        self._stub: engine_pb2_grpc.EngineCoreServiceStub | None = None
         self._num_barren = 0
         self._replaced_at_seq = 0
 
     @property
     def stub(self) -> engine_pb2_grpc.EngineCoreServiceStub:
         """For calls beside the stream, over the same connection."""
-        assert self._channel is not None, "there is a stream"
-        return engine_pb2_grpc.EngineCoreServiceStub(self._channel)
+        assert self._stub is not None, "there is a stream"
+        return self._stub
 
     @property
     def is_draining(self) -> bool:
@@ -79,8 +80,7 @@ class EngineLine:
 
     async def open(self) -> tuple[EngineStream, bool]:
         """A stream, as soon as the engine listens, and whether it goes on with the session or begins one."""
-        self._channel = self._connect(self._address)
-        await self._channel.channel_ready()
+        await self._dial().channel_ready()
         stream, is_resumed = await self._shake_hands(limit_s=_HANDSHAKE_S)
         if is_resumed:
             self._go_on(stream)
@@ -100,7 +100,7 @@ class EngineLine:
         while True:
             await self.hang_up()
             # A channel of its own each time: an older one may cling to its connection, or wait for its turn.
-            self._channel = self._connect(self._address)
+            self._dial()
             try:
                 stream, is_resumed = await self._shake_hands(limit_s=_RESUME_S)
                 break
@@ -131,9 +131,15 @@ class EngineLine:
 
     async def hang_up(self) -> None:
         """Close the connection."""
-        channel, self._channel = self._channel, None
+        channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             await channel.close(None)
+
+    def _dial(self) -> grpc.aio.Channel:
+        channel = self._channel = self._connect(self._address)
+        # Made once: it costs as much as all else that sends an ADD.
+        self._stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
+        return channel
 
     async def _shake_hands(self, *, limit_s: float) -> tuple[EngineStream, bool]:
         session = self.session

@@ -12,6 +12,7 @@ import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from service_kit.clock import Clock
+from service_kit.eager_writer import EagerWriter
 from service_kit.errors import from_status
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
@@ -60,6 +61,7 @@ class EngineStream:
     ) -> None:
         # Waiting for the connection is free and ends the moment the engine listens, whoever starts first.
         self._call = stub.Connect(wait_for_ready=waits)
+        self._writer = EagerWriter(self._call.write)
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._is_closing = False
@@ -122,7 +124,9 @@ class EngineStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, message: engine_pb2.ConnectRequest) -> None:
-        """Queue `message`; sent in order, as fast as the peer takes it. Never waits."""
+        """Send `message`, in order, as fast as the peer takes it. Never waits."""
+        if not self._outbox and self._writer.is_free() and self._writer.start(message):
+            return
         self._outbox.append(message)
         self._has_outgoing.set()
 
@@ -130,6 +134,7 @@ class EngineStream:
         """End the session on purpose: `run` ends when the engine has read the goodbye."""
         self._is_closing = True
         self.send(engine_pb2.ConnectRequest(goodbye=goodbye))
+        self._has_outgoing.set()
 
     def cancel(self) -> None:
         """End the call, opened or not."""
@@ -157,8 +162,10 @@ class EngineStream:
         while True:
             await self._has_outgoing.wait()
             self._has_outgoing.clear()
+            await self._writer.finish()
             while self._outbox:
-                await self._call.write(self._outbox.popleft())
+                self._writer.start(self._outbox.popleft())
+                await self._writer.finish()
             if self._is_closing:
                 await self._call.done_writing()
                 # Ending the call here could overtake the goodbye; the engine ends it when it has read it.

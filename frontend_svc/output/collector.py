@@ -256,6 +256,8 @@ class Collector:
         self._prompt_logprobs = None
         self._num_bytes = self._num_unread = 0
         self._stop_timer()
+        # Its owner holds this object, and neither is to wait for a full collection.
+        self._on_slow = _call_nobody
 
     def _add_logprobs(self, slot: _Slot, logprobs: Logprobs, cumulative: float | None) -> None:
         slot.cumulative_logprob = cumulative
@@ -298,7 +300,7 @@ class Collector:
             self._timer = asyncio.get_running_loop().call_later(self._limit.grace_s, self._end_slow_reader)
 
     def _end_slow_reader(self) -> None:
-        limit = self._limit
+        limit, on_slow = self._limit, self._on_slow
         is_late = not self._is_over_all_limits()
         times, grace = ("", f" for {limit.grace_s:g} s") if is_late else (f"{_MAX_LIMITS} times ", "")
         self.fail(
@@ -308,12 +310,16 @@ class Collector:
                 reason="SLOW_READER",
             )
         )
-        self._on_slow()
+        on_slow()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _call_nobody() -> None:
+    pass
 
 
 def _copy(logprobs: Logprobs) -> Logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -86,27 +87,30 @@ class StepColumns:
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
         """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself.
 
-        Pieces with requests that begin come first: theirs is the time that a client waits for.
+        Pieces with requests that begin come first, and with the first of these requests a piece begins:
+        theirs is the time that a client waits for.
         """
         num_rows = len(self.handles)
-        if num_rows <= max_rows:
+        if num_rows <= max_rows and not self.cached:
             yield self
             return
-        starts = range(0, num_rows, max_rows)
+        cut = min(self.cached, default=0)
+        starts = (*range(0, cut, max_rows), *range(cut, num_rows, max_rows))
+        stops = (*starts[1:], num_rows)
         if len(self.token_ids) == num_rows == self.num_tokens.count(1):
             ends: Sequence[int] = (*starts, num_rows)
         else:
-            ends = [0, *accumulate(sum(self.num_tokens[first : first + max_rows]) for first in starts)]
+            counts = (sum(self.num_tokens[first:stop]) for first, stop in zip(starts, stops, strict=True))
+            ends = (0, *accumulate(counts))
         places: Iterable[int] = range(len(starts))
         if self.cached:
-            with_begins = {row // max_rows for row in self.cached}
+            with_begins = {bisect_right(starts, row) - 1 for row in self.cached}
             places = sorted(places, key=lambda place: place not in with_begins)
         for place in places:
-            yield self._piece(starts[place], max_rows, ends[place], ends[place + 1])
+            yield self._piece(starts[place], stops[place], ends[place], ends[place + 1])
 
-    def _piece(self, first: int, max_rows: int, start: int, end: int) -> StepColumns:
-        """At most `max_rows` rows from `first` on, whose tokens are those from `start` to `end`."""
-        stop = first + max_rows
+    def _piece(self, first: int, stop: int, start: int, end: int) -> StepColumns:
+        """The rows from `first` to `stop`, whose tokens are those from `start` to `end`."""
         piece = StepColumns(
             self.handles[first:stop],
             self.num_tokens[first:stop],
@@ -121,7 +125,7 @@ class StepColumns:
         if self.logprobs is not None:
             piece.logprobs = self.logprobs.part(start, end)
         if self.endings or self.cached or self.prompts or self.pooled or self.parts:
-            rows = range(first, first + len(piece.handles))
+            rows = range(first, stop)
             piece.endings, piece.cached = _of_rows(self.endings, rows), _of_rows(self.cached, rows)
             piece.prompts, piece.pooled = _of_rows(self.prompts, rows), _of_rows(self.pooled, rows)
             piece.parts = _of_rows(self.parts, rows)
@@ -295,4 +299,4 @@ class OutputProcessor:
 
 def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
     """What is there of `rows`, by the place of a row among them."""
-    return {place: by_row[row] for place, row in enumerate(rows) if row in by_row} if by_row else by_row
+    return {row - rows.start: value for row, value in by_row.items() if row in rows} if by_row else by_row
