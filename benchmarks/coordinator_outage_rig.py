@@ -22,6 +22,8 @@ NUM_ENGINES = 2
 # What a disturbed stretch may add to the 99.9th percentile of an undisturbed one.
 MAX_ADDED_GAP_S = 0.05
 _POLL_S = 0.05
+# Each look costs the frontend a connection.
+_LOOK_S = 0.5
 _MAX_BATCHED_TOKENS = 128
 _REBUILD_LIMIT_S = 30.0
 _BETWEEN_STARTS_S = 0.05
@@ -31,13 +33,17 @@ _BETWEEN_STARTS_S = 0.05
 class Stretch:
     """A time between two instants of the monotonic clock.
 
-    In an outage the coordinator is struck, or not whole yet. Otherwise the same is done to one that nobody
-    uses: on a machine with few cores, the start of any process can be felt.
+    In an outage the coordinator is struck, or not whole yet. Otherwise nothing happens.
     """
 
     is_outage: bool
     began_at: float
     ended_at: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it lasted."""
+        return self.ended_at - self.began_at
 
 
 @dataclass(slots=True)
@@ -169,7 +175,7 @@ class Rig:
             status = await self.frontend.status()
             num_ready = list(status.values()).count("ready")
             watched.max_num_lost = max(watched.max_num_lost, NUM_ENGINES - num_ready)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_LOOK_S)
 
 
 @contextlib.asynccontextmanager

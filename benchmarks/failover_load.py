@@ -20,7 +20,7 @@ from triptych.common.v1 import sampling_pb2
 FIRST_PLAIN_ID = 16
 FIRST_MARKER_ID = 2040
 STREAM_LIMIT_S = 120.0
-_LOOKUP_LIMIT_S = 5.0
+_LOOKUP_LIMIT_S = 60.0
 # Neither is ever generated whole, and both begin with what often is: text is held back at every such place.
 _HELD_STOPS = ("the zq", ". Zq")
 _MET_STOPS = (" ran", " said")

@@ -22,7 +22,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))
 _START_LIMIT_S = 120.0
 _STOP_LIMIT_S = 30.0
-_STATUS_LIMIT_S = 10.0
+_STATUS_LIMIT_S = 60.0
 _POLL_S = 0.02
 _KEEP_LIMIT_S = 600.0
 
@@ -95,7 +95,6 @@ class ServiceProcess:
                 stderr=log,
                 pass_fds=(write_fd,),
                 env=self._environment(),
-                start_new_session=True,
             )
         os.close(write_fd)
         self.num_starts += 1

@@ -3,13 +3,14 @@
 python -m benchmarks.routing --json benchmarks/results/routing.json
 
 Every 8th prompt is 50 times as long as the others, so that round robin over 4 engines sends all the long
-ones to one of them. Requests come at random instants, for each policy at the same ones, so often that the
-engines have work for the given share of their time; rounds of the policies take turns. Exits with 1 where
-the 99th percentile of `kv-aware` is more than 0.7 times that of `round-robin`.
+ones to one of them. Requests come at random instants, for each policy at the same ones; rounds of the
+policies take turns. Exits with 1 where the 99th percentile of `kv-aware` is more than 0.7 times that of
+`round-robin` in any round.
 
-Engines, streams and frontends are the real ones. A step's time is that of the small model on the processor,
-and that of a device of each engine's own which takes `--device-us` a token; 0 leaves the processor alone,
-which says something where each engine has a core for itself.
+Engines, streams and frontends are the real ones, and what an engine computes it computes: with one thread,
+so that an engine which gets all long prompts has one core for them, on a machine with two or more. They come
+so often that they take `--long-share` of one core: a little more than one can do, and with all else some two
+thirds of what two can.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import torch
 from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.failover_processes import Fleet, ServicePlan, is_engine_key
 from benchmarks.report import Report, Row, print_table
-from benchmarks.routing_device import VARIABLE, write_distribution
 from service_kit.channel import open_channel
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -39,17 +39,18 @@ _POLICIES = ("round-robin", "load", "kv-aware")
 _BASELINE, _CANDIDATE = "round-robin", "kv-aware"
 _MAX_RATIO = 0.7
 _LONG_EVERY = 8
-_LONG_FACTOR = 50
-_SHORT_TOKENS = 32
-_OUTPUT_TOKENS = 4
+SHORT_TOKENS = 32
+LONG_TOKENS = 50 * SHORT_TOKENS
+# Further ones cost as much as the short prompts, and are not what is asked for.
+_OUTPUT_TOKENS = 1
 # The tokenizer's ordinary tokens lie there.
 _FIRST_ID, _LAST_ID = 300, 2000
+# So large that a prompt takes what its matrix products take, and little more.
 _SHAPE = CheckpointShape(
-    hidden_size=64,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=128,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=1_408,
     vocabulary_size=2_048,
 )
 _NUM_CALIBRATIONS = 3
@@ -71,65 +72,61 @@ class Pace:
     long_s: float
     short_s: float
     interval_s: float
+    utilisation: float  # share of all cores that requests take so, if they take them as long as alone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all rounds, print a row a policy; 1 where the default is not clearly better than round robin."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        pace, times = asyncio.run(_run(Path(folder), options))
-    rows = [_row(policy, times[policy], times[_BASELINE]) for policy in _POLICIES]
+        pace, rounds = asyncio.run(_run(Path(folder), options))
+    rows = [_row(policy, rounds[policy], rounds[_BASELINE]) for policy in _POLICIES]
     print_table(rows)
     if options.json is not None:
         settings = {
             "engines": options.engines,
             "rounds": options.rounds,
             "requests_a_round": options.requests,
-            "utilisation": options.utilisation,
-            "device_us": options.device_us,
+            "long_share": options.long_share,
+            "utilisation": pace.utilisation,
             "long_every": _LONG_EVERY,
-            "short_tokens": _SHORT_TOKENS,
-            "long_tokens": _SHORT_TOKENS * _LONG_FACTOR,
+            "short_tokens": SHORT_TOKENS,
+            "long_tokens": LONG_TOKENS,
             "long_alone_ms": 1000 * pace.long_s,
             "short_alone_ms": 1000 * pace.short_s,
             "interval_ms": 1000 * pace.interval_s,
         }
         Report("routing", settings, rows).write(options.json)
-    ratio = _percentile(times[_CANDIDATE], 0.99) / _percentile(times[_BASELINE], 0.99)
-    print(f"p99 of {_CANDIDATE} over p99 of {_BASELINE}: {ratio:.2f}, the limit is {_MAX_RATIO}")
-    return int(ratio > _MAX_RATIO)
+    ratios = _ratios(rounds[_CANDIDATE], rounds[_BASELINE])
+    told = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"p99 of {_CANDIDATE} over p99 of {_BASELINE}, by round: {told}; the limit is {_MAX_RATIO}")
+    return int(max(ratios) > _MAX_RATIO)
 
 
-async def _run(folder: Path, options: argparse.Namespace) -> tuple[Pace, dict[str, list[float]]]:
-    times: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
+async def _run(folder: Path, options: argparse.Namespace) -> tuple[Pace, dict[str, list[list[float]]]]:
+    rounds: dict[str, list[list[float]]] = {policy: [] for policy in _POLICIES}
     async with Fleet(folder) as fleet:
-        await _start(fleet, folder, options)
+        await _start(fleet, folder / "model", options.engines)
         frontends = dict(zip(_POLICIES, fleet.of("frontend"), strict=True))
         channels = {policy: open_channel(one.address, profile="public") for policy, one in frontends.items()}
         pace = await _calibrate(channels[_BASELINE], options)
         for number in range(options.rounds):
-            arrivals = _arrivals(options.requests, pace.interval_s, seed=number)
+            arrivals = make_arrivals(options.requests, interval_s=pace.interval_s, seed=number)
             for policy in _POLICIES:
-                times[policy] += await _round(channels[policy], arrivals, salt=policy)
+                rounds[policy].append(await _round(channels[policy], arrivals, salt=policy))
                 await _until_idle(fleet)
         for channel in channels.values():
             await channel.close(None)
-    return pace, times
+    return pace, rounds
 
 
-async def _start(fleet: Fleet, folder: Path, options: argparse.Namespace) -> None:
+async def _start(fleet: Fleet, model: Path, num_engines: int) -> None:
     """Engines of one thread each, and a frontend for each policy, all of which know all engines."""
-    model, installed = folder / "model", folder / "installed"
     make_checkpoint(model, _SHAPE, dtype=torch.float32, seed=0)
-    environment = {}
-    if options.device_us:
-        write_distribution(installed)
-        environment = {VARIABLE: str(options.device_us), "PYTHONPATH": str(installed)}
-    for index in range(options.engines):
-        place = (f"--data-parallel-rank={index}", f"--data-parallel-size={options.engines}")
-        # Of one size, however long a prompt is: no engine has a head start.
+    for index in range(num_engines):
+        place = (f"--data-parallel-rank={index}", f"--data-parallel-size={num_engines}")
         flags = (str(model), "--num-threads=1", "--max-num-batched-tokens=512", *place)
-        fleet.add(ServicePlan("engine", index, flags, environment))
+        fleet.add(ServicePlan("engine", index, flags))
     known = tuple(f"--engine={engine.address}" for engine in fleet.of("engine"))
     for index, policy in enumerate(_POLICIES):
         chosen = (*known, "--text-workers=1", f"--routing-policy={policy}")
@@ -141,7 +138,7 @@ async def _start(fleet: Fleet, folder: Path, options: argparse.Namespace) -> Non
 async def _calibrate(channel: grpc.aio.Channel, options: argparse.Namespace) -> Pace:
     chance = random.Random(-1)
     medians = []
-    for num_tokens in (_SHORT_TOKENS * _LONG_FACTOR, _SHORT_TOKENS):
+    for num_tokens in (LONG_TOKENS, SHORT_TOKENS):
         durations = []
         # Each engine once for warming, then some more times.
         for _ in range(options.engines + _NUM_CALIBRATIONS):
@@ -150,18 +147,17 @@ async def _calibrate(channel: grpc.aio.Channel, options: argparse.Namespace) -> 
             durations.append(time.monotonic() - started_at)
         medians.append(sorted(durations[options.engines :])[_NUM_CALIBRATIONS // 2])
     long_s, short_s = medians
-    mean_s = (long_s + (_LONG_EVERY - 1) * short_s) / _LONG_EVERY
-    num_at_once = options.engines
-    if not options.device_us:
-        num_at_once = min(num_at_once, len(os.sched_getaffinity(0)))
-    return Pace(long_s, short_s, mean_s / (options.utilisation * num_at_once))
+    interval_s = long_s / _LONG_EVERY / options.long_share
+    work_s = (long_s + (_LONG_EVERY - 1) * short_s) / _LONG_EVERY
+    return Pace(long_s, short_s, interval_s, work_s / interval_s / len(os.sched_getaffinity(0)))
 
 
-def _arrivals(num_requests: int, interval_s: float, *, seed: int) -> list[Arrival]:
+def make_arrivals(num_requests: int, *, interval_s: float, seed: int) -> list[Arrival]:
+    """Requests at random instants, so far apart on average, of which every eighth has a long prompt."""
     chance, at_s, arrivals = random.Random(seed), 0.0, []
     for index in range(num_requests):
         is_long = index % _LONG_EVERY == _LONG_EVERY - 1
-        arrivals.append(Arrival(at_s, _prompt(chance, _SHORT_TOKENS * (_LONG_FACTOR if is_long else 1))))
+        arrivals.append(Arrival(at_s, _prompt(chance, LONG_TOKENS if is_long else SHORT_TOKENS)))
         at_s += chance.expovariate(1 / interval_s)
     return arrivals
 
@@ -208,8 +204,8 @@ async def _until_idle(fleet: Fleet) -> None:
     await asyncio.sleep(0.6)
 
 
-def _row(policy: str, times: Sequence[float], baseline: Sequence[float]) -> Row:
-    ratio = _percentile(times, 0.99) / _percentile(baseline, 0.99)
+def _row(policy: str, rounds: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Row:
+    times, ratios = _flat(rounds), _ratios(rounds, baseline)
     return {
         "policy": policy,
         "requests": len(times),
@@ -218,8 +214,22 @@ def _row(policy: str, times: Sequence[float], baseline: Sequence[float]) -> Row:
         "p90_ms": 1000 * _percentile(times, 0.9),
         "p99_ms": 1000 * _percentile(times, 0.99),
         "max_ms": 1000 * max(times),
-        "p99_over_round_robin": ratio,
+        "p99_over_round_robin": _percentile(times, 0.99) / _percentile(_flat(baseline), 0.99),
+        "lowest_of_a_round": min(ratios),
+        "highest_of_a_round": max(ratios),
     }
+
+
+def _ratios(rounds: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
+    """The 99th percentile of each round beside that of the same round of the baseline."""
+    return [
+        _percentile(times, 0.99) / _percentile(others, 0.99)
+        for times, others in zip(rounds, baseline, strict=True)
+    ]
+
+
+def _flat(rounds: Sequence[Sequence[float]]) -> list[float]:
+    return [time_s for one in rounds for time_s in one]
 
 
 def _percentile(times: Sequence[float], share: float) -> float:
@@ -230,10 +240,9 @@ def _percentile(times: Sequence[float], share: float) -> float:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2, help="of each policy")
-    parser.add_argument("--requests", type=int, default=128, help="in a round")
-    parser.add_argument("--device-us", type=int, default=150, help="that a token takes an engine's device")
-    parser.add_argument("--utilisation", type=float, default=0.4, help="share of the time there is work")
+    parser.add_argument("--rounds", type=int, default=3, help="of each policy")
+    parser.add_argument("--requests", type=int, default=200, help="in a round")
+    parser.add_argument("--long-share", type=float, default=1.1, help="of a core, that long prompts take")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     return parser.parse_args(arguments)
 

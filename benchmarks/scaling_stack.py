@@ -134,6 +134,12 @@ class ServedStack:
                     said[found["name"]] = log_instant(record)
         return instants
 
+    def log_records(self, message: str) -> list[dict]:
+        """The records of that message which its processes have logged, in order."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        records = [json.loads(found["text"]) for line in lines if (found := _LINE.match(line))]
+        return [record for record in records if record.get("msg") == message]
+
     def _left(self) -> list[str]:
         text = self.log_file.read_text(errors="replace")
         return [f"{found['name']} {found['ending']}" for found in _LEFT.finditer(text)]

@@ -21,7 +21,7 @@ from coordinator_svc.topology import Topology
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
-from service_kit.process import end_at_once_on_signals
+from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import (
     ADMIN,
     INTERNAL,
@@ -45,12 +45,13 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        return uvloop.run(_serve(config))
+        exit_code = uvloop.run(_serve(config))
     except AddressError as error:
         print(f"triptych coordinator: {error.strerror}", file=sys.stderr)
-        return 2
-    finally:
-        shutdown_telemetry()
+        exit_code = 2
+    shutdown_telemetry()
+    # Taking the interpreter apart would be most of what the end costs, and others wait to find the next one.
+    return leave_process(exit_code)
 
 
 async def _serve(config: CoordinatorConfig) -> int:

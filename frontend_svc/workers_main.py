@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from frontend_svc.main import main as run_frontend
-from service_kit.process import die_with_parent
+from service_kit.process import die_with_parent, leave_process_group
 
 
 def main(argv: Sequence[str]) -> int:
     """Tie this process to its parent, then be a frontend."""
     parent_pid, *flags = argv
     die_with_parent(int(parent_pid))
+    leave_process_group()
     return run_frontend(flags)
 
 

@@ -98,7 +98,7 @@ class WorkerProcess:
 
 
 async def start_worker(index: int, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker in a group of its own, so that Ctrl-C reaches its parent alone.
+    """Start a worker, which leaves our process group by itself (`workers_main`).
 
     It is told on the command line where to announce itself. Never forks Python: a copy of the state of gRPC's
     threads would not work.
@@ -111,7 +111,6 @@ async def start_worker(index: int, command: Sequence[str], environment: Mapping[
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(write_fd,),
             env=dict(environment),
-            start_new_session=True,
         )
     except BaseException:
         os.close(read_fd)

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from launcher.services import main_of
-from service_kit.process import die_with_parent
+from service_kit.process import die_with_parent, leave_process_group
 
 
 def main(argv: Sequence[str]) -> int:
     """Tie this process to its parent, then become the service."""
     parent_pid, service, *arguments = argv
     die_with_parent(int(parent_pid))
+    leave_process_group()
     return main_of(service)(arguments)
 
 

@@ -161,7 +161,7 @@ class ChildProcess:
 async def spawn(
     plan: ProcessPlan, flags: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False
 ) -> tuple[ChildProcess, int]:
-    """Start a child in a group of its own, so that Ctrl-C reaches the supervisor alone.
+    """Start a child, which leaves our process group by itself (`launcher.child`).
 
     Returns it with the read end of the pipe in which it announces itself. Never forks Python: a copy of the
     state of gRPC's threads would not work.
@@ -179,7 +179,6 @@ async def spawn(
             limit=_MAX_LINE_BYTES,
             pass_fds=(write_fd,),
             env=dict(environment),
-            start_new_session=True,
         )
     except BaseException:
         os.close(read_fd)

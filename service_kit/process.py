@@ -85,3 +85,14 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(f"the parent process {parent_pid} is gone")
+
+
+def leave_process_group() -> None:
+    """Let Ctrl-C in a terminal reach whoever started this process, and not this process as well.
+
+    Not by a session of its own: Linux shares the cores out among sessions first, and of a few services on two
+    busy cores one with several threads was kept waiting for up to 3 s.
+    """
+    # Who leads a group or a session is in no other's.
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)

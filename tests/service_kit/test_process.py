@@ -120,3 +120,21 @@ def test_after_its_work_a_signal_ends_a_process_at_once_with_the_code_of_its_wor
         process.send_signal(number)
         assert process.wait(30) == 7
         assert process.stdout.read() == ""
+
+
+def test_a_process_that_leaves_its_group_stays_in_its_session() -> None:
+    program = (
+        "import os; from service_kit.process import leave_process_group; leave_process_group(); "
+        "leave_process_group(); print(os.getpgrp() == os.getpid(), os.getsid(0))"
+    )
+    # Whoever is in a session of its own is scheduled as a group against all others.
+    assert run(program).communicate()[0] == f"True {os.getsid(0)}\n"
+
+
+def test_who_leads_a_session_need_not_leave_its_group() -> None:
+    program = "from service_kit.process import leave_process_group; leave_process_group(); print('left')"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=ROOT, start_new_session=True, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "left\n"
