@@ -7,6 +7,10 @@ from typing import Literal
 
 from service_kit.config import option
 
+_MIN_LEASE_MS = 300
+# Frontends of a coordinator that was replaced wait as long for their engines.
+_MAX_LEASE_MS = 3_600_000
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
@@ -28,8 +32,10 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.lease_ms < 300:
-            raise ValueError(f"lease_ms is {self.lease_ms}, the least is 300")
+        if not _MIN_LEASE_MS <= self.lease_ms <= _MAX_LEASE_MS:
+            raise ValueError(f"lease_ms is {self.lease_ms}, the range is {_MIN_LEASE_MS}..{_MAX_LEASE_MS}")
+        if self.drain_deadline_s < 0:
+            raise ValueError(f"drain_deadline_s is {self.drain_deadline_s}, the least is 0")
         for name, port in (("port", self.port), ("admin_port", self.admin_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{name} is {port}, the range is 0..65535")

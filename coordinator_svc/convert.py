@@ -15,12 +15,13 @@ from coordinator_svc.wave import Stand, Start
 from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
-_MAX_ID_LENGTH = 128
-# So that a snapshot of all members fits into one message.
-_MAX_FACTS_BYTES = 16 * 1024
+_MAX_CHARACTERS = 128
+# So that a snapshot of all members, with their loads, groups and frontends, fits into one message of 64 MiB.
+_MAX_FACTS_BYTES = 15 * 1024
 _MAX_DP_SIZE = 1024
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _MAX_NAME_LENGTH = 253
+_MAX_ENDPOINT = _MAX_NAME_LENGTH + len(":65535")
 
 _FROM_REPORT = {
     member_pb2.MEMBER_STATE_LOADING: MemberState.JOINING,
@@ -42,11 +43,13 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
     violations = [
         (f"register.{field}", f"{field} {problem}")
         for field, problem in (
-            ("engine_id", _wrong_id(message.engine_id)),
+            ("engine_id", _wrong_name(message.engine_id, least=1)),
             ("engine_epoch", "must not be 0" if message.engine_epoch == 0 else ""),
             ("endpoint", _wrong_endpoint(message.endpoint)),
             ("dp_size", _wrong_dp_size(message.dp_size)),
             ("dp_rank", _wrong_dp_rank(message)),
+            ("dp_group", _wrong_name(message.dp_group)),
+            ("parallel_config_hash", _wrong_name(message.parallel_config_hash)),
             ("capacity", _wrong_capacity(message)),
             ("host", _wrong_host(message.host)),
             ("store_port", _wrong_store_port(message)),
@@ -69,6 +72,7 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
         dp_size=max(message.dp_size, 1),
         is_lockstep=message.lockstep,
         parallel_config_hash=message.parallel_config_hash,
+        num_kv_blocks=message.capacity.num_kv_blocks,
         facts=facts.SerializeToString(),
     )
 
@@ -86,10 +90,13 @@ def to_rank(message: member_pb2.EngineRegistration) -> Rank:
 
 
 def check_frontend(message: coordinator_pb2.FrontendRegistration) -> None:
-    """Raise InvalidArgument if a frontend cannot be told from others by its id."""
-    problem = _wrong_id(message.frontend_id)
-    if problem:
-        raise InvalidArgument(f"frontend_id {problem}", field="register.frontend_id")
+    """Raise InvalidArgument if a frontend is not to be told of to others."""
+    for field, problem in (
+        ("frontend_id", _wrong_name(message.frontend_id, least=1)),
+        ("endpoint", _wrong_name(message.endpoint, most=_MAX_ENDPOINT)),
+    ):
+        if problem:
+            raise InvalidArgument(f"{field} {problem}", field=f"register.{field}")
 
 
 def to_state(report: coordinator_pb2.EngineReport, before: MemberState) -> MemberState:
@@ -210,10 +217,11 @@ def from_member(member: Member, load: LoadReport | None) -> member_pb2.EngineMem
     )
 
 
-def _wrong_id(engine_id: str) -> str:
-    if 0 < len(engine_id) <= _MAX_ID_LENGTH:
-        return ""
-    return f"has {len(engine_id)} characters, the range is 1..{_MAX_ID_LENGTH}"
+def _wrong_name(name: str, *, least: int = 0, most: int = _MAX_CHARACTERS) -> str:
+    """What others are told, and people read in lines."""
+    if not least <= len(name) <= most:
+        return f"has {len(name)} characters, the range is {least}..{most}"
+    return "" if name.isprintable() else "has characters that cannot be printed"
 
 
 def _wrong_endpoint(endpoint: str) -> str:

@@ -41,6 +41,7 @@ class Registration:
     dp_size: int = 1
     is_lockstep: bool = False
     parallel_config_hash: str = ""  # "": no lockstep, or not loaded so far that it is known
+    num_kv_blocks: int = 0  # 0: not loaded so far that it is known
     facts: bytes = b""  # all of what it said, passed on to frontends unread
 
 

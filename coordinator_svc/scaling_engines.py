@@ -85,7 +85,7 @@ class MemberEngines:
 
 def _engine(member: Member) -> GroupEngine:
     known = member.registration
-    return GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state)
+    return GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state, known.num_kv_blocks)
 
 
 def _formed(formation: Formation) -> Formed:

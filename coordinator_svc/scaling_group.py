@@ -29,6 +29,7 @@ class GroupEngine:
     engine_epoch: int
     dp_rank: int
     state: MemberState
+    num_kv_blocks: int = 0  # 0: not told yet
 
     @property
     def key(self) -> tuple[str, int]:
@@ -53,6 +54,12 @@ class Group:
     def staying(self) -> tuple[GroupEngine, ...]:
         """The engines that are not on their way out."""
         return tuple(engine for engine in self.engines if engine.state is not MemberState.DRAINING)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """What each READY engine has at least; 0 where there is none."""
+        ready = (one.num_kv_blocks for one in self.engines if one.state is MemberState.READY)
+        return min((number for number in ready if number), default=0)
 
     def places(self) -> dict[GroupEngine, int]:
         """Each engine that stays with its place: its rank, or the next free one where ranks repeat.

@@ -176,14 +176,14 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
     async def DrainEngine(
         self, request: scaling_pb2.DrainEngineRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.DrainEngineResponse:
-        """Tell one engine to drain; one that drains already is only told of."""
+        """Tell one engine to drain; one that drains already is told its deadline, if there is one."""
         if request.deadline_ms > MAX_TIMEOUT_S * 1000:
             raise InvalidArgument(
                 f"deadline_ms is {request.deadline_ms}, the limit is {MAX_TIMEOUT_S * 1000:.0f}",
                 field="deadline_ms",
             )
         engine = self._engine_of(request.engine_id)
-        if engine.state is not MemberState.DRAINING:
+        if engine.state is not MemberState.DRAINING or request.deadline_ms:
             refusal = await self._engines.drain(engine.engine_id, request.deadline_ms / 1000)
             if refusal:
                 raise FailedPrecondition(f"engine {engine.engine_id} refuses to drain: {refusal}")
@@ -278,6 +278,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
                 size=groups[name].size if name in groups else 0,
                 wanted_size=wanted[name].size if name in wanted else 0,
                 operation_id=running.get(name, ""),
+                num_kv_blocks=groups[name].num_kv_blocks if name in groups else 0,
             )
             for name in sorted(groups.keys() | wanted.keys())
         ]

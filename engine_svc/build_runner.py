@@ -22,7 +22,7 @@ from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_siz
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
-from engine_svc.runner.memory import free_device_memory, free_host_memory
+from engine_svc.runner.memory import free_device_memory, free_host_memory, present_device_memory
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.sleep import WeightSource
 from service_kit.config import ConfigError
@@ -184,9 +184,11 @@ def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tup
 
 
 def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
-    """What this rank's device has left for the KV cache."""
+    """What this rank's device has left for the KV cache; of a GPU measured only where nobody has said it."""
     if loaded.device.type == "cpu":
         return free_host_memory()
+    if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
+        return present_device_memory()
     return free_device_memory(
         loaded.model,
         loaded.facts,

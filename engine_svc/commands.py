@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 from engine_svc import convert
 from engine_svc.answer import give
 from engine_svc.departure import Departure
-from engine_svc.lifecycle import EngineState
 from engine_svc.lockstep_driver import LockstepDriver, Prepared
 from engine_svc.mailbox import Call
 from engine_svc.pause import StandstillState
@@ -76,7 +75,8 @@ class CommandDesk:
         """Begin to do a command of the coordinator of that epoch, or look for what became of it."""
         key = (epoch, command.command_id)
         task = self._known.get(key)
-        if task is None:
+        # An interval holds for one session, so that a repetition in the next one says it anew.
+        if task is None or command.WhichOneof("command") == "update_interval":
             task = self._known[key] = asyncio.create_task(self._answer(command))
             # What still runs stays: forgotten, it would be done again when it is repeated.
             done = (old for old, known in self._known.items() if known.done())
@@ -176,8 +176,8 @@ class CommandDesk:
         try:
             await asyncio.shield(self._change)
         except FailedPrecondition as error:
-            # Who has served by its weights waits for an operator to put the right ones in place.
-            if error.reason == WEIGHTS_MISMATCH and self._engine.lifecycle.state is EngineState.LOADING:
+            # Whoever waited for it would stand still with it: the others go on without this one.
+            if error.reason == WEIGHTS_MISMATCH:
                 self._engine.fail(Failure(error.message, EXIT_MISMATCH))
             raise
         if prepared.meeting is None:

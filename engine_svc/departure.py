@@ -65,9 +65,13 @@ class Departure:
         self._stop()
 
     def drain(self, deadline_s: float | None) -> None:
-        """Let running requests end, for so long at most, then end the process. Once begun, it goes on."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._drain(deadline_s))
+        """Let running requests end, for so long at most, then end the process. Once begun, it goes on.
+
+        Of several deadlines the latest holds.
+        """
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.create_task(self._drain(deadline_s))
 
     async def end(self, end_sessions: Callable[[], Awaitable[None]]) -> None:
         """What an engine does that was told to end: run dry, leave its group in order, end its sessions.

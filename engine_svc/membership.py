@@ -22,18 +22,15 @@ from engine_svc.departure import Departure
 from engine_svc.fence import Fence
 from engine_svc.lifecycle import EngineState
 from engine_svc.lockstep_driver import Standing
+from engine_svc.report_pace import ReportPace
 from engine_svc.reports import registration_of, report_of
 from engine_svc.served_engine import Failure, ServedEngine
 from service_kit.channel import open_channel
-from service_kit.errors import FailedPrecondition, from_rpc_error
+from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 logger = logging.getLogger(__name__)
 
-_REPORT_INTERVAL_S = 0.1
-# An engine without work has little to tell, and idle processes should stay idle.
-_IDLE_INTERVAL_S = 0.5
-_RENEW_AFTER_S = 1.0  # until the coordinator names its own
 _HANDSHAKE_S = 10.0
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
@@ -66,8 +63,7 @@ class Membership:
         # Each generation is reported, even one that was lost again at once.
         self._unreported: deque[Standing] = deque(maxlen=_MAX_UNREPORTED)
         self._generation = 0
-        self._interval_s = _REPORT_INTERVAL_S
-        self._renew_after_s = _RENEW_AFTER_S
+        self._pace = ReportPace()  # of this session
         self._seq = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._state_changed = asyncio.Event()
@@ -81,7 +77,7 @@ class Membership:
 
     def set_interval(self, interval_s: float) -> None:
         """Report changes so often, but those of membership and waves at once."""
-        self._interval_s = max(_REPORT_INTERVAL_S, interval_s)
+        self._pace.set_interval(interval_s)
 
     async def run(self) -> None:
         """Stay registered until cancelled, or until the engine has ended."""
@@ -100,7 +96,7 @@ class Membership:
                         return
                     # Once, or an engine without its coordinator would fill the log.
                     if self.is_member or not has_complained:
-                        logger.warning("coordinator is away", extra={"cause": _cause(error)})
+                        logger.warning("no membership at the coordinator", extra={"cause": _cause(error)})
                         has_complained = True
                 if self.is_member:
                     retry_s = _FIRST_RETRY_S
@@ -114,6 +110,7 @@ class Membership:
     async def _hold_session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         """Register and report until the stream breaks or the engine has ended."""
         call = stub.EngineSession()
+        self._pace = ReportPace()
         # Who was not told of them goes by where the engine stands now.
         self._unreported.clear()
         try:
@@ -137,29 +134,30 @@ class Membership:
     async def _report_until_done(self, call: _Call, commands: asyncio.Task[None]) -> None:
         reported: coordinator_pb2.EngineReport | None = None
         registered = self._registration()
-        quiet_s = 0.0
+        clock = self._engine.clock
         while not commands.done():
             registration = self._registration()
             if registration != registered:
                 await self._write(call, _Request(register=self._as_of_now(registration)))
                 registered = registration
+            # An end that comes while a report is sent is told by the next one.
+            has_ended = self._engine.lifecycle.has_ended
             standing = self._unreported.popleft() if self._unreported else self._standing()
             report = report_of(self._engine, standing)
-            if report != reported or quiet_s >= self._renew_after_s:
+            if report != reported or self._pace.must_renew(clock.now()):
                 self._seq += 1
+                self._pace.note_report(clock.now())
                 numbered = coordinator_pb2.EngineReport(seq=self._seq)
                 numbered.MergeFrom(report)
                 await self._write(call, _Request(report=numbered))
-                reported, quiet_s = report, 0.0
-            if self._engine.lifecycle.has_ended:
+                reported = report
+            if has_ended:
                 await self._say_goodbye(call, commands)
                 return
             if self._unreported:
                 continue
             has_work = self._engine.board.read().has_work
-            interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
-            await self._pause(interval_s)
-            quiet_s += interval_s
+            await self._pause(self._pace.wait_s(clock.now(), has_work=has_work), commands)
         await commands
 
     async def _say_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:
@@ -182,11 +180,13 @@ class Membership:
                 case kind:
                     logger.info("unknown message ignored", extra={"kind": str(kind)})
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but no longer than until the engine's state changes."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._state_changed.wait()
+    async def _pause(self, seconds: float, *others: asyncio.Task[None]) -> None:
+        """Wait, but no longer than until the engine's state changes or one of these tasks ends."""
+        changing = asyncio.ensure_future(self._state_changed.wait())
+        try:
+            await asyncio.wait({changing, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changing.cancel()
         self._state_changed.clear()
 
     async def _write(self, call: _Call, message: _Request) -> None:
@@ -212,7 +212,7 @@ class Membership:
     def _take_registered(self, message: _Response) -> None:
         registered = message.registered
         if registered.renew_after_ms:
-            self._renew_after_s = registered.renew_after_ms / 1000
+            self._pace.set_renewal(registered.renew_after_ms / 1000)
         self._epoch, self._lease_s = registered.coordinator_epoch, registered.lease_ms / 1000
         before = self._fence.epoch
         if self._fence.hear(self._epoch, self._lease_s) and before not in (0, self._epoch):
@@ -246,13 +246,13 @@ class Membership:
 
 
 def _mismatch(error: Exception) -> str | None:
-    """Why this engine can be no member of its group, in words for people; None where it can."""
+    """Why this engine can never be a member as it is, in words for people; None where it can."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return None
     refusal = from_rpc_error(error)
-    if not isinstance(refusal, FailedPrecondition) or refusal.reason != MISMATCH:
-        return None
-    return refusal.message
+    if isinstance(refusal, InvalidArgument) or refusal.reason == MISMATCH:
+        return refusal.message
+    return None
 
 
 def _cause(error: Exception) -> str:

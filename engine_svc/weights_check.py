@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,10 +37,12 @@ def text_of(number: int) -> str:
 def check_weights(ranks: Sequence[RankWeights], own: int) -> None:
     """Raise where not all have the same: no rank of these steps then.
 
-    FailedPrecondition where rank `own` is odd, else PeersLost. The group's weights are those of the first
-    rank that serves by its own already, or of rank 0 where none does.
+    FailedPrecondition where rank `own` is odd, else PeersLost. The group's weights are those that most of
+    the ranks have that serve already, or most of all where none does; of equally many the first ones.
     """
-    reference = next((index for index, rank in enumerate(ranks) if rank.has_stepped), 0)
+    voters = [index for index, rank in enumerate(ranks) if rank.has_stepped] or range(len(ranks))
+    counts = Counter(ranks[index].number for index in voters)
+    reference = max(voters, key=lambda index: (counts[ranks[index].number], -index))
     odd = [index for index, rank in enumerate(ranks) if rank.number != ranks[reference].number]
     if not odd:
         return

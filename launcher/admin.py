@@ -26,7 +26,7 @@ def run_status(address: str, timeout_s: float) -> int:
         return 1
     print(f"{answer.instance} (pid {answer.pid}, version {answer.version})")
     for value in answer.values:
-        shown = value.text if value.WhichOneof("value") == "text" else f"{value.number:g}"
+        shown = value.text if value.WhichOneof("value") == "text" else _shown(value.number)
         print(f"{value.key} {shown}")
     return 0
 
@@ -42,6 +42,11 @@ def run_call(address: str, call: utility_pb2.UtilityCall, timeout_s: float) -> i
     for line in _lines(result):
         print(line)
     return 0
+
+
+def _shown(number: float) -> str:
+    # Two that differ by one, as versions do, are to look different.
+    return str(int(number)) if number.is_integer() else f"{number:g}"
 
 
 async def _status(address: str, timeout_s: float) -> admin_pb2.GetStatusResponse:

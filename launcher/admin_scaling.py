@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
@@ -89,7 +90,8 @@ async def _cancel(address: str, operation_id: str, timeout_s: float) -> int:
 
 
 async def _drain(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
-    request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=int(deadline_s * 1000))
+    # A deadline that is nearly none is not 0, which would be no deadline.
+    request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
     async with _asking(address) as stub:
         answer = await stub.DrainEngine(request, timeout=timeout_s)
     print(f"engine {engine_id} drains, {answer.num_in_flight} requests are in flight")

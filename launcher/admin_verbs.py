@@ -11,6 +11,8 @@ from service_kit.process import prepare_process
 if TYPE_CHECKING:
     from triptych.engine.v1 import utility_pb2
 
+_MAX_SIZE = 1024
+_MAX_S = 86_400.0  # of any wait: a day
 _MODE_HELP = "what becomes of running requests: abort, wait or keep"
 
 admin = typer.Typer(
@@ -24,7 +26,9 @@ admin = typer.Typer(
 def _address(
     context: typer.Context,
     address: Annotated[str, typer.Argument(help="host:port of an admin listener")],
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="give up after so many seconds")] = 60.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, max=_MAX_S, help="give up after so many seconds")
+    ] = 60.0,
 ) -> None:
     prepare_process("client")
     context.obj = (address, timeout_s)
@@ -126,9 +130,11 @@ def config(context: typer.Context) -> None:
 @admin.command()
 def scale(
     context: typer.Context,
-    size: Annotated[int, typer.Argument(min=1, help="engines that the group is to have")],
+    size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="engines that the group is to have")],
     group: Annotated[str, typer.Option(help="the group; needed where there are several")] = "",
-    timeout: Annotated[float, typer.Option(min=0.001, help="take it back after so many seconds")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=_MAX_S, help="take it back after so many seconds")
+    ] = 600.0,
 ) -> None:
     """Have a coordinator change how many engines there are; shows how that goes on, exits 1 if it fails."""
     from launcher.admin_scaling import run_scale
@@ -161,7 +167,7 @@ def drain_engine(
     context: typer.Context,
     engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
     deadline_s: Annotated[
-        float, typer.Option(min=0.0, help="time for its requests, then they move; 0: no limit")
+        float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
     ] = 0.0,
 ) -> None:
     """Have a coordinator take one engine out of use; it ends when its requests are done or have moved."""

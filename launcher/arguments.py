@@ -34,6 +34,7 @@ class Serving:
     config: ServeConfig
     flags: Mapping[str, Sequence[str]]  # by service
     group: str = ""  # the data-parallel group of its engines
+    sizes_cache: bool = False  # it says how large the KV cache of an engine is
 
     @property
     def model(self) -> str:
@@ -57,7 +58,8 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         load_config(config_of(service), [*flags[service], *_TOLD_LATER.get(service, ())], service=service)
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
-    return Serving(config, flags, engine.config.data_parallel_group)
+    sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
+    return Serving(config, flags, engine.config.data_parallel_group, sizes_cache)
 
 
 def with_model(argv: Sequence[str]) -> list[str]:

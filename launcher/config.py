@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from service_kit.config import option
 
+# That `serve` starts: a mistyped size is not to fill the machine with processes.
+MAX_ENGINES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -26,8 +29,10 @@ class ServeConfig:
         """Refuse what cannot work."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, the range is 0..65535")
-        if not 1 <= self.data_parallel_size <= 64:
-            raise ValueError(f"data_parallel_size is {self.data_parallel_size}, the range is 1..64")
+        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}, the range is 1..{MAX_ENGINES}"
+            )
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}: an engine that spans several devices"

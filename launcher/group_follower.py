@@ -19,8 +19,8 @@ _MAX_RETRY_S = 2.0
 class Want(Protocol):
     """Takes how many engines there are to be, and whether those that have left are to come back."""
 
-    def __call__(self, num_engines: int, *, starts_missing: bool) -> None:
-        """Have so many from now on."""
+    def __call__(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:
+        """Have so many from now on. num_kv_blocks: what those that are there have each; 0: not known."""
         ...
 
 
@@ -62,4 +62,8 @@ async def _follow_session(group: str, address: str, want: Want) -> bool:
 def _tell(group: str, states: Iterable[scaling_pb2.GroupState], want: Want) -> None:
     for state in states:
         if state.dp_group == group and state.wanted_size:
-            want(state.wanted_size, starts_missing=bool(state.operation_id))
+            want(
+                state.wanted_size,
+                starts_missing=bool(state.operation_id),
+                num_kv_blocks=state.num_kv_blocks,
+            )

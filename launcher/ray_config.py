@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,13 +58,15 @@ class RayPlaceConfig:
         if not 1 <= self.num_engines <= _MAX_ENGINES:
             raise ValueError(f"num_engines is {self.num_engines}, the range is 1..{_MAX_ENGINES}")
         for name in ("num_cpus", "num_gpus", "first_rank", "drain_deadline_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, the least is 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, the least is 0, and it has an end")
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise ValueError(f"num_gpus is {self.num_gpus:g}: a part of a GPU is for engines that need one")
         last_port = self.base_port + self.num_engines - 1
         if self.base_port and (self.base_port < 0 or last_port > 65535):
             raise ValueError(f"base_port is {self.base_port}: ports up to {last_port} are not to be had")
+        if self.group_size > _MAX_ENGINES:
+            raise ValueError(f"data_parallel_size is {self.group_size}, the limit is {_MAX_ENGINES}")
         if self.group_size < self.first_rank + self.num_engines:
             raise ValueError(
                 f"data_parallel_size is {self.group_size}, the ranks placed end at"
@@ -134,7 +137,8 @@ def parse_place(argv: Sequence[str]) -> Placing:
     model = os.path.abspath(config.model) if config.model and os.path.isdir(config.model) else config.model
     engine = with_model([*([model] if model else []), *flags["engine"]])
     # What is wrong is said now: an engine would say so too, on some node, minutes later.
-    origins = load_config(config_of("engine"), engine, service="engine").origins
+    told = (f"--data-parallel-size={config.group_size}",)
+    origins = load_config(config_of("engine"), [*engine, *told], service="engine").origins
     if origins["num_threads"] == "default":
         # An engine counts the machine's CPUs; those that Ray has set aside are fewer.
         engine.append(f"--num-threads={max(1, int(config.num_cpus))}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from launcher.arguments import Serving
-from launcher.config import ServeConfig
+from launcher.config import MAX_ENGINES, ServeConfig
 from launcher.foreground import remove_ready_file, run_until_signal, write_ready_file
 from launcher.group_follower import follow_group
 from launcher.loopback import ensure_loopback
@@ -49,8 +49,12 @@ def plan_stack(serving: Serving) -> StackPlan:
     def plan(service: str, index: int = 0) -> ProcessPlan:
         return ProcessPlan(service, index, command_of(service, parent))
 
-    def flags(plan: ProcessPlan, num_engines: int) -> tuple[str, ...]:
-        return (*serving.flags.get(plan.service, ()), *_extra_flags(plan, config, num_engines))
+    def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
+        extra = _extra_flags(plan, config, num_engines)
+        # As many as the others have, so that it need not measure, and has room for the longest sequence.
+        if plan.service == "engine" and num_kv_blocks and not serving.sizes_cache:
+            extra.append(f"--num-kv-blocks={num_kv_blocks}")
+        return (*serving.flags.get(plan.service, ()), *extra)
 
     return StackPlan(
         coordinator=plan("coordinator"),
@@ -64,7 +68,9 @@ def plan_stack(serving: Serving) -> StackPlan:
 def limits_of(config: ServeConfig) -> SupervisorLimits:
     """The supervisor's limits under that configuration."""
     # A service may drain to its deadline and then still has to tear down.
-    return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0)
+    return SupervisorLimits(
+        startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0, max_engines=MAX_ENGINES
+    )
 
 
 def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:

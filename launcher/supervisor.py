@@ -24,6 +24,7 @@ class SupervisorLimits:
     max_restarts: int = 3  # of one process within `restart_window_s`
     restart_window_s: float = 60.0
     restart_delay_s: float = 0.5  # doubles with each restart in the window
+    max_engines: int = 64  # whoever wants more of them has to start them elsewhere
 
     def restarts(self) -> Restarts:
         """The restarts of one process, none so far."""
@@ -36,7 +37,8 @@ class StackPlan:
 
     coordinator: ProcessPlan
     others: tuple[ProcessPlan, ...]  # engines and frontends: they start together
-    flags: Callable[[ProcessPlan, int], tuple[str, ...]]  # of a process, where so many engines are wanted
+    # Of a process, where so many engines are wanted, and those that are there have so many KV blocks each.
+    flags: Callable[[ProcessPlan, int, int], tuple[str, ...]]
     ports: Mapping[str, int]  # by process name; 0 lets the kernel choose
     engine: Callable[[int], ProcessPlan] | None = None  # that of a rank; None: no engine is ever added
 
@@ -72,6 +74,7 @@ class Supervisor:
         self._plan = plan
         self._num_wanted = plan.num_engines
         self._starts_missing = False  # also engines that have left
+        self._num_kv_blocks = 0  # of each engine that is there; 0: not known
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None  # of the keepers, while things are kept running
         self._environment = environment
@@ -116,16 +119,20 @@ class Supervisor:
         finally:
             self._group = None
 
-    def want(self, num_engines: int, *, starts_missing: bool) -> None:
+    def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int = 0) -> None:
         """Have engines of ranks below `num_engines` alone, and now each of them, if `starts_missing`.
 
         Those above leave by themselves when they are told to drain; they are not started again, and are ended
-        where they were not ready yet.
+        where they were not ready yet. What starts from now on gets `num_kv_blocks`, unless 0.
         """
+        most = self._limits.max_engines
+        if num_engines > max(most, self._num_wanted):
+            self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
         self._num_wanted, self._starts_missing = num_engines, starts_missing
+        self._num_kv_blocks = num_kv_blocks
         if self._group is None or self._plan.engine is None or self._is_stopping:
             return
-        for rank in range(num_engines if starts_missing else 0):
+        for rank in range(min(num_engines, most) if starts_missing else 0):
             plan = self._plan.engine(rank)
             if plan.name not in self._keepers:
                 self._keepers[plan.name] = self._group.create_task(self._add(plan))
@@ -198,7 +205,7 @@ class Supervisor:
         # A process that starts again takes its old port, under which the others know it.
         before = self.address_of(plan.name)
         port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
-        flags = [*self._plan.flags(plan, self._num_wanted), f"--port={port}"]
+        flags = [*self._plan.flags(plan, self._num_wanted, self._num_kv_blocks), f"--port={port}"]
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags

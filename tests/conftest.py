@@ -14,6 +14,16 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long those tests go on that may go on for as long as somebody wants."""
+    parser.addoption(
+        "--num-orders",
+        type=int,
+        default=20,
+        help="orders of pauses and resumes that a lockstep group goes through",
+    )
+
+
 @pytest.fixture(autouse=True)
 def log_level_as_it_was() -> Iterator[None]:
     """A service that a test starts in this process says how much it logs; that is not for the next test."""

@@ -53,6 +53,13 @@ def _left_of_container(control_group: Path) -> int | None:
         return None
 
 
+def present_device_memory() -> FreeMemory:
+    """What nobody holds of the GPU's memory now, whatever a step may need of it."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return FreeMemory(free, f"{free // _MIB} MiB free of {total // _MIB} MiB")
+
+
 @torch.inference_mode()
 def free_device_memory(
     model: Model,

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from service_kit.errors import Cancelled
 
@@ -37,15 +37,17 @@ class LoopThread:
         if self._loop is None:
             work.close()
             raise Cancelled("closed")
-        is_over = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_followed(work, is_over), self._loop)
+        loop, handed = self._loop, _Handed(work)
         try:
-            return future.result()
+            # Inside of the block: an interrupt may come as soon as the loop has it.
+            loop.call_soon_threadsafe(handed.begin)
+            return handed.answer.result()
         except concurrent.futures.CancelledError as error:
             raise Cancelled("closed while the call was running") from error
         except BaseException:
-            if future.cancel():
-                is_over.wait(_CANCEL_S)
+            if not handed.answer.done():
+                loop.call_soon_threadsafe(handed.cancel)
+                handed.is_over.wait(_CANCEL_S)
             raise
 
     def close(self) -> None:
@@ -66,8 +68,33 @@ class LoopThread:
         await self._stopping.wait()
 
 
-async def _followed(work: Coroutine[Any, Any, _T], is_over: threading.Event) -> _T:
-    try:
-        return await work
-    finally:
-        is_over.set()
+class _Handed(Generic[_T]):
+    """Work on its way into the loop: it can be cancelled from the moment on when there is one of these."""
+
+    def __init__(self, work: Coroutine[Any, Any, _T]) -> None:
+        self.answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self.is_over = threading.Event()
+        self._work = work
+        self._task: asyncio.Task[_T] | None = None
+
+    def begin(self) -> None:
+        """Run the work. Called in the loop, as is `cancel`."""
+        self._task = asyncio.get_running_loop().create_task(self._work)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        """End the work, whether it has begun or not."""
+        if self._task is None:
+            self._work.close()
+            self.is_over.set()
+        else:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[_T]) -> None:
+        if task.cancelled():
+            self.answer.cancel()
+        elif (error := task.exception()) is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(task.result())
+        self.is_over.set()

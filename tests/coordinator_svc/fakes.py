@@ -20,6 +20,8 @@ from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 NAME = "triptych.coordinator.v1.CoordinatorService"
+# Longer than anything takes here, however busy the machine: a test that runs into it has failed.
+_LIMIT_S = 300.0
 
 
 class Coordinator:
@@ -37,7 +39,7 @@ class Coordinator:
     async def topology(self) -> member_pb2.Topology:
         """What it knows now."""
         answer: coordinator_pb2.GetTopologyResponse = await self.stub.GetTopology(
-            coordinator_pb2.GetTopologyRequest(), timeout=10
+            coordinator_pb2.GetTopologyRequest(), timeout=_LIMIT_S
         )
         return answer.topology
 
@@ -60,7 +62,7 @@ class EnginePeer:
     """The engine's side of a session."""
 
     def __init__(self, stub: Any) -> None:
-        self.call: Any = stub.EngineSession(timeout=60)
+        self.call: Any = stub.EngineSession(timeout=_LIMIT_S)
         self._seq = 0
         self.engine_epoch = 0
 
@@ -108,7 +110,7 @@ class FrontendPeer:
     """The frontend's side of a session."""
 
     def __init__(self, stub: Any) -> None:
-        self.call: Any = stub.FrontendSession(timeout=60)
+        self.call: Any = stub.FrontendSession(timeout=_LIMIT_S)
 
     async def register(self, **fields: Any) -> None:
         """Send the registration."""
@@ -140,9 +142,9 @@ def registration(**fields: Any) -> member_pb2.EngineRegistration:
 
 @asynccontextmanager
 async def coordinator(
-    *, lease_s: float = 30.0, epoch: int = 5, max_frontends: int = 100, clock: Clock | None = None
+    *, lease_s: float = 3600.0, epoch: int = 5, max_frontends: int = 100, clock: Clock | None = None
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator that runs for the length of a test."""
+    """A coordinator that runs for the length of a test. No lease ends in one that does not ask for it."""
     clock = clock or MonotonicClock()
     topology = Topology(EngineRegistry(clock, lease_s=lease_s), coordinator_epoch=epoch)
     servicer = CoordinatorServicer(topology, clock, lease_s=lease_s, max_frontends=max_frontends)

@@ -81,9 +81,9 @@ class FakeEngines:
         self.signal.notify()
 
 
-def dense(name: str, *ranks: int, formed: Formed | None = None) -> Group:
+def dense(name: str, *ranks: int, formed: Formed | None = None, num_kv_blocks: int = 0) -> Group:
     """A group of READY engines `<name>e<rank>`."""
-    engines = (GroupEngine(f"{name}e{rank}", 1, rank, MemberState.READY) for rank in ranks)
+    engines = (GroupEngine(f"{name}e{rank}", 1, rank, MemberState.READY, num_kv_blocks) for rank in ranks)
     return Group(name, tuple(engines), formed)
 
 

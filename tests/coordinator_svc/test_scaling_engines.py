@@ -16,7 +16,7 @@ from service_kit.clock import FakeClock
 from service_kit.errors import FailedPrecondition, Unavailable
 from tests.coordinator_svc.fakes import registration
 from triptych.common.v1 import error_pb2
-from triptych.coordinator.v1 import command_pb2, coordinator_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
 
 class Members:
@@ -76,6 +76,21 @@ async def test_engines_are_grouped_by_the_name_of_their_group() -> None:
     assert [engine.dp_rank for engine in groups["one"].engines] == [1, 0]
     assert groups["one"].engines[0].state is MemberState.JOINING
     assert groups["one"].formed is None
+
+
+async def test_a_group_has_the_least_cache_of_its_engines_that_serve() -> None:
+    members = Members()
+    for engine_id, num_kv_blocks in (("a", 700), ("b", 640), ("c", 9)):
+        capacity = member_pb2.EngineCapacity(
+            num_kv_blocks=num_kv_blocks, block_size=16, max_num_seqs=8, max_model_len=64
+        )
+        members.join(engine_id, capacity=capacity)
+    members.join("d")
+    assert members.engines.groups()[""].num_kv_blocks == 0
+    ready = coordinator_pb2.EngineReport(state=member_pb2.MEMBER_STATE_READY)
+    for engine_id in ("a", "b", "d"):
+        members.topology.take_report(engine_id, 1, ready)
+    assert members.engines.groups()[""].num_kv_blocks == 640
 
 
 async def test_a_lockstep_group_says_how_far_its_ranks_are_and_takes_another_size() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
 from service_kit.errors import InvalidArgument, from_rpc_error
 from tests.coordinator_svc.fakes import Coordinator, EnginePeer, coordinator, registration
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
+
+_LIMIT_S = 60.0
+# Short enough to be waited for, and long enough to be looked into on a machine that is busy.
+_SHORT_LEASE_S = 3.0
 
 
 async def refused(one: Coordinator, message: coordinator_pb2.EngineSessionRequest) -> grpc.aio.AioRpcError:
@@ -21,10 +27,11 @@ async def refused(one: Coordinator, message: coordinator_pb2.EngineSessionReques
 
 async def state_of(one: Coordinator, *, until: int | None) -> list[member_pb2.EngineMember]:
     """The members, once the first has the state `until`, or once there is none."""
-    while True:
-        engines = list((await one.topology()).engines)
-        if (engines[0].state if engines else None) == until:
-            return engines
+    async with asyncio.timeout(_LIMIT_S):
+        while True:
+            engines = list((await one.topology()).engines)
+            if (engines[0].state if engines else None) == until:
+                return engines
 
 
 async def test_an_engine_registers_and_gets_its_lease() -> None:
@@ -143,7 +150,7 @@ async def test_reports_move_an_engine_and_set_its_load() -> None:
 
 
 async def test_a_lost_session_is_unreported_and_the_lease_end_is_gone() -> None:
-    async with coordinator(lease_s=0.6) as one:
+    async with coordinator(lease_s=_SHORT_LEASE_S) as one:
         peer = await one.engine()
         peer.call.cancel()
         await state_of(one, until=member_pb2.MEMBER_STATE_UNREPORTED)
@@ -257,7 +264,7 @@ async def test_frontends_are_known_while_they_listen() -> None:
 
 async def test_a_restarted_coordinator_says_nothing_of_engines_it_has_not_heard_yet() -> None:
     """A frontend that knew the coordinator before keeps its engines meanwhile."""
-    async with coordinator(lease_s=1.0, epoch=6) as one:
+    async with coordinator(lease_s=_SHORT_LEASE_S, epoch=6) as one:
         newcomer = await one.frontend(frontend_id="new")
         assert not (await newcomer.read()).snapshot.engines
         returning = await one.frontend(known_version=40, known_coordinator_epoch=5)

@@ -15,8 +15,8 @@ from engine_svc.runner.sleep import WakeTag
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.utility_calls import AdminCalls
 from service_kit.clock import MonotonicClock
-from tests.engine_svc.fakes import expected_tokens
-from tests.engine_svc.service_rig import ServiceRig, StreamClient, make_entry, prompt_of, serving
+from tests.engine_svc.fakes import LIMIT_S, expected_tokens
+from tests.engine_svc.service_rig import ServiceRig, StreamClient, added, make_entry, prompt_of, serving
 from triptych.admin.v1 import admin_pb2
 from triptych.engine.v1 import utility_pb2
 
@@ -79,7 +79,7 @@ class Controlled:
     async def call(self, **call: object) -> utility_pb2.UtilityResult:
         """Make a call with the admin role; raises its ServiceError."""
         request = admin_pb2.UtilityRequest(call=utility_pb2.UtilityCall(**call))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             return (await self.admin.serve(request)).result
 
     async def pause(self, mode: utility_pb2.PauseMode = KEEP, **fields: object) -> None:
@@ -91,7 +91,7 @@ class Controlled:
         await self.call(resume=utility_pb2.ResumeCall())
 
     async def pass_by(self) -> None:
-        """Wait until the engine thread has taken everything in that was sent, and turned once more."""
+        """Wait until the engine thread has taken in all that was sent, has turned once more and was heard."""
         loop, turned = asyncio.get_running_loop(), asyncio.Event()
         await self.frontend.flush()
 
@@ -102,6 +102,9 @@ class Controlled:
             turned.clear()
             self.rig.engine.inbox.put(Call(tell))
             await turned.wait()
+        # An answer goes out before a step that waits with it, and the next answer behind it.
+        for _ in range(2):
+            await self.frontend.flush()
 
     async def let_calls_begin(self) -> None:
         """Let tasks that were just made put their calls into the inbox."""
@@ -137,9 +140,8 @@ async def controlled(*, profile_dir: Path | None = None) -> AsyncIterator[Contro
 
 async def running(engine: Controlled, *handles: int, num_tokens: int) -> None:
     """Add requests and hold the model where they have a part of their tokens."""
-    engine.rig.executor.hold_at = 8
-    await engine.frontend.add(*(make_entry(handle, max_tokens=num_tokens) for handle in handles))
-    await asyncio.to_thread(engine.rig.executor.wait_for_launches, 8)
+    entries = [make_entry(handle, max_tokens=num_tokens) for handle in handles]
+    await added(engine.rig, engine.frontend, *entries, hold_at=8)
 
 
 def tokens_of(handle: int, num_tokens: int) -> list[int]:

@@ -21,6 +21,8 @@ from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = 990  # the fake model never says it: its tokens are below
 MAX_MODEL_LEN = 128
+# Longer than anything takes here, however busy the machine: a test that runs into it has failed.
+LIMIT_S = 60.0
 
 
 def expected_token(prompt: list[int], seed: int, position: int) -> int:
@@ -84,7 +86,7 @@ class FakeExecutor:
     def wait_for_launches(self, num_steps: int) -> None:
         """Wait until that many steps have been launched."""
         with self._has_launched:
-            if not self._has_launched.wait_for(lambda: self.num_launched >= num_steps, 10):
+            if not self._has_launched.wait_for(lambda: self.num_launched >= num_steps, LIMIT_S):
                 raise TimeoutError(f"only {self.num_launched} of {num_steps} steps were launched")
 
     def drop(self) -> None:
@@ -105,7 +107,7 @@ class FakePendingStep:
 
     def result(self) -> StepResult:
         """Wait for the gate."""
-        if not self._gate.wait(timeout=30):
+        if not self._gate.wait(timeout=LIMIT_S):
             raise TimeoutError("the gate of the fake executor stayed shut")
         return self._result
 
@@ -178,7 +180,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until what has come makes `condition` true."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

@@ -24,14 +24,19 @@ from engine_svc.tensors.source import TensorDoor
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.server import INTERNAL, Registration, Server
-from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, FakeExecutor, make_scheduler
+from tests.engine_svc.fakes import (
+    EOS_TOKEN_ID,
+    LIMIT_S,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    FakeExecutor,
+    make_scheduler,
+)
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 
 if TYPE_CHECKING:
     from engine_svc.controls import EngineControls
-
-_PATIENCE_S = 20.0
 
 
 def make_facts(*, num_kv_blocks: int = 64) -> EngineFacts:
@@ -113,7 +118,7 @@ class ServiceRig:
         self.executor.gate.set()
         self._heartbeats.cancel()
         await self.server.stop(0)
-        assert await self.thread.stop(_PATIENCE_S)
+        assert await self.thread.stop(LIMIT_S)
 
     def _load(self) -> tuple[Engine, LoadedCore]:
         if self.load_error is not None:
@@ -135,7 +140,7 @@ class ServiceRig:
 async def _next_change(engine: ServedEngine) -> None:
     changed = asyncio.Event()
     engine.lifecycle.subscribe(lambda state: changed.set())
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(LIMIT_S):
         await changed.wait()
 
 
@@ -200,7 +205,7 @@ class StreamClient:
             lambda: any(message.utility_result.call_id == self._num_flushes for message in self.heard)
         )
 
-    async def until(self, condition: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> None:
+    async def until(self, condition: Callable[[], bool], *, patience_s: float = LIMIT_S) -> None:
         """Wait until what was heard makes `condition` true."""
         async with asyncio.timeout(patience_s):
             while not condition():
@@ -296,16 +301,35 @@ ABORT = output_pb2.FINISH_REASON_ABORT
 STOP = output_pb2.FINISH_REASON_STOP
 
 
+async def added(rig: ServiceRig, client: StreamClient, *entries: add_pb2.AddEntry, hold_at: int) -> None:
+    """Add requests, and wait until the model is held, at a launch which none of them comes too late for."""
+    rig.executor.gate.clear()
+    await client.add(*entries)
+    await client.flush()
+    # All of them are in the inbox, and one step at most has been launched without some.
+    rig.executor.hold_at = hold_at
+    rig.executor.gate.set()
+    # From here on the gate is shut: whoever opens it does not come too early.
+    await asyncio.to_thread(rig.executor.wait_for_launches, hold_at)
+
+
+async def lost(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+    """Wait until no session has a stream: they wait for another one, or are over already."""
+    async with asyncio.timeout(LIMIT_S):
+        while rig.servicer.num_sessions:
+            await stub.GetLoad(engine_pb2.GetLoadRequest())
+
+
 async def parked(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub, num_parked: int = 1) -> None:
     """Wait until so many sessions have no stream."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while rig.servicer.num_parked_sessions != num_parked:
             await stub.GetLoad(engine_pb2.GetLoadRequest())
 
 
 async def until_finished(stub: engine_pb2_grpc.EngineCoreServiceStub, num_requests: int) -> session_pb2.Stats:
     """The engine's figures when so many requests have ended there."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
             if stats.num_finished == num_requests:

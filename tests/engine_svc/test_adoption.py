@@ -7,13 +7,15 @@ import asyncio
 import grpc
 
 from engine_svc.adoptables import MAX_RESUME_STATE_BYTES
-from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.service_rig import (
     ABORT,
     LENGTH,
     ServiceRig,
     StreamClient,
+    added,
     column,
+    lost,
     make_entry,
     parked,
     prompt_of,
@@ -46,11 +48,8 @@ async def begun(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClie
     """A first frontend, whose requests have begun and now wait for the executor."""
     client = StreamClient(stub, "a")
     await client.open(**FEATURES)
-    rig.executor.hold_at = 5
-    await client.add(*entries)
+    await added(rig, client, *entries, hold_at=5)
     await client.until(lambda: all(client.tokens.get(entry.handle) for entry in entries))
-    # From here on the gate is shut: whoever opens it does not come too early.
-    await asyncio.to_thread(rig.executor.wait_for_launches, 5)
     return client
 
 
@@ -209,8 +208,8 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
     async with serving(rig) as stub:
         first = await begun(stub, rig, kept_entry(1), kept_entry(2), make_entry(3, max_tokens=100))
         await first.close()
+        await lost(rig, stub)
         second = await another(stub)
-        await parked(rig, stub, 1)
         await second.adopt((7, wire_id(1)))
         await second.until(lambda: "adopted" in second.kinds())
         await parked(rig, stub, 0)
@@ -226,7 +225,7 @@ async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_block
     async with serving(rig) as stub:
         first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
         await first.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(rig.engine.adoptables):
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
@@ -273,7 +272,7 @@ async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace(
         first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(rig.engine.adoptables):
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
@@ -284,7 +283,7 @@ async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace(
 async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
     rig = ServiceRig()
     async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, grace_ms=1000))
+        first = await begun(stub, rig, kept_entry(1))
         await first.close()
         await parked(rig, stub)
         back = StreamClient(stub, "a")

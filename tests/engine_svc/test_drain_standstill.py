@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 
 from engine_svc.lifecycle import EngineState
 from tests.engine_svc.controlled_rig import KEEP, WAIT, Controlled, controlled, running, tokens_of
+from tests.engine_svc.fakes import LIMIT_S
 from tests.engine_svc.service_rig import LENGTH, make_entry
 from triptych.engine.v1 import utility_pb2
 
@@ -32,7 +33,7 @@ async def test_what_is_held_is_not_waited_for(call):
         await engine.call(**call)
         await engine.frontend.add(make_entry(1))
         await engine.pass_by()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await engine.rig.servicer.drain()
         await check_drained(engine)
         assert engine.frontend.tokens == {}
@@ -51,7 +52,7 @@ async def test_a_pause_that_lets_the_running_finish_is_waited_for_and_no_longer(
         assert not drain.done()
         engine.rig.executor.gate.set()
         await pausing
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await drain
         await check_drained(engine)
         assert engine.frontend.finished == {1: [LENGTH]}

@@ -17,7 +17,7 @@ from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.step import PromptPlaces, StepPlan, TokenLogprobs
 from engine_svc.step_output import StepOutput
 from service_kit.clock import FakeClock
-from tests.engine_svc.fakes import FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
+from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
 
 
 class Frontend:
@@ -45,7 +45,7 @@ class Frontend:
 
     def read_until_ended(self, num_requests: int) -> None:
         while len(self.ends) < num_requests:
-            assert self.woken.wait(10)
+            assert self.woken.wait(LIMIT_S)
             self.woken.clear()
             self.read()
 
@@ -100,7 +100,7 @@ class Rig:
         self.join()
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -15,7 +15,7 @@ from engine_svc.device_errors import DeviceLost
 from engine_svc.features.kv_events import KVEvents
 from engine_svc.mailbox import KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
-from tests.engine_svc.fakes import MAX_MODEL_LEN
+from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
 from tests.engine_svc.service_rig import ServiceRig, StreamClient, make_entry, serving
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, kv_pb2
 
@@ -38,7 +38,7 @@ class Follower:
 
     async def read(self) -> bool:
         """Take in one message. False at the end of the stream."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             message = await self.call.read()
         if not isinstance(message, engine_pb2.SubscribeKvEventsResponse):
             return False
@@ -245,7 +245,7 @@ async def test_one_subscriber_too_many_is_refused_until_another_goes():
         assert error.code() is CODE.RESOURCE_EXHAUSTED
         assert "16" in (error.details() or "")
         followers[3].call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while rig.servicer.num_kv_subscriptions == 16:
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         assert await Follower(stub).read()
@@ -287,7 +287,7 @@ async def test_who_does_not_read_at_all_is_given_up(caplog):
         assert await deaf.read()
         await rig.run_until(stub, NUM_BATCHES)
         assert rig.servicer.num_kv_subscriptions == 1
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while rig.servicer.num_kv_subscriptions:
                 rig.servicer.beat()
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
@@ -303,7 +303,7 @@ async def test_draining_sends_what_there_is_and_ends_subscriptions_without_an_er
         seq = await rig.run_until(stub, 200)
         follower = Follower(stub, kv_pb2.KvCursor(engine_epoch=EPOCH, seq=0))
         assert await follower.read()
-        await asyncio.wait_for(rig.servicer.drain(), 10)
+        await asyncio.wait_for(rig.servicer.drain(), LIMIT_S)
         assert (rig.servicer.num_kv_subscriptions, rig.log.num_readers) == (0, 0)
         while await follower.read():
             continue

@@ -24,6 +24,8 @@ from triptych.engine.v1 import engine_pb2_grpc
 
 _MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
 _PATIENCE_S = 120.0
+# Enough that they are not all there before a process that was told to drain has been asked for more.
+_NUM_TOKENS = 1000
 
 
 class EngineProcess:
@@ -65,7 +67,8 @@ def running(*arguments: str) -> Iterator[EngineProcess]:
 
 
 async def test_a_process_loads_serves_drains_on_sigterm_and_exits_with_zero():
-    with running(str(_MODEL), "--port", "0", "--num-threads", "1", "--kv-cache-memory", "64M") as engine:
+    flags = ("--port=0", "--num-threads=1", "--kv-cache-memory=64M", "--drain-deadline-s=600")
+    with running(str(_MODEL), *flags) as engine:
         record = engine.announcement()
         assert (record["service"], record["index"], record["pid"]) == ("engine", 0, engine.process.pid)
         async with open_channel(str(record["address"])) as channel:
@@ -87,14 +90,14 @@ async def test_a_process_loads_serves_drains_on_sigterm_and_exits_with_zero():
                 "decode",
             }
             client.finished.clear()
-            await client.add(make_entry(1, max_tokens=300, ignore_eos=True))
+            await client.add(make_entry(1, max_tokens=_NUM_TOKENS, ignore_eos=True))
             await client.until(lambda: 1 in client.tokens)
             engine.process.send_signal(signal.SIGTERM)
             await client.until(lambda: "draining" in client.kinds())
             await client.add(make_entry(2))
             await client.until(lambda: client.is_over)
             assert client.finished == {1: [LENGTH]}
-            assert len(client.tokens[1]) == 300
+            assert len(client.tokens[1]) == _NUM_TOKENS
             assert client.rejected[2].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
         code, errors = engine.exit()
         assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -84,16 +85,17 @@ def test_all_are_told_when_the_last_has_resumed_and_then_vote(ranks):
 
 
 def test_one_process_forms_one_group_after_the_other_and_keeps_nothing_of_them(pair):
-    counts = []
+    with_one: list[int] = []
     for generation in range(1, 9):
         pair.form(generation)
         assert votes_of(pair.groups) == [vote()] * 2
-        counts.append((open_files(), num_native_threads()))
+        with_one = with_one or [open_files(), num_native_threads()]
         for group in pair.groups:
             group.close()
-    # The threads of a group end a moment after it: those of two may be there at once.
-    (files, threads), last = counts[0], counts[-1]
-    assert last[0] <= 2 * files and last[1] <= 2 * threads
+    # The threads of a group end a moment after it, and nothing tells when.
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(now > then for now, then in zip([open_files(), num_native_threads()], with_one, strict=True)):
+        assert time.monotonic() < deadline, (open_files(), num_native_threads(), with_one)
 
 
 def test_words_about_waves_of_earlier_generations_are_taken_out_of_the_store(pair):
@@ -147,7 +149,8 @@ def test_a_rank_that_closes_ends_its_own_waits(pair):
 
 
 def test_ranks_that_do_not_come_or_answer_are_lost_after_the_timeout():
-    ranks = Ranks(2, timeout_s=0.2)
+    # What is waited for in vain, and far longer than it takes to meet.
+    ranks = Ranks(2, timeout_s=2.0)
     try:
         with pytest.raises(PeersLost):
             ranks.meet(1)

@@ -48,11 +48,10 @@ async def test_heartbeats_come_while_the_executor_is_blocked():
         await asyncio.to_thread(rig.executor.wait_for_launches, 1)
         num_heard = len(client.heard)
         await client.until(
-            lambda: sum(message.HasField("heartbeat") for message in client.heard[num_heard:]) >= 2
+            lambda: any(message.heartbeat.step_started_age_ms >= 400 for message in client.heard[num_heard:])
         )
         heartbeat = client.last("heartbeat").heartbeat
         assert (heartbeat.step_number, heartbeat.has_work) == (1, True)
-        assert heartbeat.step_started_age_ms >= 400
         assert heartbeat.state == session_pb2.ENGINE_STATE_READY
         rig.executor.gate.set()
         await client.until_ended(1)

@@ -9,13 +9,14 @@ import random
 import grpc.aio
 from google.rpc import status_pb2
 
-from tests.engine_svc.fakes import expected_tokens, make_scheduler
+from tests.engine_svc.fakes import LIMIT_S, expected_tokens, make_scheduler
 from tests.engine_svc.service_rig import (
     ABORT,
     LENGTH,
     STOP,
     ServiceRig,
     StreamClient,
+    added,
     make_entry,
     prompt_of,
     serving,
@@ -76,8 +77,7 @@ async def test_aborting_every_even_request_leaves_the_odd_ones_whole():
     async with serving(rig) as stub:
         client = StreamClient(stub, "f")
         await client.open()
-        rig.executor.hold_at = 20
-        await client.add(*(make_entry(handle, max_tokens=100) for handle in range(10)))
+        await added(rig, client, *(make_entry(handle, max_tokens=100) for handle in range(10)), hold_at=20)
         await client.until(lambda: all(len(client.tokens.get(handle, [])) >= 15 for handle in range(10)))
         await client.abort(*range(0, 10, 2))
         await client.flush()
@@ -97,8 +97,7 @@ async def test_a_hundred_streams_cancelled_leave_nothing_and_their_handles_can_b
     async with serving(rig) as stub:
         client = StreamClient(stub, "f")
         await client.open()
-        rig.executor.hold_at = 20
-        await client.add(*(make_entry(handle, max_tokens=100) for handle in range(100)))
+        await added(rig, client, *(make_entry(handle, max_tokens=100) for handle in range(100)), hold_at=20)
         await client.until(lambda: sum(map(len, client.tokens.values())) > 200)
         await client.abort(*range(100))
         await client.flush()
@@ -310,6 +309,6 @@ async def test_a_frontend_that_does_not_read_is_cut_off_and_its_requests_end(cap
 
 
 async def _until(stub, condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not condition(await stub.GetLoad(engine_pb2.GetLoadRequest())):
             pass

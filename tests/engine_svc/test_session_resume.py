@@ -10,11 +10,13 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from engine_svc.lifecycle import EngineState
-from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.service_rig import (
     LENGTH,
     ServiceRig,
     StreamClient,
+    added,
+    lost,
     make_entry,
     parked,
     prompt_of,
@@ -36,8 +38,7 @@ async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> S
     """A client that can resume, with requests that the engine has and that now wait for the executor."""
     client = StreamClient(stub, "f")
     await client.open(**RESUME)
-    rig.executor.hold_at = 3
-    await client.add(*(make_entry(handle, max_tokens=max_tokens) for handle in handles))
+    await added(rig, client, *(make_entry(handle, max_tokens=max_tokens) for handle in handles), hold_at=3)
     await client.until(lambda: any(client.tokens.get(handle) for handle in handles))
     return client
 
@@ -116,7 +117,7 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
     async with serving(rig) as stub:
         first = await begun(stub, rig, 1, 2, max_tokens=100)
         await first.close()
-        await parked(rig, stub, 1)
+        await lost(rig, stub)
         await parked(rig, stub, 0)
         rig.executor.gate.set()
         stats = await until_finished(stub, 2)
@@ -213,7 +214,7 @@ async def beat(rig: ServiceRig, client: StreamClient, num_beats: int) -> None:
     for _ in range(num_beats):
         num_heard = client_beats(client)
         rig.servicer.beat()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while client_beats(client) == num_heard:
                 await client.flush()
 

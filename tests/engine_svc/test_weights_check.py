@@ -36,6 +36,10 @@ def test_a_digest_begins_with_the_number_that_stands_for_it(digest):
         ([(OLD, False), (NEW, True), (NEW, False)], ["odd", "lost", "lost"]),
         ([(OLD, True), (NEW, True)], ["lost", "odd"]),
         ([(OLD, False), (NEW, False)], ["lost", "odd"]),
+        ([(OLD, True), (NEW, True), (NEW, True)], ["odd", "lost", "lost"]),
+        ([(OLD, True), (NEW, False), (NEW, False)], ["lost", "odd", "odd"]),
+        ([(OLD, False), (NEW, False), (NEW, False)], ["odd", "lost", "lost"]),
+        ([(NEW, True), (OLD, False), (NEW, True), (OLD, True)], ["lost", "odd", "lost", "odd"]),
     ],
 )
 def test_the_weights_of_a_group_are_those_that_it_serves_by(ranks, verdicts):

@@ -25,6 +25,8 @@ FULL = {
     "a crash": Setup(num_pauses=0, num_crashes=1),
     "a crash and a pause": Setup(num_pausers=1, num_crashes=1),
     "a crash while the group is formed": Setup(num_pauses=0, num_senders=1, num_crashes=1, is_formed=False),
+    # Five and a half million worlds: nearly half an hour.
+    "a crash and both pause": Setup(num_crashes=1),
 }
 
 

@@ -20,9 +20,10 @@ async def serve(options: argparse.Namespace) -> int:
     address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
+    # First, as those that are started when this one has announced itself write there, too.
+    write(options, f"start {address} coordinator={options.coordinator}")
     with os.fdopen(options.announce_fd, "w") as pipe:
         pipe.write(json.dumps(record) + "\n")
-    write(options, f"start {address} coordinator={options.coordinator}")
     if options.die_before_ready is not None:
         return die(options.die_before_ready)
     await ended.wait()

@@ -47,9 +47,11 @@ class FakeFrontend(
         self.tasks = tasks
         self.requests: list = []
         self.num_refusals = 0  # so many requests are refused with RESOURCE_EXHAUSTED first
-        self.hangs_on: int | None = None  # a prompt that begins with this id is never answered
+        # A prompt that begins with this id is never answered, and what is refused waits for it to come.
+        self.hangs_on: int | None = None
         self.on_hang: Callable[[], None] = lambda: None
         self.was_cancelled = threading.Event()
+        self._hanging = asyncio.Event()
 
     async def GetModel(self, request, context):
         sampling = sampling_pb2.SamplingParams(temperature=0.5, top_k=7)
@@ -78,6 +80,8 @@ class FakeFrontend(
         self.requests.append(request)
         ids = list(request.token_ids.ids)
         if request.sampling.temperature > 2:
+            if self.hangs_on is not None:
+                await self._hanging.wait()
             raise InvalidArgument("temperature is 3, must be in 0..2", field="sampling.temperature")
         if ids[0] == self.hangs_on:
             await self._hang()
@@ -121,8 +125,9 @@ class FakeFrontend(
         return embedding_pb2.ScoreResponse(scores=[float(len(one.prompt)) for one in request.documents])
 
     async def _hang(self) -> None:
-        self.on_hang()
+        self._hanging.set()
         try:
+            self.on_hang()
             await asyncio.Event().wait()
         finally:
             self.was_cancelled.set()

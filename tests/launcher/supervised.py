@@ -30,18 +30,23 @@ class Stack:
         self.reports: list[str] = []
         self.reported = asyncio.Event()
         self.restarted = asyncio.Event()
+        self.asked: list[tuple[str, int, int]] = []  # for whose flags, and with what
         names = [("coordinator", 0), ("engine", 0), ("engine", 1), ("frontend", 0)]
 
         def plan(service: str, index: int) -> ProcessPlan:
             command = (str(program), str(FAKE_SERVICE), service, "--diary", str(diary))
             return ProcessPlan(service, index, command)
 
+        def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
+            self.asked.append((plan.name, num_engines, num_kv_blocks))
+            return extra.get(plan.name, ())
+
         plans = [plan(service, index) for service, index in names]
         self.supervisor = Supervisor(
             StackPlan(
                 plans[0],
                 tuple(plans[1:]),
-                flags=lambda plan, num_engines: extra.get(plan.name, ()),
+                flags=flags,
                 ports={},
                 engine=lambda rank: plan("engine", rank),
             ),
@@ -57,10 +62,10 @@ class Stack:
         self.reports.append(text)
         self.reported.set()
 
-    async def until(self, text: str) -> None:
-        """Wait until a report has this in it."""
+    async def until(self, text: str, *, num_reports: int = 1) -> None:
+        """Wait until so many reports have this in them."""
         async with asyncio.timeout(30):
-            while not any(text in report for report in self.reports):
+            while sum(text in report for report in self.reports) < num_reports:
                 self.reported.clear()
                 await self.reported.wait()
 

@@ -38,9 +38,13 @@ class Listener:
 async def listening() -> AsyncIterator[Listener]:
     """A listener for the length of a test."""
     listener = Listener()
-    servicer = AdminServicer(
-        "engine", "engine-7", lambda: {"running": 3, "standstill": "paused"}, listener.serve
-    )
+    facts: dict[str, str | int | float] = {
+        "running": 3,
+        "standstill": "paused",
+        "version": 1_795_312_479_662,
+        "share": 0.25,
+    }
+    servicer = AdminServicer("engine", "engine-7", lambda: facts, listener.serve)
     server = Server(
         listen="127.0.0.1:0", registrations=[servicer.registration()], profile=ADMIN, service="engine"
     )
@@ -83,7 +87,8 @@ async def test_status_and_options_are_lines() -> None:
         status = await triptych("admin", listener.address, "status")
         config = await triptych("admin", listener.address, "config")
     assert status.out.startswith("engine-7 (pid ")
-    assert {"running 3", "standstill paused"} <= set(status.out.splitlines())
+    lines = set(status.out.splitlines())
+    assert {"running 3", "standstill paused", "version 1795312479662", "share 0.25"} <= lines
     assert config.out == "revision unset (default)\n"
 
 

@@ -56,15 +56,33 @@ async def test_what_the_coordinator_refuses_is_said_and_exits_1() -> None:
 async def test_single_engines_are_drained_and_evicted() -> None:
     async with scaling_service(dense("", 0, 1)) as served:
         drained = await triptych("admin", served.address, "drain-engine", "e0", "--deadline-s", "2")
+        soon = await triptych("admin", served.address, "drain-engine", "e0", "--deadline-s", "0.0001")
         evicted = await triptych("admin", served.address, "evict-engine", "e1", "--reason", "it hangs")
     assert drained.out == "engine e0 drains, 7 requests are in flight\n"
     assert evicted.out == "engine e1 is gone, the topology has version 42\n"
-    assert (served.engines.told, served.engines.evicted) == ([("e0", 2.0)], [("e1", "it hangs")])
+    assert soon.exit_code == 0
+    assert served.engines.told == [("e0", 2.0), ("e0", 0.001)]
+    assert served.engines.evicted == [("e1", "it hangs")]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["scale", "0"], ["scale"], ["drain-engine", "e0", "--deadline-s", "-1"]]
+    "arguments",
+    [
+        ["scale", "0"],
+        ["scale", "1025"],
+        ["scale"],
+        ["scale", "2", "--timeout", "inf"],
+        ["drain-engine", "e0", "--deadline-s", "-1"],
+        ["drain-engine", "e0", "--deadline-s", "86401"],
+    ],
+    ids=" ".join,
 )
 async def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(arguments: list[str]) -> None:
     outcome = await triptych("admin", "127.0.0.1:1", *arguments)
     assert outcome.exit_code == 2
+
+
+async def test_nobody_waits_for_an_answer_without_an_end() -> None:
+    outcome = await triptych("admin", "--timeout-s", "inf", "127.0.0.1:1", "operations")
+    assert outcome.exit_code == 2
+    assert "--timeout-s" in outcome.err

@@ -18,12 +18,14 @@ class Follower:
         self.address = ""
         self.failures: list[Exception] = []  # raised by the next calls
         self.lines: list[str] = []
+        self.num_kv_blocks = 0  # that it was told last
         self._told: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 
-    def want(self, num_engines: int, *, starts_missing: bool) -> None:
+    def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:
         """Be told."""
         if self.failures:
             raise self.failures.pop()
+        self.num_kv_blocks = num_kv_blocks
         self._told.put_nowait((num_engines, starts_missing))
 
     async def next(self) -> tuple[int, bool]:
@@ -59,6 +61,16 @@ async def test_missing_engines_are_asked_for_while_an_operation_runs() -> None:
             request = scaling_pb2.CancelOperationRequest(operation_id="scale-1")
             await stub.CancelOperation(request, timeout=30)
         assert await follower.next() == (2, False)
+
+
+async def test_those_that_are_started_are_to_have_the_memory_of_those_that_are_there() -> None:
+    async with (
+        scaling_service(dense("", 0, 1, num_kv_blocks=640)) as served,
+        following("", served) as follower,
+    ):
+        await scale(served, "", 3)
+        assert await follower.next() == (3, True)
+        assert follower.num_kv_blocks == 640
 
 
 async def test_other_groups_and_groups_that_nobody_has_scaled_want_nothing() -> None:

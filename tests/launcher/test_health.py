@@ -24,6 +24,13 @@ async def test_a_service_that_is_not_served_there_is_unknown() -> None:
     assert (outcome.exit_code, outcome.out) == (1, "SERVICE_UNKNOWN\n")
 
 
+async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_service() -> None:
+    async with fake_frontend() as served:
+        port = served.url.rpartition(":")[2]
+        outcome = await triptych("health", environment={"TRIPTYCH_FRONTEND_PORT": port})
+    assert (outcome.exit_code, outcome.out) == (0, "SERVING\n")
+
+
 async def test_nobody_there_exits_1() -> None:
     outcome = await triptych("health", "--url", "grpc://127.0.0.1:1")
     assert outcome.exit_code == 1

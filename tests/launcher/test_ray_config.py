@@ -45,6 +45,12 @@ def test_engines_have_as_many_threads_as_cpus_are_set_aside_unless_the_user_says
     assert [flag for flag in chosen if "threads" in flag] == ["--num-threads=2"]
 
 
+def test_engines_that_divide_the_experts_of_a_model_can_be_placed(tmp_path) -> None:
+    placing = parse_place([str(tmp_path), COORDINATOR, "--num-engines=2", "--expert-parallel"])
+    assert "--expert-parallel" in placing.flags_of(1)
+    assert "--data-parallel-size=2" in placing.flags_of(1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -52,6 +58,9 @@ def test_engines_have_as_many_threads_as_cpus_are_set_aside_unless_the_user_says
         ([COORDINATOR, "--num-engines=0"], "num_engines is 0"),
         ([COORDINATOR, "--num-gpus=-1"], "num_gpus is -1"),
         ([COORDINATOR, "--num-gpus=1.5"], "num_gpus is 1.5"),
+        ([COORDINATOR, "--num-gpus=inf"], "num_gpus is inf"),
+        ([COORDINATOR, "--first-rank=1024"], "data_parallel_size is 1025"),
+        ([COORDINATOR, "--expert-parallel"], "--expert-parallel is True"),
         ([COORDINATOR, "--num-engines=3", "--base-port=65534"], "ports up to 65536"),
         ([COORDINATOR, "--first-rank=1", "--data-parallel-size=1"], "data_parallel_size is 1"),
         ([COORDINATOR, "--env=NAME"], "has to be NAME=VALUE"),

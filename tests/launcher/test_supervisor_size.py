@@ -16,15 +16,35 @@ async def test_engines_that_are_wanted_later_are_started_and_kept_like_the_other
     await one.supervisor.start()
     keeping = asyncio.ensure_future(one.supervisor.keep_running())
     await asyncio.sleep(0)
-    one.supervisor.want(4, starts_missing=True)
+    one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
     await one.until("engine-2 READY")
     await one.until("engine-3 READY")
+    assert set(one.asked[:4]) == {
+        (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
+    }
+    assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
     address = one.supervisor.address_of("engine-3")
     one.restarted.clear()
     os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
     await asyncio.wait_for(one.restarted.wait(), 30)
     assert one.supervisor.address_of("engine-3") == address
     assert len(one.supervisor.children) == 6
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_no_more_engines_are_started_than_a_machine_is_to_have(tmp_path: Path) -> None:
+    one = stack(tmp_path, max_engines=3)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(1000, starts_missing=True)
+    one.supervisor.want(1000, starts_missing=True)
+    await one.until("engine-2 READY")
+    assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
+    assert [report for report in one.reports if "1000" in report] == [
+        "1000 engines are wanted, 3 are the most that are started here"
+    ]
     keeping.cancel()
     await one.supervisor.stop()
 

@@ -29,7 +29,8 @@ def test_a_request_completes_without_a_thread() -> None:
     handle = client.add(make_entry(3))
     gathered = finish(client)
     assert gathered.tokens == {handle: answer_of(3)}
-    assert set(threading.enumerate()) == threads
+    # Threads of other tests may end meanwhile.
+    assert set(threading.enumerate()) <= threads
 
 
 def test_nothing_is_computed_but_in_get_output() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from types import FrameType
 
 import pytest
 
@@ -51,6 +53,29 @@ def test_closing_ends_calls_that_run_and_the_thread() -> None:
     assert was_cancelled.is_set()
     assert len(raised) == 1
     assert "test-loop" not in {left.name for left in threading.enumerate()}
+
+
+def test_an_interrupt_right_behind_the_handing_over_cancels_the_work_as_well() -> None:
+    thread = LoopThread("test-loop")
+
+    async def num_tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    num_before = thread.call(num_tasks())
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if (frame.f_code.co_name, event) == ("call_soon_threadsafe", "return"):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.call(asyncio.Event().wait())
+    finally:
+        sys.setprofile(None)
+    assert thread.call(num_tasks()) == num_before
+    thread.close()
 
 
 def test_a_call_after_the_end_is_refused() -> None:

@@ -150,13 +150,15 @@ class WatchGroupsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ...) -> None: ...
 
 class GroupState(_message.Message):
-    __slots__ = ("dp_group", "size", "wanted_size", "operation_id")
+    __slots__ = ("dp_group", "size", "wanted_size", "operation_id", "num_kv_blocks")
     DP_GROUP_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     WANTED_SIZE_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     dp_group: str
     size: int
     wanted_size: int
     operation_id: str
-    def __init__(self, dp_group: _Optional[str] = ..., size: _Optional[int] = ..., wanted_size: _Optional[int] = ..., operation_id: _Optional[str] = ...) -> None: ...
+    num_kv_blocks: int
+    def __init__(self, dp_group: _Optional[str] = ..., size: _Optional[int] = ..., wanted_size: _Optional[int] = ..., operation_id: _Optional[str] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
