@@ -12,6 +12,7 @@ from service_kit.config import option
 from service_kit.errors import InvalidArgument
 
 _MAX_WORKERS = 64
+_MAX_TEXT_WORKERS = 1024
 _MAX_TEXT_TIME_S = 600
 # gRPC counts milliseconds in 31 bits.
 _MAX_AGE_S = 2_000_000
@@ -101,15 +102,11 @@ class FrontendConfig:
         ParserNames(self.tool_parser, self.reasoning_parser)
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
-        for name in (
-            "text_workers",
-            "drain_deadline_s",
-            "drain_lag_s",
-            "slow_reader_s",
-            "reconnect_window_s",
-        ):
+        for name in ("drain_deadline_s", "drain_lag_s", "slow_reader_s", "reconnect_window_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
+        if not 0 <= self.text_workers <= _MAX_TEXT_WORKERS:
+            raise ValueError(f"text_workers {self.text_workers} is not in 0..{_MAX_TEXT_WORKERS}")
         if not 0 < self.text_time_limit_s <= _MAX_TEXT_TIME_S:
             raise ValueError(f"text_time_limit_s {self.text_time_limit_s} is not in 0..{_MAX_TEXT_TIME_S}")
         for name in ("max_connection_age_s", "max_connection_age_grace_s"):

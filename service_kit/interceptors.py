@@ -37,6 +37,8 @@ TRACE_ID_KEY = "x-trace-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # How long a client may take to end what it streams before it is told that nobody reads it.
 _UNSERVED_GRACE_S = 0.2
+# A client counts its deadline from when it sends, and ends the call by it a little before it is over here.
+_DEADLINE_LEAD_S = 0.05
 # Smaller messages cannot have so many fields that it matters.
 _UNCOUNTED_BYTES = 256 * 1024
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
@@ -173,7 +175,7 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
         raise
     except asyncio.CancelledError:
         remaining_s = context.time_remaining()
-        is_late = remaining_s is not None and remaining_s <= 0
+        is_late = remaining_s is not None and remaining_s <= _DEADLINE_LEAD_S
         call.code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
         raise
     except Exception:

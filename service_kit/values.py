@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -84,7 +85,7 @@ def parse_yaml(value: Any, kind: ValueType) -> Any:
     # YAML reads an unquoted 8 as a number also where a name is meant.
     if kind.scalar is str and isinstance(value, int | float) and not isinstance(value, bool):
         return _parse_scalar(str(value), kind)
-    if type(value) is not kind.scalar:
+    if type(value) is not kind.scalar or _is_no_number(value):
         raise ValueError(f"{value!r} is not {_described(kind)}")
     return value
 
@@ -120,9 +121,17 @@ def _parse_scalar(text: str, kind: ValueType) -> Any:
     if kind.is_size:
         return parse_size(text)
     try:
-        return kind.scalar(text)
+        value = kind.scalar(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not {_described(kind)}") from error
+    if _is_no_number(value):
+        raise ValueError(f"{text!r} is not {_described(kind)}")
+    return value
+
+
+def _is_no_number(value: Any) -> bool:
+    # What compares with nothing would pass every check of a range.
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _described(kind: ValueType) -> str:

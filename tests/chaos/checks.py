@@ -1,19 +1,28 @@
-"""What must hold after a fault, read off what clients, processes and logs have to show. Knows no fault."""
+"""What must hold after a fault, read off what clients, processes and logs have to show. Knows no fault.
+
+How long things take is measured by benchmarks/failover.py, on a machine that does nothing else. The limits of
+time are so wide here that what is late has not worked at all, or in another way than it should.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
+from collections.abc import Sequence
 
 import grpc
 
 from benchmarks.failover_history import num_repeats, outputs_of
+from benchmarks.failover_load import StreamRecord
 from benchmarks.failover_processes import ServiceProcess, log_instant
-from benchmarks.failover_runs import moved_requests, recoveries, stale_outputs
+from benchmarks.failover_runs import moved_requests, stale_outputs
 from benchmarks.load import percentile
 from tests.chaos.scene import Check, Scene
 from triptych.common.v1 import output_pb2
 
 _MAX_SHOWN = 5
+_SLOW_SCALE = 1.5
 
 
 async def is_clean(scene: Scene) -> list[str]:
@@ -49,12 +58,12 @@ def is_detected_within(limit_s: float) -> Check:
 
 
 def is_recovered_within(limit_s: float, *, after: str = "struck") -> Check:
-    """The streams of the struck engine go on so soon, at the 99th percentile."""
+    """The streams of the struck engine are silent for no longer afterwards, at the 99th percentile."""
 
     async def check(scene: Scene) -> list[str]:
-        times = recoveries(scene.on_victim, scene.instants[after])
-        scene.notes["recovered_p99_s"] = percentile(times, 99)
-        return _late("recovery p99", scene.notes["recovered_p99_s"], limit_s, scene)
+        times = _silences(scene.on_victim, scene.instants[after])
+        scene.notes["silent_p99_s"] = percentile(times, 99)
+        return _late("silence p99", scene.notes["silent_p99_s"], limit_s, scene)
 
     return check
 
@@ -139,13 +148,17 @@ def noted(name: str, *, at_most: float, is_time: bool = False) -> Check:
     return check
 
 
-def restarts_at_most(count: int) -> Check:
-    """Engines ended so often, all of them together."""
+def restarts_at_most(count: int, *, on_slow_machine: int) -> Check:
+    """Engines ended so often, all of them together.
+
+    on_slow_machine: where a request may wait for its first output for longer than others wait for a suspect.
+    """
 
     async def check(scene: Scene) -> list[str]:
         number = sum(engine.num_starts for engine in scene.engines) - scene.notes["starts_before"]
         scene.notes["engine_deaths"] = number
-        return [] if number <= count else [f"engines ended {number:g} times, at most {count}"]
+        limit = on_slow_machine if scene.calibration.scale > _SLOW_SCALE else count
+        return [] if number <= limit else [f"engines ended {number:g} times, at most {limit}"]
 
     return check
 
@@ -153,6 +166,18 @@ def restarts_at_most(count: int) -> Check:
 async def prompt_tokens(engines: list[ServiceProcess]) -> float:
     """Prompt tokens that engines were given since they started."""
     return sum([float((await engine.status())["prompt_tokens"]) for engine in engines])
+
+
+def _silences(records: Sequence[StreamRecord], since: float) -> list[float]:
+    """Of each stream, the longest time without tokens that ends after an instant.
+
+    Not when it ends: where a fault costs less than what is usual, that is anywhere in the rest of the stream.
+    """
+    found = []
+    for record in records:
+        at = [record.sent_at, *record.token_instants, record.ended_at or time.monotonic()]
+        found.append(max(later - earlier for earlier, later in itertools.pairwise(at) if later >= since))
+    return found
 
 
 def _late(what: str, seconds: float, limit_s: float, scene: Scene) -> list[str]:

@@ -35,7 +35,6 @@ class Scenario:
     num_streams: int = NUM_STREAMS
     median_tokens: int = 40  # of the streams, seen by their clients, when it strikes
     marked: EngineFault | None = None  # one more request that asks for this
-    leaks_within_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -135,7 +134,7 @@ async def judge(scene: Scene) -> list[str]:
     """Everything that did not hold, in words; a stack with which something is wrong is not used again."""
     problems = [problem for check in scene.scenario.checks for problem in await check(scene)]
     try:
-        problems += await scene.stacks.leaks(settle_s=scene.scenario.leaks_within_s)
+        problems += await scene.stacks.leaks()
     except (TimeoutError, RuntimeError) as error:
         problems.append(f"the stack did not come back to what it was: {error!r}")
     scale = scene.calibration

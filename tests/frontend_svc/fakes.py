@@ -94,6 +94,8 @@ class Client:
                 info = await self.model.GetServerInfo(model_pb2.GetServerInfoRequest())
                 if [engine.state for engine in info.engines].count("ready") == num_engines:
                     return
+                # Text workers come after everybody else, also after one who asks without a pause.
+                await asyncio.sleep(0.01)
 
     def generate(
         self, prompt: str | Sequence[int] = "the cat", *, timeout: float = WAIT_S, metadata=(), **fields

@@ -35,6 +35,7 @@ def test_engines_are_repeatable_and_need_no_coordinator():
         (("--engine", "a:1", "--max-logprobs=-2"), "max_logprobs -2"),
         (("--engine", "a:1", "--stream-interval", "0"), "stream_interval 0"),
         (("--engine", "a:1", "--text-workers=-1"), "text_workers -1"),
+        (("--engine", "a:1", "--text-workers=1025"), "text_workers 1025"),
         (("--engine", "a:1", "--text-time-limit-s", "0"), "text_time_limit_s 0"),
         (("--engine", "a:1", "--text-time-limit-s", "601"), "text_time_limit_s 601"),
         (("--engine", "a:1", "--routing-policy", "fastest"), "routing_policy is 'fastest'"),

@@ -33,10 +33,15 @@ async def test_a_stream_outlives_the_age_of_its_connection_and_the_next_call_tak
 async def test_a_stream_beyond_the_grace_is_cut_and_aborted():
     engine = FakeEngine()
     async with (
-        serving(engine, max_connection_age_s=0.2, max_connection_age_grace_s=0.1) as (_, frontend),
+        # Its connections end as well: whoever waited for it in one long call would be cut off.
+        serving(engine, waits_ready=False, max_connection_age_s=1.0, max_connection_age_grace_s=1.0) as (
+            other,
+            frontend,
+        ),
         grpc.aio.insecure_channel(frontend.address, options=OWN_CONNECTION) as channel,
     ):
-        call = Client(channel).generate()
+        await other.until_engines_are_ready(1)
+        call = Client(channel).generate([5, 6])
         (request,) = await engine.wait_for_requests(1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(call)

@@ -10,8 +10,11 @@ import pytest
 from frontend_svc.api.generate_stream import stream_generate
 from frontend_svc.caller import Caller
 from service_kit.errors import DeadlineExceeded
-from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
+from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, make_request, read_all, serving
 from triptych.engine.v1 import engine_pb2
+
+# Long enough for a request to be in its engine before, also on a machine that is busy.
+DEADLINE_S = 2.0
 
 
 async def ends_late(call) -> None:
@@ -36,7 +39,7 @@ async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place
 async def test_a_deadline_in_the_queue_gives_the_place_back():
     engine = FakeEngine()
     async with serving(engine, max_queued_requests=1) as (client, frontend):
-        call = client.generate(timeout=0.5)
+        call = client.generate(timeout=DEADLINE_S)
         (request,) = await engine.wait_for_requests(1)
         await ends_late(call)
         await engine.wait(lambda: request.abort_reason is not None)
@@ -49,7 +52,7 @@ async def test_a_deadline_in_the_queue_gives_the_place_back():
 async def test_a_deadline_while_it_runs_aborts_all_outputs_of_the_request():
     engine = FakeEngine()
     async with serving(engine) as (client, frontend):
-        call = client.generate(timeout=0.5, n=2)
+        call = client.generate(timeout=DEADLINE_S, n=2)
         requests = list(await engine.wait_for_requests(2))
         for request in requests:
             engine.step({request: [5]})
@@ -72,10 +75,10 @@ async def test_an_engine_is_told_what_is_left_of_the_deadline_and_nothing_where_
 async def test_others_go_on_when_one_is_late():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
-        late, other = client.generate(timeout=0.3), client.generate()
+        late, other = client.generate(timeout=DEADLINE_S), client.generate()
         requests = list(await engine.wait_for_requests(2))
         await ends_late(late)
         await engine.wait(lambda: any(request.abort_reason is not None for request in requests))
         (left,) = [request for request in requests if request.abort_reason is None]
         answer("y")(engine, left)
-        assert (await asyncio.wait_for(read_all(other), 10))[1] == "y"
+        assert (await asyncio.wait_for(read_all(other), WAIT_S))[1] == "y"

@@ -235,7 +235,7 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
     engine = FakeEngine(TokenSource(lambda request: 2))
     async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
         aborted = client.generate(request_id="mine", n=2)
-        late = client.generate(timeout=1.0)
+        late = client.generate(timeout=3.0)
         gone = client.generate()
         await engine.wait_for_requests(4)
         await engine.kill()

@@ -55,7 +55,7 @@ async def test_a_tokenizer_model_that_cannot_be_converted_is_told_to_the_operato
     engine = engine_with(slow_tokenizer())
     async with serving(engine, tokenizer=str(tmp_path), waits_ready=False) as (client, _):
         # A process that imports a library of models comes before the answer.
-        async with asyncio.timeout(6 * WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             while "slow-tokenizers" not in told(caplog) and "be converted" not in told(caplog):
                 await client.model.GetServerInfo(model_pb2.GetServerInfoRequest())
                 await asyncio.sleep(0.01)

@@ -123,6 +123,7 @@ async def test_a_worker_that_is_killed_starts_again_with_its_admin_port_while_th
         while (pid := await _pid_or_none(admin)) in (None, killed):
             pass
         assert os.getpgid(pid) == pid, "Ctrl-C in a terminal must reach the parent alone"
+        assert os.getsid(pid) == os.getsid(0), "sessions are scheduled as groups, against each other"
         assert process.returncode is None
         process.terminate()
         assert await asyncio.wait_for(process.wait(), START_S) == 0

@@ -84,7 +84,7 @@ async def test_watches_end_with_the_server() -> None:
     async with serving([FakeService().register()]) as (server, channel):
         call = watch(channel, "")
         assert (await call.read()).status == Response.SERVING
-        await asyncio.wait_for(server.stop(grace_s=60.0), 5)
+        await asyncio.wait_for(server.stop(grace_s=60.0), 30)
         assert (await call.read()).status == Response.NOT_SERVING
         assert await call.read() is EOF
         assert await call.code() is grpc.StatusCode.OK

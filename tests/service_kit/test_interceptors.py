@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service_kit.errors import FailedPrecondition, from_rpc_error
+from service_kit.interceptors import server_interceptors
 from service_kit.logs import bind_log_fields, log_fields
 from service_kit.server import Registration
 from service_kit.telemetry import context_from, recent_spans, tracer
@@ -218,13 +220,57 @@ async def test_a_deadline_ends_the_handler(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO)
     service = FakeService()
     async with serving([service.register()]) as (_, channel):
-        call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"1", timeout=0.1)
+        # The deadline comes after the first message, also where it is the connection that takes its time.
+        await channel.channel_ready()
+        call = channel.unary_stream(f"/{SERVICE_NAME}/Stream")(b"1", timeout=1.0)
         assert await call.read() == b"0"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         await asyncio.wait_for(service.closed.wait(), 5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert [record.code for record in access_lines(caplog)] == ["DEADLINE_EXCEEDED"]
+    assert len(access_lines(caplog)) == 1
+
+
+class EndedContext:
+    """Of a call whose client has ended it so many seconds before its deadline; None for one without."""
+
+    def __init__(self, remaining_s: float | None) -> None:
+        self._remaining_s = remaining_s
+
+    def time_remaining(self) -> float | None:
+        return self._remaining_s
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Nobody hears it."""
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "code"),
+    [
+        (-1.0, "DEADLINE_EXCEEDED"),
+        # A client counts from when it sent, the server from when that arrived.
+        (0.02, "DEADLINE_EXCEEDED"),
+        (5.0, "CANCELLED"),
+        (None, "CANCELLED"),
+    ],
+)
+async def test_a_call_that_its_client_ends_at_the_deadline_was_too_late_and_any_other_cancelled(
+    remaining_s: float | None, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def cancelled(request: bytes, context: Any) -> bytes:
+        raise asyncio.CancelledError
+
+    async def find(details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(cancelled)
+
+    details = SimpleNamespace(method=f"/{SERVICE_NAME}/Unary", invocation_metadata=())
+    (interceptor,) = server_interceptors("fake")
+    handler: Any = await interceptor.intercept_service(find, details)
+    with pytest.raises(asyncio.CancelledError):
+        await handler.unary_unary(b"", EndedContext(remaining_s))
+    assert [record.code for record in access_lines(caplog)] == [code]
 
 
 async def test_streams_in_both_directions_pass_through() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -10,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class RunningProgram:
         self.process.stdin.flush()
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 10)
+        return await asyncio.to_thread(self.process.wait, 60)
 
     async def not_serving(self) -> None:
         """Wait until health says so."""
@@ -61,7 +61,7 @@ class RunningProgram:
                 return
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def program(drain_deadline_s: float, *manner: str) -> AsyncIterator[RunningProgram]:
     reader, writer = os.pipe()
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ async def test_a_frozen_peer_is_noticed_though_its_kernel_still_answers() -> Non
         assert await call.read() == b"first"
         running.process.send_signal(signal.SIGSTOP)
         # Without the ping timeout this takes a minute.
-        assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_failing_drain_still_stops_the_servers() -> None:
@@ -248,7 +248,7 @@ async def test_what_runs_on_a_connection_that_is_too_old_may_end_and_the_next_ca
         call = channel.unary_stream(STREAM)(b"")
         peer = await call.read()
         # The server has told the connection to go: the channel leaves it, the stream stays on it.
-        await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 10)
+        await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 30)
         go_on.set()
         assert await call.read() == b"last"
         assert await call.code() is grpc.StatusCode.OK
@@ -263,8 +263,10 @@ async def test_what_does_not_end_within_the_grace_of_its_connection_is_cut() -> 
     profile = dataclasses.replace(PUBLIC, max_connection_age_ms=100, max_connection_age_grace_ms=100)
     async with serving([FakeService(stream=stream).register()], profile) as (_, channel):
         call = channel.unary_stream(STREAM)(b"")
-        assert await call.read() == b"first"
-        assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAVAILABLE
+        # Where this process was held up, the connection is cut before the first message is taken.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert await call.read() == b"first"
+        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("profile", [PUBLIC, INTERNAL, ADMIN])
@@ -353,14 +355,14 @@ def test_without_a_pipe_nothing_is_announced() -> None:
 
 
 async def test_a_stopped_server_is_let_go_of_while_its_loop_runs() -> None:
-    def num_grpc_servers() -> int:
+    def grpc_servers() -> dict[int, Any]:
         # By type alone: asking some things for their class makes them warn.
-        return sum(issubclass(type(thing), grpc.aio.Server) for thing in gc.get_objects())
+        return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Server)}
 
-    gc.collect()
-    num_before = num_grpc_servers()
+    # Those of other tests are held: one that is let go of meanwhile would not be missed, but its id taken.
+    others = grpc_servers()
     server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
     await server.start()
-    assert num_grpc_servers() == num_before + 1
+    (own,) = grpc_servers().keys() - others.keys()
     await server.stop(0.0)
-    assert num_grpc_servers() == num_before
+    assert own not in grpc_servers()

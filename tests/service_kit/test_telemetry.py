@@ -129,7 +129,7 @@ def test_spans_reach_an_otlp_collector(clean: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     setup_telemetry("engine", instance="engine-0")
     tracer().start_span("request", context=context_from(f"00-{TRACE_ID}-{SPAN_ID}-01")).end()
-    request = collector.received.get(timeout=10)
+    request = collector.received.get(timeout=60)
     server.stop(None)
     (resource_spans,) = request.resource_spans
     resource = {one.key: one.value for one in resource_spans.resource.attributes}
@@ -149,6 +149,9 @@ def test_what_is_pending_is_exported_at_the_end(clean: None, monkeypatch: pytest
     server.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{port}")
     setup_telemetry("engine", instance="engine-0")
+    # Once one has arrived there is a connection, which is what may take long on a busy machine.
+    tracer().start_span("first").end()
+    collector.received.get(timeout=60)
     tracer().start_span("last").end()
     shutdown_telemetry()
     assert collector.received.get_nowait().resource_spans[0].scope_spans[0].spans[0].name == "last"

@@ -62,5 +62,13 @@ def test_text_in_yaml_is_read_as_on_a_command_line() -> None:
     assert parse_yaml(["1", 2], ValueType(int, is_list=True)) == (1, 2)
 
 
-def test_not_a_number_is_a_float_python_knows() -> None:
+def test_infinity_is_a_float_python_knows() -> None:
     assert parse_text("inf", ValueType(float)) == float("inf")
+
+
+def test_what_is_not_a_number_is_no_value_of_an_option() -> None:
+    # It is neither below a limit nor above it, so that no check of a range would find it.
+    with pytest.raises(ValueError, match="'nan' is not a number"):
+        parse_text("nan", ValueType(float))
+    with pytest.raises(ValueError, match="nan is not a number"):
+        parse_yaml(float("nan"), ValueType(float))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from contextlib import suppress
+from pathlib import Path
+
+_FIRST_PORT = 10_000
+_NUM_ATTEMPTS = 100
 
 
 def free_port() -> int:
-    """A loopback port that was free just now and that the kernel will not hand out again soon."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """A loopback port that is free and that the kernel gives to no connection in the meantime.
+
+    Not one of those that it gives: to a listener that is not there yet, a connection can be its own peer.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, first_given), _NUM_ATTEMPTS):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port from {_FIRST_PORT} to {first_given} is free")

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service_kit.clock import MonotonicClock
+from service_kit.loop_lag import LoopLag
 from tests.system.recording_proxy import Recording, RecordingProxy
 from tests.system.stack import Stack, address_of
 from triptych.api.v1 import generate_pb2
@@ -33,14 +35,19 @@ async def test_figures_are_those_of_a_proxy_in_front_of_the_server(
     async with Stack() as stack:
         trio = await stack.start_all(slow_llama, "--num-threads=1", "--max-model-len=512")
         async with RecordingProxy(address_of(trio.frontend)) as proxy:
+            lag = LoopLag(MonotonicClock(), window_s=RUN_LIMIT_S)
+            lag.start()
             out = await _bench_serve(f"--address={proxy.address}", *flags, *FLAGS[dataset])
+            lag.stop()
     print(out)
     figures = json.loads(path.read_text())
     # The first is the warm-up, which does not count.
     calls = proxy.of("Generate")[1:]
     assert len(calls) == NUM_REQUESTS
     assert len({each for call in calls for each in _Seen(call).token_ids}) >= 20
-    _check_same(figures["summary"], [_Seen(call) for call in calls])
+    # A message passes both processes, each of which may take it, and hand it on, as late as its timers came.
+    delay_ms = 2 * (lag.summary().max_ms + figures["client_lag"]["max_ms"])
+    _check_same(figures["summary"], [_Seen(call) for call in calls], delay_ms)
     assert {each["code"] for each in figures["requests"]} == {"OK"}
     assert len(proxy.peers) == figures["settings"]["connections"]
     if dataset == "multi-turn":
@@ -86,18 +93,16 @@ class _Seen:
         }
 
 
-def _check_same(summary: dict, seen: list[_Seen]) -> None:
-    duration_s = max(each.ended_at for each in seen) - min(each.began_at for each in seen)
+def _check_same(summary: dict, seen: list[_Seen], delay_ms: float) -> None:
+    """Counts are equal, times but for the tolerance and what a message may have waited between the two."""
     num_tokens = sum(len(each.token_ids) for each in seen)
     assert summary["num_completed"] == len(seen)
     assert summary["num_output_tokens"] == num_tokens
     assert summary["num_prompt_tokens"] == sum(each.num_prompt for each in seen)
     assert summary["num_cached_tokens"] == sum(each.num_cached for each in seen)
-    expected: dict[tuple[str, ...], float] = {
-        ("duration_s",): duration_s,
-        ("requests_per_s",): len(seen) / duration_s,
-        ("output_tokens_per_s",): num_tokens / duration_s,
-    }
+    assert summary["requests_per_s"] == pytest.approx(len(seen) / summary["duration_s"])
+    assert summary["output_tokens_per_s"] == pytest.approx(num_tokens / summary["duration_s"])
+    expected: dict[tuple[str, str], float] = {}
     for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
         values = np.array([each.times_ms[name] for each in seen])
         expected[name, "mean"] = values.mean()
@@ -106,13 +111,13 @@ def _check_same(summary: dict, seen: list[_Seen]) -> None:
     gaps = np.concatenate([np.diff(each.token_times) * 1000 for each in seen])
     expected["itl_ms", "mean"] = gaps.mean()
     expected["itl_ms", "median"] = np.median(gaps)
-    wrong = []
-    for keys, theirs in expected.items():
-        ours = summary[keys[0]] if len(keys) == 1 else summary[keys[0]][keys[1]]
-        print(f"{' '.join(keys):16} ours {ours:10.3f} theirs {theirs:10.3f} {ours / theirs - 1:+.2%}")
-        if ours != pytest.approx(theirs, rel=TOLERANCE):
-            wrong.append(keys)
-    assert wrong == []
+    pairs = [(" ".join(keys), summary[keys[0]][keys[1]], theirs) for keys, theirs in expected.items()]
+    duration_s = max(each.ended_at for each in seen) - min(each.began_at for each in seen)
+    pairs.append(("duration in ms", 1000 * summary["duration_s"], 1000 * duration_s))
+    print(f"delays of {delay_ms:.3f} ms at most")
+    for name, ours, theirs in pairs:
+        print(f"{name:16} ours {ours:10.3f} theirs {theirs:10.3f} {ours / theirs - 1:+.2%}")
+    assert [name for name, ours, theirs in pairs if abs(ours - theirs) > TOLERANCE * theirs + delay_ms] == []
 
 
 def _check_turns_append_answers(calls: list[Recording], num_turns: int) -> None:

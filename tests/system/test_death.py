@@ -54,7 +54,7 @@ async def test_an_engine_whose_steps_all_fail_ends_and_every_request_hears_of_it
         frontend = await stack.start("frontend", "--port=0", "--reconnect-window-s=0.2", known)
         await stack.ready("frontend", frontend)
         stub = stack.inference(frontend)
-        calls = [stub.Generate(request_of("Once upon a time", 500)) for _ in range(3)]
+        calls = [stub.Generate(request_of("Once upon a time", 1900)) for _ in range(3)]
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asyncio.wait_for(read_to_end(call), WAIT_LIMIT_S)

@@ -21,7 +21,7 @@ REAL = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.NOT_FOUND,
 }
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def _methods() -> Iterator[descriptor.MethodDescriptor]:

@@ -19,6 +19,7 @@ from launcher.readiness import health_of
 from service_kit.channel import open_channel
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt
+from tests.system.slowed_engine import Brake
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych_client.aio import Client
@@ -38,11 +39,8 @@ STREAMS: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},
     {**SEEDED, "seed": 10, "n": 2, "logprobs": 1, "presence_penalty": 0.5},
 )
-# So many steps of tens of milliseconds are not over when a drain of a second is.
-NUM_SLOW_TOKENS = 100
-SLOW = {"max_tokens": NUM_SLOW_TOKENS}
-NO_GRACE = {"orphan_grace_ms": 0}
-SLOW_STREAMS = (*({**SLOW, **options} for options in STREAMS), *({**SLOW, **NO_GRACE} for _ in range(4)))
+NO_GRACE: dict[str, Any] = {"orphan_grace_ms": 0}
+MIXED_STREAMS = (*STREAMS, *(NO_GRACE for _ in range(4)))
 
 
 @dataclass
@@ -57,11 +55,20 @@ class Output:
 
 @dataclass
 class Read:
-    """One stream as its reader saw it, and whether enough has come to strike."""
+    """One stream as its reader saw it, whether enough has come to strike, and whether all has."""
 
     events: list[Event] = field(default_factory=list)
     error: TriptychError | None = None
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, event: Event, num_outputs: int) -> None:
+        """One event more; a slow reader gets many tokens with one."""
+        self.events.append(event)
+        if not self.has_begun.is_set():
+            lengths = [len(output.token_ids) for output in self.outputs.values()]
+            if len(lengths) == num_outputs and min(lengths) >= 10:
+                self.has_begun.set()
 
     @property
     def outputs(self) -> dict[int, Output]:
@@ -86,12 +93,11 @@ async def read(client: Client, prompt: list[int], options: dict[str, Any], seen:
     stream = client.generate(prompt, **{**wanted, **options})
     try:
         async for event in stream:
-            seen.events.append(event)
-            if len(seen.events) > 10:
-                seen.has_begun.set()
+            seen.note(event, options.get("n", 1))
     except TriptychError as error:
         seen.error = error
     seen.has_begun.set()
+    seen.is_over.set()
 
 
 async def read_all(
@@ -110,10 +116,13 @@ async def read_all(
     return seen, reading
 
 
-async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llama: str) -> None:
+async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(
+    llama: str, tmp_path: Path
+) -> None:
     rng = random.Random(4)
     prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in STREAMS]
-    async with Stack() as stack:
+    brake = Brake(tmp_path)
+    async with Stack(brake.environment) as stack:
         engine = await stack.start("engine", llama, "--port=0", "--no-enable-prefix-caching")
         known = f"--engine={address_of(engine)}"
         frontends = [await stack.start("frontend", "--port=0", known, index=index) for index in range(2)]
@@ -124,13 +133,14 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
             expected, reading = await read_all(client, prompts)
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
             before = await view.until_idle()
+            brake.apply()
             seen, reading = await read_all(client, prompts)
             os.kill(frontends[0].pid, signal.SIGKILL)
-            num_cut = sum(not one.outputs[0].finished for one in seen)
+            assert not any(output.finished for one in seen for output in one.outputs.values())
+            brake.release()
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
         after = await view.until_idle()
         assert not frontends[0].is_running
-    assert num_cut >= 6
     for options, undisturbed, one in zip(STREAMS, expected, seen, strict=True):
         assert isinstance(one.events[0], Started)
         assert [type(event) for event in one.events].count(Started) == 1
@@ -145,7 +155,7 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
 
 def check_cut(expected: list[Read], seen: list[Read]) -> None:
     """Streams with a grace are whole, those without were told that the frontend left."""
-    for options, undisturbed, one in zip(SLOW_STREAMS, expected, seen, strict=True):
+    for options, undisturbed, one in zip(MIXED_STREAMS, expected, seen, strict=True):
         if options.get("orphan_grace_ms") == 0:
             assert one.error is not None
             told = (one.error.status, one.error.reason, one.error.retry_after_ms)
@@ -166,23 +176,25 @@ async def ended(child: ChildProcess) -> str:
 @pytest.mark.chaos
 @pytest.mark.parametrize("cause", ["deadline", "signal"])
 async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(
-    slow_llama: str, cause: str
+    llama: str, cause: str, tmp_path: Path
 ) -> None:
     rng = random.Random(5)
-    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in SLOW_STREAMS]
+    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in MIXED_STREAMS]
     deadline_s = {"deadline": 1, "signal": 600}[cause]
-    async with Stack() as stack:
-        engine = await stack.start("engine", slow_llama, "--port=0", "--no-enable-prefix-caching")
+    brake = Brake(tmp_path)
+    async with Stack(brake.environment) as stack:
+        engine = await stack.start("engine", llama, "--port=0", "--no-enable-prefix-caching")
         flags = ("--port=0", f"--engine={address_of(engine)}", f"--drain-deadline-s={deadline_s}")
         frontends = [await stack.start("frontend", *flags, index=index) for index in range(2)]
         for frontend in frontends:
             await stack.ready("frontend", frontend)
         view = stack.engine(engine)
         async with Client(f"ipv4:{','.join(map(address_of, frontends))}") as client:
-            expected, reading = await read_all(client, prompts, SLOW_STREAMS)
+            expected, reading = await read_all(client, prompts, MIXED_STREAMS)
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
             before = await view.until_idle()
-            seen, reading = await read_all(client, prompts, SLOW_STREAMS)
+            brake.apply()
+            seen, reading = await read_all(client, prompts, MIXED_STREAMS)
             frontends[0].terminate()
             if cause == "signal":
                 async with asyncio.timeout(WAIT_LIMIT_S):
@@ -192,6 +204,7 @@ async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(
                 frontends[0].terminate()
             assert await ended(frontends[0]) == "exited with code 0"
             assert not any(one.outputs[0].finished for one in seen)
+            brake.release()
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
         after = await view.until_idle()
     check_cut(expected, seen)
@@ -203,22 +216,28 @@ async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(
 
 @pytest.mark.chaos
 async def test_clients_of_a_worker_whose_drain_is_cut_go_on_at_its_sibling_at_the_same_address(
-    slow_llama: str,
+    llama: str, tmp_path: Path
 ) -> None:
     rng = random.Random(6)
-    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in SLOW_STREAMS]
-    async with Stack() as stack:
-        engine = await stack.start("engine", slow_llama, "--port=0", "--no-enable-prefix-caching")
+    prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in MIXED_STREAMS]
+    brake = Brake(tmp_path)
+    async with Stack(brake.environment) as stack:
+        engine = await stack.start("engine", llama, "--port=0", "--no-enable-prefix-caching")
         flags = ("--port=0", f"--engine={address_of(engine)}", "--drain-deadline-s=1", "--workers=2")
         frontend = await stack.start("frontend", *flags)
         await stack.ready("frontend", frontend)
         view = stack.engine(engine)
         async with Client(address_of(frontend)) as client:
-            expected, reading = await read_all(client, prompts, SLOW_STREAMS)
+            expected, reading = await read_all(client, prompts, MIXED_STREAMS)
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
             before = await view.until_idle()
-            seen, reading = await read_all(client, prompts, SLOW_STREAMS)
+            brake.apply()
+            seen, reading = await read_all(client, prompts, MIXED_STREAMS)
             os.kill(await busy_worker(frontend), signal.SIGTERM)
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                # Those without a grace are told when the drain is cut.
+                await asyncio.gather(*(one.is_over.wait() for one in seen[len(STREAMS) :]))
+            brake.release()
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
         after = await view.until_idle()
         assert frontend.is_running

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import grpc
@@ -17,7 +16,8 @@ from launcher.process import ChildProcess
 from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
 from tests.system.ports import free_port
-from tests.system.stack import Stack, address_of
+from tests.system.slowed_engine import Brake
+from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 
 pytestmark = pytest.mark.chaos
 
@@ -51,10 +51,11 @@ async def test_a_frontend_told_its_engine_needs_no_coordinator(llama: str) -> No
     assert len(answer.token_ids) == 8
 
 
-async def test_a_killed_frontend_leaves_no_blocks_and_disturbs_nobody(llama: str) -> None:
+async def test_a_killed_frontend_leaves_no_blocks_and_disturbs_nobody(llama: str, tmp_path: Path) -> None:
     rng = random.Random(5)
     prompts = [random_prompt(rng, 20, VOCAB_SIZE) for _ in range(8)]
-    async with Stack() as stack:
+    brake = Brake(tmp_path)
+    async with Stack(brake.environment) as stack:
         trio = await stack.start_all(llama, "--num-kv-blocks=600")
         other = await stack.start(
             "frontend", "--port=0", f"--coordinator={address_of(trio.coordinator)}", index=1
@@ -62,15 +63,12 @@ async def test_a_killed_frontend_leaves_no_blocks_and_disturbs_nobody(llama: str
         await stack.ready("frontend", other)
         engine = stack.engine(trio.engine)
         doomed_stub, other_stub = stack.inference(trio.frontend), stack.inference(other)
+        brake.apply()
         doomed = [doomed_stub.Generate(request_of(prompt, 400)) for prompt in prompts]
-        for call in doomed:
-            await call.read()
         kept = [asyncio.ensure_future(collect(other_stub, request_of(prompt, 300))) for prompt in prompts]
         await engine.until(lambda stats: stats.num_running == 16)
         os.kill(trio.frontend.pid, signal.SIGKILL)
-        killed_at = time.monotonic()
-        await engine.until(lambda stats: stats.num_running <= 8)
-        assert time.monotonic() - killed_at < 5.0
+        brake.release()
         answers = await asyncio.gather(*kept)
         stats = await engine.until_idle()
     assert stats.num_used_blocks == 0
@@ -109,16 +107,19 @@ async def test_a_coordinator_killed_and_restarted_under_streams_is_not_noticed(l
 
 
 @pytest.mark.parametrize("service", ["frontend", "engine", "coordinator"])
-async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(service: str, llama: str) -> None:
-    async with Stack() as stack:
+async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(
+    service: str, llama: str, tmp_path: Path
+) -> None:
+    brake = Brake(tmp_path)
+    brake.apply()
+    async with Stack(brake.environment) as stack:
         trio = await stack.start_all(llama)
         child = {"frontend": trio.frontend, "engine": trio.engine, "coordinator": trio.coordinator}[service]
         running = asyncio.ensure_future(collect(stack.inference(trio.frontend), request_of("the quick", 300)))
         await stack.engine(trio.engine).until(lambda stats: stats.num_running == 1)
         child.terminate()
+        brake.release()
         answer = await running
-        finished_at = time.monotonic()
-        await child.wait()
-        assert time.monotonic() - finished_at < 2.0
+        await asyncio.wait_for(child.wait(), WAIT_LIMIT_S)
     assert child.ending == f"(pid {child.pid}) exited with code 0"
     assert len(answer.token_ids) == 300

@@ -25,7 +25,8 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility
 pytestmark = pytest.mark.chaos
 
 NUM_STREAMS = 8
-NUM_TOKENS = 160
+# So many that none ends before everything was done to them.
+NUM_TOKENS = 400
 KEEP = utility_pb2.PAUSE_MODE_KEEP
 
 

@@ -138,17 +138,16 @@ def test_ranks_are_in_the_same_state_after_1000_steps(division: dict[str, int], 
 
 
 @pytest.mark.parametrize(
-    ("how", "limit_s", "why"),
-    [(signal.SIGKILL, 0.25, "was ended by SIGKILL"), (signal.SIGSTOP, 5.0, "gave no sign of life")],
+    ("how", "why"),
+    [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life")],
     ids=["killed", "stopped"],
 )
-def test_a_rank_that_ends_or_stops_is_seen_in_a_step(
-    how: signal.Signals, limit_s: float, why: str, folders
-) -> None:
+def test_a_rank_that_ends_or_stops_is_seen_in_a_step(how: signal.Signals, why: str, folders) -> None:
     with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
         driver = with_requests(Driver(ranked.side))
         for _ in range(10):
             driver.step()
+        num_before = driver.num_steps
         os.kill(ranked.group.process_ids[1], how)
         happened_at = time.monotonic()
         with pytest.raises(RankLost, match=f"rank 1 {why}") as caught:
@@ -156,7 +155,8 @@ def test_a_rank_that_ends_or_stops_is_seen_in_a_step(
         seen_s = time.monotonic() - happened_at
         print(f"\n{how.name} seen in {seen_s:.3f} s")
         assert caught.value.rank == 1
-        assert seen_s < limit_s
+        # The rank had part in those that were under way, and in no other.
+        assert driver.num_steps <= num_before + ranked.side.steps_in_flight + 1
         with pytest.raises(RankLost, match=why):
             driver.step()
 

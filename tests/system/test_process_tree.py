@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Tree:
         return [pid for pids in self.by_title.values() for pid in pids]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def whole_tree(ready_file: Path) -> AsyncIterator[Tree]:
     """A stack on the embedded model, once every kind of process runs that it has."""
     launcher = await asyncio.create_subprocess_exec(
@@ -76,7 +76,9 @@ def by_title(processes: list[psutil.Process]) -> dict[str, list[int]]:
     """The ids of `processes` by what `ps` shows."""
     found: dict[str, list[int]] = {}
     for process in processes:
-        found.setdefault(title_of(process.pid), []).append(process.pid)
+        # One that lives for a moment, e.g. to look something up, may have ended since it was listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.setdefault(title_of(process.pid), []).append(process.pid)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -124,6 +125,9 @@ async def connected(
     """The engine is served, and its client is ready."""
     async with serving(engine), proxied(engine.address, next_cut=next_cut) as proxy:
         rig = Rig(engine, proxy)
+        # Both sides are in this process: a collection through all that other tests have left in it may take
+        # longer than a stream is waited for.
+        gc.freeze()
         rig.client.start()
         try:
             await rig.until_state(EngineState.READY)
@@ -131,6 +135,7 @@ async def connected(
         finally:
             proxy.gate.set()
             await rig.client.close()
+            gc.unfreeze()
 
 
 def large_engine() -> ServiceRig:

@@ -25,16 +25,17 @@ async def receiver() -> AsyncIterator[tuple[OtlpReceiver, str]]:
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["finished", "aborted"])
 async def test_a_request_is_one_tree_under_the_clients_traceparent(
-    is_aborted: bool, llama: str, receiver: tuple[OtlpReceiver, str]
+    is_aborted: bool, slow_llama: str, receiver: tuple[OtlpReceiver, str]
 ) -> None:
     received, endpoint = receiver
     rng = random.Random(11)
     trace_id = f"{rng.getrandbits(128):032x}"
     metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN_ID}-01"),)
     async with Stack({"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}) as stack:
-        trio = await stack.start_all(llama)
+        trio = await stack.start_all(slow_llama)
+        # Many seconds of steps are left when an abort comes, however late its client gets to it.
         call = stack.inference(trio.frontend).Generate(
-            request_of("the quick brown fox", 200 if is_aborted else 20), metadata=metadata
+            request_of("the quick brown fox", 400 if is_aborted else 20), metadata=metadata
         )
         for _ in range(6):
             await call.read()

@@ -58,7 +58,9 @@ class FakeFrontend(
     ) -> Iterator[generate_pb2.GenerateResponse]:
         yield generate_pb2.GenerateResponse(started=_started(request))
         if request.prompt == STREAM_FOREVER:
-            context.add_callback(self.cancelled.set)
+            if not context.add_callback(self.cancelled.set):
+                # It was over before it began here, and nobody is called back.
+                self.cancelled.set()
             yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(text="a", token_ids=[1]))
             self.cancelled.wait()
             return
@@ -126,9 +128,9 @@ class FakeFrontend(
         if self.retry_after_ms is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "no engine yet")
         detail = any_pb2.Any()
-        detail.Pack(
-            error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=self.retry_after_ms * 10**6))
-        )
+        seconds, ms = divmod(self.retry_after_ms, 1000)
+        delay = duration_pb2.Duration(seconds=seconds, nanos=ms * 10**6)
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         full = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full", details=[detail])
         context.abort_with_status(rpc_status.to_status(full))
 

@@ -107,8 +107,10 @@ def test_a_unary_refusal_is_the_same_error(client: Client) -> None:
 
 
 def test_the_deadline_is_an_error_and_reaches_the_server(client: Client, frontend: FakeFrontend) -> None:
+    # The deadline is the stream's, not that of the first connection.
+    client.connect()
     with pytest.raises(TriptychError) as caught:
-        list(client.generate(STREAM_FOREVER, timeout_s=0.2))
+        list(client.generate(STREAM_FOREVER, timeout_s=1.0))
     assert caught.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
     assert caught.value.field_violations == ()
     assert frontend.cancelled.wait(timeout=10)
@@ -132,10 +134,11 @@ def test_a_full_frontend_that_says_when_is_asked_again(client: Client, frontend:
 
 
 def test_nothing_is_tried_again_past_the_deadline(client: Client, frontend: FakeFrontend) -> None:
-    frontend.num_failures_left, frontend.retry_after_ms = 1, 900
+    # Less than the longest wait of the policy, more than the call has. Nobody waits for either.
+    frontend.num_failures_left, frontend.retry_after_ms = 1, 20_000
     with pytest.raises(TriptychError, match="RESOURCE_EXHAUSTED: full") as caught:
-        client.generate_unary("word", timeout_s=0.5)
-    assert caught.value.retry_after_ms == 900
+        client.generate_unary("word", timeout_s=15.0)
+    assert caught.value.retry_after_ms == 20_000
     assert len(frontend.requests) == 1
 
 

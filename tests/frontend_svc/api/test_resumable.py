@@ -145,16 +145,18 @@ async def test_a_second_reader_takes_over_and_the_first_is_told():
 async def test_what_cannot_be_resumed_is_told_apart():
     async with serving(FakeEngine(answer("x"))) as (client, frontend):
         started, *_ = await read_all(client.generate(orphan_grace_ms=50))
-        unknown = await refusal(resume(client, "0" * 32, 0))
-        ahead = await refusal(resume(client, started.resume_token, 99))
         await until_gone(frontend)
         late = await refusal(resume(client, started.resume_token, 0))
+        unknown = await refusal(resume(client, "0" * 32, 0))
+        kept, *_ = await read_all(client.generate(orphan_grace_ms=GRACE_MS))
+        ahead = await refusal(resume(client, kept.resume_token, 99))
         unary = inference_pb2.GenerateUnaryRequest(request=make_request(orphan_grace_ms=1))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.inference.GenerateUnary(unary, timeout=WAIT_S)
         too_long = await refusal(client.generate(orphan_grace_ms=5001))
         negative = await refusal(client.generate(orphan_grace_ms=-1))
-        assert len(frontend.resumable) == 0
+        # The one that may be resumed for some seconds more.
+        assert len(frontend.resumable) <= 1
     assert unknown.code() is late.code() is grpc.StatusCode.NOT_FOUND
     assert ahead.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "last_position is 99, the last message that was sent has 4" in ahead.details()
@@ -166,7 +168,7 @@ async def test_what_cannot_be_resumed_is_told_apart():
 async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
     engine = FakeEngine()
     async with serving(engine) as (client, frontend):
-        call = client.generate(orphan_grace_ms=GRACE_MS, timeout=0.5)
+        call = client.generate(orphan_grace_ms=GRACE_MS, timeout=2.0)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
         assert (await refusal(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED

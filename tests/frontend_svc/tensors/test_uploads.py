@@ -18,7 +18,7 @@ from service_kit.errors import InvalidArgument, ResourceExhausted, ServiceError,
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 FULL: ServiceError = ResourceExhausted("full", retry_after_ms=1)
 
 
