@@ -49,7 +49,8 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     except AddressError as error:
         print(f"triptych coordinator: {error.strerror}", file=sys.stderr)
         exit_code = 2
-    shutdown_telemetry()
+    finally:
+        shutdown_telemetry()
     # Taking the interpreter apart would be most of what the end costs, and others wait to find the next one.
     return leave_process(exit_code)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from service_kit.eager_writer import EagerWriter
 
@@ -14,12 +15,15 @@ _MAX_TAKEOVER_S = 1.0
 class Carrier:
     """A stream that carries a session, until it breaks or another takes its place.
 
-    `abandon` ends the call, also where it waits in a write that nobody takes.
+    `abandon` ends the call, also where it waits in a write that nobody takes; `write` is that of the call.
     """
 
-    def __init__(self, abandon: Callable[[], object]) -> None:
+    def __init__(
+        self, abandon: Callable[[], object], write: Callable[[bytes], Coroutine[Any, Any, object]]
+    ) -> None:
         self.abandon = abandon
-        self.idle_writer: EagerWriter[bytes] | None = None  # set while nothing waits to be said
+        self.writer = EagerWriter(write)
+        self.is_idle = False  # nothing waits to be said: whoever has a step writes it
 
     def replace(self) -> None:
         """Another carries the session now. This one ends by itself, unless it waits in such a write."""

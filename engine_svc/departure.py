@@ -67,9 +67,11 @@ class Departure:
     def drain(self, deadline_s: float | None) -> None:
         """Let running requests end, for so long at most, then end the process. Once begun, it goes on.
 
-        Of several deadlines the latest holds.
+        Of several deadlines the latest holds; to say none takes no other back.
         """
         if self._ending is not None:
+            if deadline_s is None:
+                return
             self._ending.cancel()
         self._ending = asyncio.create_task(self._drain(deadline_s))
 

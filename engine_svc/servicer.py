@@ -100,12 +100,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         call = asyncio.current_task()
         assert call is not None, "a handler runs in a task"
         hello = await _read_hello(requests)
-        carrier = Carrier(call.cancel)
+        carrier = Carrier(call.cancel, context.write)
         session, is_resumed = self._enter(hello, carrier)
         reader = asyncio.create_task(self._feed(session, carrier, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            await session.speak(carrier, context.write, is_resumed=is_resumed)
+            await session.speak(carrier, is_resumed=is_resumed)
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, is this call's error.
                 reader.result()
@@ -117,6 +117,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 )
         finally:
             reader.cancel()
+            carrier.writer.close()
             self._detach(session, carrier)
 
     async def GetArtifacts(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from engine_svc import announce, convert
 from engine_svc.carrier import Carrier
@@ -21,7 +20,6 @@ from engine_svc.served_engine import ServedEngine
 from engine_svc.session_requests import MAX_INFLIGHT_ADDS, SessionRequests
 from engine_svc.step_output import StepOutput
 from engine_svc.utility_calls import SessionCalls
-from service_kit.eager_writer import EagerWriter
 from service_kit.errors import (
     Aborted,
     InvalidArgument,
@@ -235,13 +233,7 @@ class Session:
         self._tensors.close()
         return num_aborted
 
-    async def speak(
-        self,
-        carrier: Carrier,
-        write: Callable[[bytes], Coroutine[Any, Any, object]],
-        *,
-        is_resumed: bool = False,
-    ) -> None:
+    async def speak(self, carrier: Carrier, *, is_resumed: bool = False) -> None:
         """Write hello_ack, what is to be sent again, then all for this frontend, numbered without gaps.
 
         Returns when the session is over or has left `carrier`; raises what it was ended with.
@@ -253,7 +245,7 @@ class Session:
             is_resumed=is_resumed,
             host_probe=self._tensors.probe_name,
         )
-        writer = EagerWriter(write)
+        writer = carrier.writer
         writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
         await writer.finish()
         for message in self._replay.messages() if self._replay is not None else ():
@@ -273,9 +265,9 @@ class Session:
                 break
             self._end_if_unread()
             if not self._is_over:
-                carrier.idle_writer = writer
+                carrier.is_idle = True
                 await self._changed.wait()
-                carrier.idle_writer = None
+                carrier.is_idle = False
                 await writer.finish()
         if self._carrier is not carrier:
             return
@@ -385,10 +377,10 @@ class Session:
 
     def _write_step(self) -> bool:
         """Write the step that waits, where nothing else does; False where that is for `speak` to do."""
-        writer = None if self._carrier is None else self._carrier.idle_writer
-        if writer is None or self._changed.is_set() or not writer.is_free():
+        carrier = self._carrier
+        if carrier is None or not carrier.is_idle or self._changed.is_set() or not carrier.writer.is_free():
             return False
         if self._holds_back or self._outbox.has_overflowed:
             return False
         step = self._outbox.take()
-        return step is None or writer.start(self._step(step))
+        return step is None or carrier.writer.start(self._step(step))

@@ -46,12 +46,17 @@ class EagerWriter(Generic[_Message]):
         if self._failure is not None:
             raise self._failure
 
+    def close(self, *_: object) -> None:
+        """Nobody waits any more for what was written, or looks at what it ends with."""
+        if not self.is_free() and self._writing is not None:
+            self._waits_for.add_done_callback(self.close)
+
     def _go_on(self, writing: Coroutine[asyncio.Future[Any], None, object]) -> None:
         """Let a write go on to where it waits next."""
+        self._writing = None
         try:
             self._waits_for = writing.send(None)
             self._writing = writing
-            return
         except StopIteration:
             pass
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
@@ -59,4 +64,3 @@ class EagerWriter(Generic[_Message]):
         except asyncio.CancelledError:
             # The call was, and not whoever has something to write.
             self._failure = asyncio.InvalidStateError("the call was cancelled")
-        self._writing = None

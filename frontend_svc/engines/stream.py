@@ -118,6 +118,7 @@ class EngineStream:
             for task in tasks:
                 if task is not reader or not self._is_handling:
                     task.cancel()
+            self._writer.close()
             self._call.cancel()
             if self._ack_timer is not None:
                 self._ack_timer.cancel()

@@ -299,4 +299,6 @@ class OutputProcessor:
 
 def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
     """What is there of `rows`, by the place of a row among them."""
+    if len(by_row) > len(rows):
+        return {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
     return {row - rows.start: value for row, value in by_row.items() if row in rows} if by_row else by_row

@@ -357,6 +357,7 @@ async def test_a_drain_that_takes_too_long_ends_what_runs():
     async with a_desk(steps_alone=True) as desk:
         desk.is_dry.clear()
         await desk.do(drain=command_pb2.DrainCommand(deadline_ms=20))
+        await desk.do(drain=command_pb2.DrainCommand())
         await desk.until(lambda: desk.num_stops == 1)
         assert desk.engine.lifecycle.state is EngineState.STOPPED
 
@@ -367,6 +368,7 @@ async def test_of_several_deadlines_of_a_drain_the_latest_holds():
         await desk.do(drain=command_pb2.DrainCommand())
         await desk.until(lambda: desk.engine.lifecycle.state is EngineState.DRAINING)
         await desk.do(drain=command_pb2.DrainCommand(deadline_ms=20))
+        await desk.do(drain=command_pb2.DrainCommand())
         await desk.until(lambda: desk.num_stops == 1)
         assert desk.engine.lifecycle.state is EngineState.STOPPED
 

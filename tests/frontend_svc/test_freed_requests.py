@@ -24,4 +24,4 @@ async def test_a_request_that_has_ended_is_freed_without_a_collection() -> None:
 
 
 def _open_requests() -> list[OpenRequest]:
-    return [one for one in gc.get_objects() if isinstance(one, OpenRequest)]
+    return [one for one in gc.get_objects() if type(one) is OpenRequest]

@@ -145,9 +145,10 @@ async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(t
         pids = zip(before, after, strict=True)
         assert [one["service"] for one, other in pids if one["pid"] != other["pid"]] == ["engine"]
         question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
-        while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
-            # The frontend may be about to dial it.
-            assert "UNAVAILABLE" in answered.err
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+                # The frontend may be about to dial it.
+                assert "UNAVAILABLE" in answered.err
         assert len(json.loads(answered.out)["token_ids"]) == 5
 
 
@@ -161,8 +162,9 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
         assert len(workers) == 2
         question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
         # A stack is ready when one worker is; the next connection may be the other's.
-        while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
-            assert "UNAVAILABLE" in answered.err
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+                assert "UNAVAILABLE" in answered.err
         assert len(json.loads(answered.out)["token_ids"]) == 5
 
         os.kill(frontend, signal.SIGKILL)
@@ -170,8 +172,9 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
             await triptych("health", "--url", stack.url)
         again = json.loads(ready_file.read_text())
         assert again["grpc"] == stack.ready["grpc"]
-        while (health := await triptych("health", "--url", stack.url)).exit_code:
-            assert health.out == "NOT_SERVING\n"
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (health := await triptych("health", "--url", stack.url)).exit_code:
+                assert health.out == "NOT_SERVING\n"
         assert not [pid for pid in workers if is_running(pid)]
         [restarted] = [one["pid"] for one in again["processes"] if one["service"] == "frontend"]
         workers = workers_of(restarted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -103,3 +104,19 @@ async def test_a_message_that_is_lost_on_its_way_is_told_by_finish():
     assert not writer.is_free()
     with pytest.raises(asyncio.InvalidStateError, match="cut off"):
         await writer.finish()
+
+
+async def test_what_a_closed_writer_has_written_ends_by_itself():
+    wire = Wire()
+    writer = EagerWriter(wire.write)
+    writer.start(1)
+    writer.close()
+    # Left alone, it would be logged as an error that nobody has looked at.
+    unseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    wire.taken[0].set_exception(asyncio.InvalidStateError("the call is over"))
+    await asyncio.sleep(0)
+    wire.taken.clear()
+    del writer
+    gc.collect()
+    assert not unseen

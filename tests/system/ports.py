@@ -17,8 +17,10 @@ def free_port() -> int:
     Not one of those that it gives: to a listener that is not there yet, a connection can be its own peer.
     """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.SystemRandom().sample(range(_FIRST_PORT, first_given), _NUM_ATTEMPTS):
+    # Where the kernel gives nearly all of them, one of those has to do.
+    ports = range(_FIRST_PORT, max(first_given, _FIRST_PORT + _NUM_ATTEMPTS))
+    for port in random.SystemRandom().sample(ports, _NUM_ATTEMPTS):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no port from {_FIRST_PORT} to {first_given} is free")
+    raise OSError(f"no port from {ports.start} to {ports.stop} is free")
