@@ -175,6 +175,8 @@ async def test_who_comes_back_goes_on_behind_its_cursor():
     rig = FollowedRig()
     async with serving(rig) as stub:
         first = Follower(stub)
+        # It follows from here on, and not from where it happens to be let in.
+        assert await first.read()
         await first.read_to(await rig.run(stub) - 3)
         first.call.cancel()
         again = Follower(stub, first.cursor)

@@ -17,7 +17,7 @@ from service_kit.config import ConfigError, load_config
         ("--num-requests=0", "num_requests is 0"),
         ("--connections=0", "connections is 0"),
         ("--rate=0", "rate is 0"),
-        ("--rate=nan", "rate is nan"),
+        ("--rate=nan", "'nan' is not a number"),
         ("--burstiness=0", "burstiness is 0"),
         ("--range-ratio=1", "range_ratio is 1"),
         ("--timeout-s=inf", "timeout_s is inf"),
