@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -10,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
 
 from engine_svc.model.checkpoint import weight_files, weights_digest
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.model.model_config import ModelConfig
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.exchange import ExpertShare
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
+from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
 from engine_svc.model.progress import Progress
-from engine_svc.model.quiet import quiet_transformers
-from engine_svc.model.registry import max_position, model_class, read_config
 from engine_svc.model.weights import WeightReader
 from triptych_kernels import Ops, ops_for, set_num_threads
 
@@ -95,8 +95,7 @@ def load_model(
     device = _choose_device(wishes.device)
     is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
     ops = ops or ops_for(device, deterministic=is_deterministic)
-    with quiet_transformers():
-        loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
+    loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
     # In half precision the references run on a CPU.
     is_reference = device.type == "cpu" and loaded.facts.dtype == "float16"
     if is_deterministic and (is_reference or not ops.is_batch_invariant):
@@ -146,16 +145,15 @@ def _load(
         raise CheckpointError(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
         )
-    config = read_config(folder)
-    chosen_class = model_class(config)
+    config = _read_config(folder, wishes)
     reader = WeightReader(weight_files(folder), progress, device=device)
     dtype = _choose_dtype(wishes.dtype, config, reader)
     reader.set_dtype(dtype)
     facts = ModelFacts(
-        architecture=chosen_class.__name__,
+        architecture=config.architecture,
         kv_shapes=(),
-        vocab_size=config.get_text_config().vocab_size,
-        max_position=max_position(config),
+        vocab_size=config.vocab_size,
+        max_position=config.max_position,
         eos_token_ids=_eos_token_ids(folder, config),
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=0,
@@ -170,19 +168,28 @@ def _load(
         # Here and not above: transformers' model code takes long to import, and native models need none.
         from engine_svc.model.transformers_road import load_transformers_model
 
-        model, kv_shapes, num_parameters = load_transformers_model(
-            chosen_class, config, reader, folder, dtype, device, ops
-        )
+        model, kv_shapes, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
     return LoadedModel(model, facts, ops, device)
 
 
+def _read_config(folder: Path, wishes: LoadWishes | None = None) -> ModelConfig:
+    if wishes is None or wishes.model_impl != "transformers":
+        stated = read_stated_config(folder)
+        if stated is not None:
+            return stated
+    # Here and not above, as `stated_config` says.
+    from engine_svc.model.registry import read_config
+
+    return read_config(folder)
+
+
 def has_experts(folder: str | Path) -> bool:
     """Whether the model in the folder is a mixture of experts that the native decoder runs."""
     try:
-        return read_spec(read_config(Path(folder))).has_experts
+        return read_spec(_read_config(Path(folder)).config).has_experts
     except NotNative:
         return False
 
@@ -200,12 +207,16 @@ def expert_builder(
     if weights_digest(folder, reader.files, _DTYPES[dtype]) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
     return DecoderBuilder(
-        spec=read_spec(read_config(folder)), weights=reader, ops=ops, parallel=Solo(), dtype=_DTYPES[dtype]
+        spec=read_spec(_read_config(folder).config),
+        weights=reader,
+        ops=ops,
+        parallel=Solo(),
+        dtype=_DTYPES[dtype],
     )
 
 
 def _is_native(
-    config: PreTrainedConfig, wishes: LoadWishes, parallel: Parallel, share: ExpertShare | None
+    config: ModelConfig, wishes: LoadWishes, parallel: Parallel, share: ExpertShare | None
 ) -> bool:
     """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
     if wishes.model_impl == "transformers":
@@ -221,7 +232,7 @@ def _is_native(
             )
         return False
     try:
-        spec = read_spec(config)
+        spec = read_spec(config.config)
     except NotNative as reason:
         for what, is_asked in (
             ("model_impl native", wishes.model_impl == "native"),
@@ -238,7 +249,7 @@ def _is_native(
 
 
 def _native(
-    config: PreTrainedConfig,
+    config: ModelConfig,
     reader: WeightReader,
     facts: ModelFacts,
     quantization: str,
@@ -248,7 +259,7 @@ def _native(
     share: ExpertShare | None,
 ) -> NativeDecoder:
     builder = DecoderBuilder(
-        spec=read_spec(config),
+        spec=read_spec(config.config),
         weights=reader,
         ops=ops,
         parallel=parallel,
@@ -258,7 +269,9 @@ def _native(
     )
     try:
         # One place more than the longest sequence: a step may be planned before its end is known.
-        model = builder.build(facts.architecture, rotary_table(config, facts.max_position + 1).to(device))
+        model = builder.build(
+            facts.architecture, rotary_table(config.config, facts.max_position + 1).to(device)
+        )
     except ValueError as error:
         if isinstance(error, CheckpointError | UnsupportedModel):
             raise
@@ -269,32 +282,30 @@ def _native(
     return model
 
 
-def _choose_dtype(wish: str, config: PreTrainedConfig, reader: WeightReader) -> torch.dtype:
+def _choose_dtype(wish: str, config: ModelConfig, reader: WeightReader) -> torch.dtype:
     if wish != "auto":
         if wish not in _DTYPES:
             raise CheckpointError(f"dtype {wish!r} is unknown; choose auto, {', '.join(_DTYPES)}")
         return _DTYPES[wish]
-    stated = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-    if stated is None:
-        stated = reader.main_dtype() or torch.float32
+    stated = config.dtype or reader.main_dtype() or torch.float32
     if stated not in _DTYPES.values():
         raise CheckpointError(f"the checkpoint is in {stated}, which cannot be computed in; choose a dtype")
-    chosen: torch.dtype = stated
-    return chosen
+    return stated
 
 
-def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    ids = _as_ids(getattr(config.get_text_config(), "eos_token_id", None))
-    if (folder / "generation_config.json").is_file():
+def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    ids = _as_ids(config.eos_token_id)
+    path = folder / "generation_config.json"
+    if path.is_file():
         try:
-            generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{folder / 'generation_config.json'} cannot be read: {error}") from error
-        ids |= _as_ids(generation_config.eos_token_id)
+            ids |= _as_ids(json.loads(path.read_bytes()).get("eos_token_id"))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
     return tuple(sorted(ids))
 
 
-def _as_ids(value: int | list[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
+def _as_ids(value: object) -> set[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in ids):
+        raise ValueError(f"eos_token_id is {value!r}, no whole number and no list of them")
+    return set(ids)

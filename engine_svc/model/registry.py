@@ -7,24 +7,39 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.model_config import ModelConfig
+from engine_svc.model.quiet import quiet_transformers
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The folder's config.json as transformers understands it. Code in the folder is never run."""
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's config.json as transformers understands it. Code in the folder is never run.
+
+    Raises CheckpointError, or UnsupportedModel as `model_class` does.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: not a Hugging Face model folder")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return config
+    chosen_class, text_config = model_class(config), config.get_text_config()
+    return ModelConfig(
+        architecture=chosen_class.__name__,
+        vocab_size=text_config.vocab_size,
+        max_position=max_position(config),
+        eos_token_id=getattr(text_config, "eos_token_id", None),
+        dtype=getattr(text_config, "dtype", None) or getattr(config, "dtype", None),
+        config=config,
+        model_class=chosen_class,
+    )
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

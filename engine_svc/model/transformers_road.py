@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape
+from engine_svc.model.model_config import ModelConfig
+from engine_svc.model.quiet import quiet_transformers
 from engine_svc.model.registry import own_config
 from engine_svc.model.transformers_model import TransformersModel
 from engine_svc.model.warm_up import warm_up
@@ -32,8 +34,7 @@ _FOREIGN_ERRORS = (
 
 
 def load_transformers_model(
-    chosen_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
+    config: ModelConfig,
     reader: WeightReader,
     folder: Path,
     dtype: torch.dtype,
@@ -44,13 +45,15 @@ def load_transformers_model(
 
     UnsupportedModel where it would run wrongly.
     """
-    module = _build(chosen_class, config, reader, dtype, folder)
-    reader.finish()
-    module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
-    # Counted before: packed projections keep no parameters.
-    num_parameters = module.num_parameters()
-    model = TransformersModel(module, ops)
-    kv_shapes = warm_up(model)
+    assert config.model_class is not None, "transformers has read the config"
+    with quiet_transformers():
+        module = _build(config.model_class, config.config, reader, dtype, folder)
+        reader.finish()
+        module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
+        # Counted before: packed projections keep no parameters.
+        num_parameters = module.num_parameters()
+        model = TransformersModel(module, ops)
+        kv_shapes = warm_up(model)
     return model, kv_shapes, num_parameters
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # How each family names the parts of its mixture of experts, below a layer: router, gate, up, down.
 _MIXTRAL_EXPERTS = (
@@ -70,8 +68,11 @@ class NotNative(ValueError):
     """The config asks for something that the native decoder does not compute; the message names it."""
 
 
-def read_spec(config: PreTrainedConfig) -> DecoderSpec:
-    """The spec of `config`. Raises NotNative, with the reason, where the native decoder would be wrong."""
+def read_spec(config: Any) -> DecoderSpec:
+    """The spec of `config`, whose attributes have the names that transformers gives them.
+
+    Raises NotNative, with the reason, where the native decoder would be wrong.
+    """
     if config.model_type not in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if config.hidden_act != "silu":
@@ -99,7 +100,7 @@ def read_spec(config: PreTrainedConfig) -> DecoderSpec:
     )
 
 
-def rotary_table(config: PreTrainedConfig, num_positions: int) -> Tensor:
+def rotary_table(config: Any, num_positions: int) -> Tensor:
     """[num_positions, head_dim] fp32, the cosines of each position's angles, then the sines.
 
     Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
@@ -112,29 +113,32 @@ def rotary_table(config: PreTrainedConfig, num_positions: int) -> Tensor:
         )
         scale = 1.0
     else:
+        # Here and not above: it takes long to import, and plain kinds do without.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
 
 
-def _rope_parameters(config: PreTrainedConfig) -> Mapping[str, Any]:
+def _rope_parameters(config: Any) -> Mapping[str, Any]:
     parameters: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
     if not parameters or "rope_type" not in parameters:
         raise NotNative("the config has no single set of rope parameters")
     return parameters
 
 
-def _head_dim(config: PreTrainedConfig) -> int:
+def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _experts(config: PreTrainedConfig, layer: int) -> ExpertsSpec | None:
+def _experts(config: Any, layer: int) -> ExpertsSpec | None:
     if config.model_type == "mixtral":
         return ExpertsSpec(
             config.num_local_experts,

@@ -1,0 +1,160 @@
+"""The config.json of a native family, read without transformers where it states all that counts.
+
+To import what reads any config takes as long as all else that an engine does before its first token. What a
+file leaves out has a default that transformers knows, and what is not known here may change the model: in
+both cases nothing is read, and transformers is to be asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from engine_svc.model.model_config import ModelConfig
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_size_or_none(value: object) -> bool:
+    return value is None or _is_size(value)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_false(value: object) -> bool:
+    return value is False
+
+
+def _is_ids(value: object) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return value is None or all(type(each) is int for each in ids)
+
+
+_Check = Callable[[object], bool]
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# What every family has to state.
+_STATED: Mapping[str, _Check] = {
+    "hidden_act": lambda value: value == "silu",
+    "hidden_size": _is_size,
+    "intermediate_size": _is_size,
+    "max_position_embeddings": _is_size,
+    "num_attention_heads": _is_size,
+    "num_hidden_layers": _is_size,
+    "num_key_value_heads": _is_size,
+    "rms_norm_eps": _is_number,
+    "tie_word_embeddings": _is_bool,
+    "vocab_size": _is_size,
+    "eos_token_id": _is_ids,
+}
+_STATED_BY_FAMILY: Mapping[str, Mapping[str, _Check]] = {
+    "llama": {},
+    "mistral": {"sliding_window": _is_size_or_none},
+    "qwen2": {"use_sliding_window": _is_false},
+    "qwen3": {"use_sliding_window": _is_false, "head_dim": _is_size},
+    "mixtral": {
+        "sliding_window": _is_size_or_none,
+        "num_local_experts": _is_size,
+        "num_experts_per_tok": _is_size,
+    },
+    "qwen3_moe": {
+        "use_sliding_window": _is_false,
+        "num_experts": _is_size,
+        "num_experts_per_tok": _is_size,
+        "moe_intermediate_size": _is_size,
+        "decoder_sparse_step": _is_size,
+        "norm_topk_prob": _is_bool,
+        "mlp_only_layers": lambda value: isinstance(value, list) and _is_ids(value),
+    },
+}
+# What may be left out, and is looked at where it stands.
+_OPTIONAL = frozenset(
+    {"model_type", "head_dim", "dtype", "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling"}
+)
+# What tells nothing of the numbers that a native decoder computes; biases are where the weights have them.
+_PASSED_OVER = frozenset(
+    {
+        "architectures", "attention_bias", "attention_dropout", "bos_token_id", "initializer_range",
+        "mlp_bias", "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef",
+        "router_jitter_noise", "transformers_version", "use_cache",
+    }
+)  # fmt: skip
+# The same, of families that state that no layer has a window.
+_OF_UNUSED_WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window"})
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_stated_config(folder: Path) -> ModelConfig | None:
+    """The config of the checkpoint in `folder`; None where transformers is to be asked."""
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
+        return None
+    if model_type == "qwen3_moe" and "num_experts" not in content:
+        # As transformers has called it since 5.
+        content["num_experts"] = content.pop("num_local_experts", None)
+    stated = {**_STATED, **_STATED_BY_FAMILY[model_type]}
+    if not all(name in content and check(content[name]) for name, check in stated.items()):
+        return None
+    allowed = {*stated, *_OPTIONAL, *_PASSED_OVER}
+    if "use_sliding_window" in stated:
+        allowed |= _OF_UNUSED_WINDOWS
+    rope, dtype = _rope(content), content.get("dtype", content.get("torch_dtype"))
+    is_known = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
+    # transformers refuses, or reads in a way of its own, what is not so.
+    is_sound = (
+        content["hidden_size"] % content["num_attention_heads"] == 0
+        and content.get("layer_types") in (None, ["full_attention"] * content["num_hidden_layers"])
+        and _is_size_or_none(content.get("head_dim"))
+        and not ("dtype" in content and "torch_dtype" in content)
+    )
+    if rope is None or not is_known or not is_sound or not set(content) <= allowed:
+        return None
+    values = {name: content[name] for name in stated}
+    values |= {"model_type": model_type, "rope_parameters": rope, "head_dim": content.get("head_dim")}
+    return ModelConfig(
+        architecture=_ARCHITECTURES[model_type],
+        vocab_size=content["vocab_size"],
+        max_position=content["max_position_embeddings"],
+        eos_token_id=content["eos_token_id"],
+        dtype=None if dtype is None else _DTYPES[dtype],
+        config=SimpleNamespace(**values),
+        model_class=None,
+    )
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters of the plain kind of rope, as files of today or of transformers before 5 state them."""
+    if "rope_parameters" in content:
+        rope = content["rope_parameters"]
+        if "rope_theta" in content or "rope_scaling" in content:
+            return None
+    else:
+        if content.get("rope_scaling") is not None:
+            return None
+        rope = {"rope_type": "default", "rope_theta": content.get("rope_theta")}
+    is_plain = isinstance(rope, dict) and set(rope) == {"rope_type", "rope_theta"}
+    return rope if is_plain and rope["rope_type"] == "default" and _is_number(rope["rope_theta"]) else None

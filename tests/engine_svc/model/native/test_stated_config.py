@@ -1,0 +1,179 @@
+"""A config that states all that counts is read as transformers reads it; any other is left to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_svc.model.native.spec import read_spec, rotary_table
+from engine_svc.model.native.stated_config import read_stated_config
+from engine_svc.model.registry import read_config
+from tests.engine_svc.model.checkpoints import make_checkpoint, make_config
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# As published checkpoints have them, from before transformers 5.
+_OF_ALL = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "vocab_size": 300,
+}
+_WINDOWS = {"max_window_layers": 2, "sliding_window": 128, "use_sliding_window": False}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {**_WINDOWS, "eos_token_id": [7, 9], "tie_word_embeddings": True},
+    "qwen3": {**_WINDOWS, "attention_bias": False, "head_dim": 32, "rope_scaling": None},
+    "mixtral": {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **_WINDOWS,
+        "decoder_sparse_step": 2,
+        "head_dim": 32,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def write(folder: Path, content: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def published(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **_OF_ALL, **PUBLISHED[family], **changes}
+
+
+def assert_read_alike(folder: Path) -> None:
+    stated, theirs = read_stated_config(folder), read_config(folder)
+    assert stated is not None
+    for name in ("architecture", "vocab_size", "max_position", "eos_token_id", "dtype"):
+        assert getattr(stated, name) == getattr(theirs, name), name
+    assert read_spec(stated.config) == read_spec(theirs.config)
+    assert torch.equal(rotary_table(stated.config, 40), rotary_table(theirs.config, 40))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read_alike(family, tmp_path):
+    config = make_config(family)
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
+        config.use_sliding_window, config.sliding_window = False, None
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert_read_alike(write(tmp_path, {**content, "dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_published_before_transformers_5_is_read_alike(family, tmp_path):
+    assert_read_alike(write(tmp_path, published(family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_that_leaves_out_what_counts_is_left_to_transformers(family, tmp_path):
+    passed_over = {
+        "attention_bias", "attention_dropout", "bos_token_id", "initializer_range", "max_window_layers",
+        "mlp_bias", "output_router_logits", "pretraining_tp", "rope_scaling", "router_aux_loss_coef",
+        "torch_dtype", "transformers_version", "use_cache",
+    }  # fmt: skip
+    if family != "qwen3":
+        passed_over.add("head_dim")
+    if "use_sliding_window" in PUBLISHED[family]:
+        passed_over.add("sliding_window")
+    content = published(family)
+    for name in content:
+        write(tmp_path, {key: value for key, value in content.items() if key != name})
+        if name in passed_over:
+            assert_read_alike(tmp_path)
+        else:
+            assert read_stated_config(tmp_path) is None, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "gelu"},
+        {"hidden_size": 66},
+        {"hidden_size": "64"},
+        {"num_hidden_layers": True},
+        {"num_key_value_heads": None},
+        {"head_dim": 0},
+        {"rms_norm_eps": "1e-5"},
+        {"eos_token_id": "2"},
+        {"torch_dtype": "float8_e4m3fn"},
+        {"torch_dtype": ["bfloat16"]},
+        {"dtype": "float32"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_theta": "1e4"},
+        {"is_encoder_decoder": True},
+        {"a_name_of_tomorrow": 1},
+        {"model_type": "gemma"},
+    ],
+    ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_what_is_out_of_the_common_is_left_to_transformers(changes, tmp_path):
+    assert read_stated_config(write(tmp_path, published("llama", **changes))) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
+)
+def test_layers_with_windows_of_their_own_are_left_to_transformers(changes, tmp_path):
+    assert read_stated_config(write(tmp_path, published("qwen2", **changes))) is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"llama"', "null", '{"model_type": ["llama"]}'])
+def test_what_is_no_config_is_left_to_transformers(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    assert read_stated_config(tmp_path) is None
+
+
+def test_a_folder_without_a_config_is_left_to_transformers(tmp_path):
+    assert read_stated_config(tmp_path) is None
+
+
+_LOAD = """
+import sys
+from engine_svc.build_runner import build_runner
+from engine_svc.model.loader import LoadWishes, load_model
+assert load_model(sys.argv[1], LoadWishes(num_threads=1)).road == "native"
+print(sorted(name for name in ("transformers", "torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_a_native_model_loads_without_what_takes_long_to_import(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "[]\n", done.stderr
