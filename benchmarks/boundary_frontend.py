@@ -30,7 +30,6 @@ class CountingReceiver:
 
     __slots__ = ("first_at", "has_begun", "num_tokens", "on_first")
     wants_logprobs = False
-    num_prompt_tokens = 0
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.has_begun = False

@@ -30,10 +30,8 @@ class HeldOutputs:
     """Takes what comes of one request until its state is made, which takes a moment."""
 
     wants_logprobs = True
-    num_prompt_tokens = 0
 
     def __init__(self) -> None:
-        self.has_begun = False
         self.num_tokens = 0
         self.size_bytes = 0  # at most, once it waits for a reader
         self._calls: list[Callable[[RequestState], object]] = []
@@ -44,7 +42,6 @@ class HeldOutputs:
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
         """Hold one step's tokens; the end is that of the engine."""
-        self.has_begun = self.has_begun or bool(token_ids)
         self.num_tokens += len(token_ids)
         self.size_bytes += _TOKEN_BYTES * len(token_ids)
         if columns is not None:

@@ -23,7 +23,7 @@ from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.engines.step_watch import StepWatch
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
 from frontend_svc.output.collector import Ending, EndReason
-from frontend_svc.output.processor import OutputProcessor, Receiver, TokenCounts
+from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
@@ -98,11 +98,6 @@ class EngineClient:
         """False when the engine would reject so many more requests of this session."""
         limit = self._line.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
-
-    @property
-    def counts(self) -> TokenCounts:
-        """Tokens of the requests that went there, since the start."""
-        return self._processor.counts
 
     @property
     def dp_size(self) -> int:

@@ -29,9 +29,7 @@ class PoolingState:
 
     __slots__ = ("_num_cached", "_result", "_tensor", "on_lost")
 
-    # It yields no tokens, so it neither begins nor counts among prompts that do.
-    has_begun = wants_logprobs = False
-    num_prompt_tokens = 0
+    wants_logprobs = False
 
     def __init__(self) -> None:
         self._result: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()

@@ -28,16 +28,6 @@ class Receiver(Protocol):
         """Whether it takes what a step tells of its tokens."""
         ...
 
-    @property
-    def has_begun(self) -> bool:
-        """True once there was output."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """What counts of its prompt when it begins."""
-        ...
-
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
@@ -132,14 +122,6 @@ class StepColumns:
         return piece
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """Tokens of requests since the start: prompts that yielded a first token, and outputs."""
-
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-
-
 class OutputProcessor:
     """The requests in flight on one engine stream, by handle, and what a step does to them.
 
@@ -149,7 +131,6 @@ class OutputProcessor:
     def __init__(self, *, on_end: Callable[[int], None]) -> None:
         self._states: dict[int, Receiver] = {}
         self._on_end = on_end
-        self.counts = TokenCounts()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -183,9 +164,6 @@ class OutputProcessor:
             state = states.get(handle)
             if state is None:
                 continue
-            if count and not state.has_begun:
-                self.counts.num_prompt_tokens += state.num_prompt_tokens
-            self.counts.num_output_tokens += count
             engine_ending = endings.get(row)
             columns = logprobs.part(start, end) if logprobs is not None and state.wants_logprobs else None
             if not count and engine_ending is None:
@@ -204,20 +182,16 @@ class OutputProcessor:
     def _process_tokens(self, step: StepColumns) -> list[int]:
         """The same for a step, as most are, that has tokens and nothing else."""
         to_abort: list[int] = []
-        get_state, token_ids, counts = self._states.get, step.token_ids, self.counts
-        end = num_output = 0
+        get_state, token_ids = self._states.get, step.token_ids
+        end = 0
         for handle, count in zip(step.handles, step.num_tokens, strict=True):
             start = end
             end += count
             state = get_state(handle)
             if state is None or not count:
                 continue
-            if not state.has_begun:
-                counts.num_prompt_tokens += state.num_prompt_tokens
-            num_output += count
             if state.advance(token_ids[start:end], None) is not None and self.forget(handle):
                 to_abort.append(handle)
-        counts.num_output_tokens += num_output
         return to_abort
 
     def forget(self, handle: int) -> bool:

@@ -26,8 +26,7 @@ class RequestState:
     __slots__ = (
         "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_prompt",
         "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended",
-        "keeps_cached", "last_output_at_ns", "num_prompt_tokens", "num_prompt_told", "on_lost", "on_output",
-        "output_token_ids",
+        "keeps_cached", "last_output_at_ns", "num_prompt_told", "on_lost", "on_output", "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -59,8 +58,6 @@ class RequestState:
         self.keeps_cached = False
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
-        # Counted once for a sampling group, whose prompt is the same.
-        self.num_prompt_tokens = 0 if index else len(self._prompt_token_ids)
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0

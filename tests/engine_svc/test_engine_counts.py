@@ -6,7 +6,7 @@ from engine_svc.mailbox import Abort, Add
 from engine_svc.request import Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import StepPlan
-from tests.engine_svc.test_engine import Rig
+from tests.engine_svc.test_engine import Rig, prompt_of
 
 
 def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
@@ -48,3 +48,25 @@ def test_aborts_for_unknown_ids_leave_nothing_behind():
     assert rig.inbox.take() == []
     assert rig.scheduler.stats() == before
     assert rig.executor.num_launched == 0
+
+
+def test_89_prompts_are_counted_once_when_they_come_and_outputs_with_every_step():
+    rig = Rig()
+
+    def counted() -> tuple[int, int]:
+        figures = rig.board.read()
+        return figures.num_prompt_tokens, figures.num_generated_tokens
+
+    for handle in (1, 2):
+        rig.add(handle)
+    rig.engine.turn()
+    after_prefill = counted()
+    rig.engine.turn()
+    after_decode = counted()
+    rig.add(3)
+    rig.engine.turn()
+    rig.engine.close()
+    prompts = [len(prompt_of(handle)) for handle in (1, 2, 3)]
+    assert after_prefill == (sum(prompts[:2]), 2)
+    assert after_decode == (sum(prompts[:2]), 4)
+    assert counted() == (sum(prompts), 7)
