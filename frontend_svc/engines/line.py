@@ -35,6 +35,7 @@ _LOSS_KINDS = {
     StreamEnd.BROKEN: LossKind.SILENCE,
     StreamEnd.SILENT: LossKind.SILENCE,
     StreamEnd.LEFT: LossKind.LEFT,
+    StreamEnd.DISMISSED: LossKind.DISMISSAL,
 }
 
 # What a stream begins with, for what the engine said, in which session, and whether that goes on.
@@ -110,8 +111,7 @@ class EngineLine:
             await asyncio.sleep(_RESUME_PAUSE_S)
         if not is_resumed:
             stream.cancel()
-            end = StreamEnd.LEFT if self.is_draining else StreamEnd.FAILED
-            raise StreamLost(f"{lost}; the engine does not have the session any more", end)
+            raise StreamLost(f"{lost}; the engine does not have the session any more", self._end_without_it())
         self._go_on(stream)
         return stream
 
@@ -158,6 +158,14 @@ class EngineLine:
         if greeting is not None:
             stream.send(greeting)
         return stream, is_resumed
+
+    def _end_without_it(self) -> StreamEnd:
+        """What it says of the engine that it answered, and does not have the session."""
+        if self.is_draining:
+            return StreamEnd.LEFT
+        # The same process may have given it up, as that of a frontend which was stopped for too long.
+        is_same = self.ack.engine_epoch == self.session.engine_epoch
+        return StreamEnd.DISMISSED if is_same else StreamEnd.FAILED
 
     def _go_on(self, stream: EngineStream) -> None:
         logger.info("engine session resumed", extra={"engine": self._address})

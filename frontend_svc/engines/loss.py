@@ -17,6 +17,7 @@ class LossKind(Enum):
     DEATH = "death"  # its process is gone, or has said that it fails, or its loop hangs
     SILENCE = "silence"  # nothing is heard of it: it may still run what it has
     LEFT = "left"  # it ended on purpose: what it had is to go on elsewhere
+    DISMISSAL = "dismissal"  # it lives, and has given up the session with all that it had
     REFUSED = "refused"  # it goes on without them: it takes no requests for now
 
 

@@ -21,6 +21,8 @@ _MAX_MISSED_HEARTBEATS = 3
 _HANDSHAKE_S = 10.0
 # An engine keeps a few MiB of what is not acknowledged, and then waits.
 _MAX_UNACKNOWLEDGED_BYTES = 1024 * 1024
+# With these an engine ends a session that it keeps no longer: it was read too slowly, or has a successor.
+_DISMISSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED)
 
 
 class StreamEnd(Enum):
@@ -30,6 +32,7 @@ class StreamEnd(Enum):
     SILENT = "silent"  # nothing is heard any more
     REFUSED = "refused"  # nobody listens there
     LEFT = "left"  # the engine has ended it on purpose
+    DISMISSED = "dismissed"  # the engine lives, and has given up the session
     FAILED = "failed"  # the engine has ended by a fault, or it is not the one that had the session
     HUNG = "hung"  # the engine's loop does not get on
     VOID = "void"  # one side does not keep the contract: the session cannot go on
@@ -244,7 +247,7 @@ def _end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return StreamEnd.INCOMPATIBLE
     if reason:
-        return StreamEnd.VOID
+        return StreamEnd.DISMISSED if code in _DISMISSALS else StreamEnd.VOID
     # The wire's own words are all there is to tell a process that is gone from one that is cut off.
     if code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower():
         return StreamEnd.REFUSED

@@ -237,7 +237,7 @@ async def test_a_port_that_nobody_listens_on_any_more_is_a_death_at_once():
         assert "refused" in takers[0].losses[0].reason
 
 
-async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one_begins():
+async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another_one_begins():
     engine = large_engine()
     engine.engine.replay_window_s = 0.0
     engine.executor.hold_at = 3
@@ -246,7 +246,7 @@ async def test_a_session_that_the_engine_has_given_up_is_a_death_and_another_one
         await rig.until(lambda: any(taker.token_ids for taker in takers))
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
-        assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
+        assert {taker.losses[0].kind for taker in takers} == {LossKind.DISMISSAL}
         # A step that is held for long looks hung to the session that begins.
         engine.executor.gate.set()
         await rig.until_state(EngineState.READY)

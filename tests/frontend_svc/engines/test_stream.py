@@ -11,7 +11,9 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 from frontend_svc.engines.stream import EngineStream, StreamEnd, StreamLost
 from service_kit.clock import FakeClock
 from service_kit.errors import (
+    Aborted,
     FailedPrecondition,
+    InvalidArgument,
     ResourceExhausted,
     ServiceError,
     Unavailable,
@@ -174,9 +176,11 @@ async def test_a_stream_of_a_resumed_session_goes_on_behind_what_was_handled():
         (Unavailable("left", reason="ENGINE_DRAINED"), StreamEnd.LEFT),
         (Unavailable("dead", reason="ENGINE_DEAD"), StreamEnd.FAILED),
         (FailedPrecondition("old", reason="REVISION_TOO_OLD"), StreamEnd.INCOMPATIBLE),
-        (ResourceExhausted("slow", reason="SLOW_READER"), StreamEnd.VOID),
+        (ResourceExhausted("slow", reason="SLOW_READER"), StreamEnd.DISMISSED),
+        (Aborted("too much", reason="REPLAY_OVERFLOW"), StreamEnd.DISMISSED),
+        (InvalidArgument("hello again", reason="WRONG"), StreamEnd.VOID),
     ],
-    ids=["wire", "drained", "dead", "revision", "slow reader"],
+    ids=["wire", "drained", "dead", "revision", "slow reader", "overflow", "contract"],
 )
 async def test_how_a_stream_ends_says_what_becomes_of_its_requests(error, end):
     call = FakeCall(error)
