@@ -7,9 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from frontend_svc.text.token_text import TokenTexts
-
-_CONTEXT_TOKENS = 4
+from frontend_svc.text.token_text import MAX_CONTEXT_TOKENS, TokenTexts
 
 
 @dataclass(slots=True)
@@ -83,7 +81,7 @@ class LogprobReader:
 
     def __init__(self, texts: TokenTexts | None, context: Sequence[int] = ()) -> None:
         self._texts = texts
-        self._context = list(context[-_CONTEXT_TOKENS:])
+        self._context = list(context[-MAX_CONTEXT_TOKENS:])
         self.cumulative = 0.0
 
     def read(self, token_ids: Sequence[int], columns: LogprobColumns) -> Logprobs:
@@ -106,4 +104,4 @@ class LogprobReader:
             read.texts.append(texts.added(self._context, token_id))
             if read.top_ids:
                 read.top_texts.append(texts.added_each(self._context, read.top_ids[place]))
-            self._context = [*self._context[1 - _CONTEXT_TOKENS :], token_id]
+            self._context = [*self._context[1 - MAX_CONTEXT_TOKENS :], token_id]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, and a token at least one of them.
-_MAX_CONTEXT_TOKENS = 4
+MAX_CONTEXT_TOKENS = 4
 # Most of a vocabulary: the texts of the tokens that are seen, a few MB.
 _MAX_KEPT = 65_536
 _ANCHORS = ("a", "e", "x", "0", "1", "A")
@@ -31,11 +31,6 @@ class TokenTexts:
         # A method of the instance's own, for a cache shared by all tokenizers would mix their texts.
         self._text_alone = lru_cache(maxsize=max_kept)(self._find_text_alone)
 
-    def of(self, token_id: int) -> str:
-        """The text of a token of which nobody knows what stands before it; without bytes of a character."""
-        text = self._text_alone(token_id)
-        return text if self._is_whole(text, token_id) else text.rstrip(_REPLACEMENT)
-
     def added(self, context: Sequence[int], token_id: int) -> str:
         """What `token_id` adds to the tokens of `context`, of which the last four count.
 
@@ -51,15 +46,6 @@ class TokenTexts:
         """What each of `token_ids` would add in the same place, behind the tokens of `context`."""
         return [self.added(context, token_id) for token_id in token_ids]
 
-    def added_in_turn(self, context: Sequence[int], token_ids: Sequence[int]) -> list[str]:
-        """What consecutive tokens add, which follow those of `context`."""
-        texts = []
-        before = list(context[-_MAX_CONTEXT_TOKENS:])
-        for token_id in token_ids:
-            texts.append(self.added(before, token_id))
-            before = [*before[1 - _MAX_CONTEXT_TOKENS :], token_id]
-        return texts
-
     def _is_whole(self, text: str, token_id: int) -> bool:
         return _REPLACEMENT not in text or token_id in self._marks
 
@@ -72,7 +58,7 @@ class TokenTexts:
 
     def _text_completed(self, context: Sequence[int], token_id: int, alone: str) -> str:
         # From few tokens to many: a context that begins within a character is not valid and does not mislead.
-        for num_tokens in range(1, min(_MAX_CONTEXT_TOKENS, len(context)) + 1):
+        for num_tokens in range(1, min(MAX_CONTEXT_TOKENS, len(context)) + 1):
             before = list(context[-num_tokens:])
             text = self._decode([*before, token_id]).rstrip(_REPLACEMENT)
             if _REPLACEMENT in text:
