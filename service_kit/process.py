@@ -16,6 +16,7 @@ from typing import Literal, NoReturn
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
 _PR_SET_PDEATHSIG = 1
+_INIT_PID = 1
 
 # Event-engine listeners cost an engine's stream a third of its speed, but help a frontend's server side.
 _EXPERIMENTS_OFF: dict[str, str] = {
@@ -27,10 +28,17 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 
 
 def prepare_process(role: Role) -> None:
-    """Set what grpc reads at its import. Call first thing in `main`; what the user has set stays."""
+    """Set what grpc reads at its import. Call first thing in `main`; what the user has set stays.
+
+    From here on SIGTERM ends this process, even as the first one of a container, until it says otherwise.
+    """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if os.getpid() == _INIT_PID:
+        # The kernel keeps from it what it does not handle, so that whoever stops the container while this
+        # imports, or downloads a model, would wait for the whole grace period.
+        end_at_once_on_signals(0)
 
 
 def set_title(service: str, index: int | None = None, *parts: str | int) -> None:
@@ -48,8 +56,8 @@ def set_title(service: str, index: int | None = None, *parts: str | int) -> None
 def end_at_once_on_signals(exit_code: int) -> None:
     """From now on SIGTERM and SIGINT end this process without delay, with `exit_code`.
 
-    For the time after the work, when there is nothing left that could be lost: whoever signals a second time
-    does not want to wait for the rest.
+    For the time before the work, and after it, when there is nothing left that could be lost: whoever signals
+    a second time does not want to wait for the rest.
     """
 
     def end(number: int, frame: object) -> NoReturn:

@@ -53,6 +53,38 @@ def test_what_the_user_has_set_stays() -> None:
     assert prepared("engine", GRPC_VERBOSITY="DEBUG")["GRPC_VERBOSITY"] == "DEBUG"
 
 
+def test_the_first_process_of_a_container_ends_when_it_is_told_to_before_it_serves() -> None:
+    # As the kernel treats that process: what it does not handle does not reach it.
+    program = (
+        "import os, signal, time\n"
+        "from service_kit.process import prepare_process\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.getpid = lambda: 1\n"
+        "prepare_process('engine')\n"
+        "print('importing', flush=True)\n"
+        "time.sleep(120)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+def test_any_other_process_is_left_as_it_was() -> None:
+    program = (
+        "import signal\n"
+        "from service_kit.process import prepare_process\n"
+        "prepare_process('engine')\n"
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout == "True\n"
+
+
 def test_a_copy_of_the_environment_changes_nothing() -> None:
     copy = process_environment()
     copy["TRIPTYCH_TEST_ONLY"] = "1"
