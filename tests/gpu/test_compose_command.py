@@ -1,4 +1,4 @@
-"""What the compose file for GPU hosts starts is what runs here: the same flags, another model."""
+"""What the compose file for GPU hosts starts is what runs here: flags and variables alike, another model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class _Side:
 
 def test_the_engine_of_the_compose_file_yields_what_transformers_does(device, tmp_path: Path):
     theirs = make_checkpoint("llama", tmp_path)
-    model, *flags = flags_of(read(GPU_FILE)["services"]["engine-0"])
+    service = read(GPU_FILE)["services"]["engine-0"]
+    model, *flags = flags_of(service)
     assert not model.startswith("-")
-    config = load_config(EngineConfig, [str(tmp_path), *flags], service="engine", env={}).config
+    config = load_config(
+        EngineConfig, [str(tmp_path), *flags], service="engine", env=service["environment"]
+    ).config
     assert config.device == "cuda"
     side = build_runner(config, lambda phase, done, total: None)
     assert side.num_kv_blocks > NUM_BLOCKS, "the cache takes what --gpu-memory-utilization gives it"
