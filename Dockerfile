@@ -22,7 +22,6 @@ RUN python3 -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /wheel /so
 
 # An environment without pip, filled from outside: what an image takes is what its service needs.
 FROM base AS install
-ARG EXTRA_INDEX_URL=
 COPY constraints.txt /constraints.txt
 COPY deploy/install.sh /install.sh
 COPY --from=wheel /wheel /wheel
@@ -31,6 +30,7 @@ FROM install AS install-frontend
 RUN sh /install.sh frontend
 
 FROM install AS install-engine
+ARG EXTRA_INDEX_URL=
 RUN sh /install.sh engine
 
 FROM install AS install-coordinator
@@ -41,7 +41,8 @@ COPY --from=install-frontend /opt/triptych /opt/triptych
 ENV TRIPTYCH_FRONTEND_HOST=0.0.0.0 TRIPTYCH_FRONTEND_PORT=50051
 EXPOSE 50051
 USER 65532:65532
-HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
+# It is ready when an engine is, and that may have a model to download.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=1800s \
     CMD ["triptych", "health", "--service", "frontend"]
 ENTRYPOINT ["triptych", "frontend"]
 
@@ -51,8 +52,9 @@ ARG ENGINE_PACKAGES="gcc libc6-dev"
 RUN test -z "$ENGINE_PACKAGES" || { apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends $ENGINE_PACKAGES && rm -rf /var/lib/apt/lists/*; }
 COPY --from=install-engine /opt/triptych /opt/triptych
-# The cache of models and of compiled kernels is a volume that the user may write.
-RUN install -d -o 65532 -g 65532 /models
+# The cache of models and of compiled kernels is a volume that the user may write, and any other user of group 0, which
+# is the group of a user that a cluster chose.
+RUN install -d -m 0775 -o 65532 -g 0 /models
 VOLUME /models
 ENV TRIPTYCH_ENGINE_HOST=0.0.0.0 TRIPTYCH_ENGINE_PORT=50061 HF_HOME=/models/huggingface TRITON_CACHE_DIR=/models/triton
 EXPOSE 50061

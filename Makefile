@@ -55,7 +55,7 @@ serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL -
 	$(BIN)/triptych serve $(ARGS)
 
 up:  ## the stack in containers: on the GPUs of this host, or the embedded model where it has none
-	docker compose $(if $(shell command -v nvidia-smi),,-f docker-compose.cpu.yml) up $(ARGS)
+	docker compose $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,-f docker-compose.cpu.yml) up $(ARGS)
 
 protos: setup  ## regenerate the stubs beside the protos
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.architecture.test_options import SERVICES, config_class
 from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variables_of
 
 FILES = (GPU_FILE, CPU_FILE)
+CPU = f"-f {CPU_FILE.name}"
 # Read by libraries, not by us.
 FOREIGN = {"HF_TOKEN", "HF_HUB_OFFLINE", "OTEL_EXPORTER_OTLP_ENDPOINT"}
 DEPLOY_GUIDE = ROOT / "docs" / "deploy.md"
@@ -82,6 +85,37 @@ def test_every_service_of_ours_runs_with_no_more_rights_than_it_needs(path: Path
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert not service.get("privileged", False)
         assert "user" not in service, "the image says who it runs as"
+        for mount in service["tmpfs"]:
+            options = mount.partition(":")[2].split(",")
+            assert "exec" not in options, "nothing is run from where everything may be written"
+            assert any(option.startswith("size=") for option in options)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_image_is_built_twice_at_a_time(path: Path) -> None:
+    # Compose builds all services at once, and a name that two builds store in the same moment is an error.
+    services = dict(own_services(path))
+    builders = [service["image"] for service in services.values() if "build" in service]
+    assert sorted(builders) == sorted({service["image"] for service in services.values()})
+    others = [service for service in services.values() if "build" not in service]
+    assert others
+    assert {service["pull_policy"] for service in others} == {"never"}
+    assert [service for service in services.values() if "build" in service and "profiles" in service] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_service_gets_longer_to_stop_than_its_drain_may_take(path: Path) -> None:
+    for name, service in own_services(path):
+        drain_s = config_class(str(service_kind(name))).__dataclass_fields__["drain_deadline_s"].default
+        grace_s = float(service["stop_grace_period"].removesuffix("s"))
+        assert grace_s >= drain_s + 5, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_engine_has_a_number_of_its_own(path: Path) -> None:
+    engines = [service for name, service in own_services(path) if service_kind(name) == "engine"]
+    numbers = [service["environment"]["TRIPTYCH_ENGINE_INDEX"] for service in engines]
+    assert numbers == [str(number) for number in range(len(engines))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -93,6 +127,42 @@ def test_nobody_waits_for_another_service_to_start(path: Path) -> None:
 def test_every_variable_from_outside_is_told_of_in_the_guide(path: Path) -> None:
     guide = DEPLOY_GUIDE.read_text()
     assert [name for name in variables_of(path) if f"`{name}`" not in guide] == []
+
+
+def test_what_differs_between_the_files_is_listed_in_the_guide() -> None:
+    gpu, cpu = read(GPU_FILE)["services"], read(CPU_FILE)["services"]
+    for name in ("coordinator", "frontend"):
+        assert gpu[name] == cpu[name]
+    keys = {*gpu["engine-0"], *cpu["engine-0"]}
+    different = {key for key in keys if gpu["engine-0"].get(key) != cpu["engine-0"].get(key)}
+    table = DEPLOY_GUIDE.read_text().split("## GPU file and CPU file")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
+    assert listed == different | {"services"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "file"),
+    [
+        ("echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'", ""),
+        # Installed, but without a driver or a device.
+        (
+            "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9",
+            CPU,
+        ),
+        ("echo 'No devices were found'; exit 6", CPU),
+        ("exit 127", CPU),
+    ],
+    ids=["a GPU", "no driver", "no device", "nothing"],
+)
+def test_up_takes_the_file_that_fits_the_host(answer: str, file: str, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "--no-print-directory", "--dry-run", "up", "ARGS=-d"]
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.split() == f"docker compose {file} up -d".split()
 
 
 def test_every_engine_of_a_gpu_host_has_its_own_gpu_and_rank() -> None:
@@ -126,3 +196,32 @@ def test_every_panel_asks_for_what_the_collector_makes() -> None:
         (ROOT / name).read_text() for name in ("frontend_svc/tracing.py", "engine_svc/features/observe.py")
     )
     assert [name for name in names if f'"{name}"' not in code] == []
+    dimensions = {dimension["name"] for dimension in spans["dimensions"]} | {"service.name", "span.name"}
+    labels = {
+        name.strip()
+        for expr in asked
+        for list_ in re.findall(r"by \((.*?)\)", expr)
+        for name in list_.split(",")
+    }
+    assert labels - {"le"} <= {name.replace(".", "_") for name in dimensions}
+
+
+def test_engines_are_told_apart_and_outlive_their_processes_in_what_the_collector_makes() -> None:
+    spans = yaml.safe_load((ROOT / "deploy" / "otel-collector.yml").read_text())["connectors"]["spanmetrics"]
+    assert "service.instance.id" in {dimension["name"] for dimension in spans["dimensions"]}
+    # Counters of two processes of one service would be one series, and that would go back and forth.
+    assert spans["resource_metrics_key_attributes"] == ["service.name", "service.instance.id"]
+
+
+def test_a_point_of_a_panel_leads_to_its_trace() -> None:
+    collector = yaml.safe_load((ROOT / "deploy" / "otel-collector.yml").read_text())
+    assert collector["connectors"]["spanmetrics"]["exemplars"]["enabled"] is True
+    assert collector["exporters"]["prometheus"]["enable_open_metrics"] is True
+    assert "--enable-feature=exemplar-storage" in read(GPU_FILE)["services"]["prometheus"]["command"]
+    folder = ROOT / "deploy" / "grafana" / "provisioning" / "datasources"
+    sources = {
+        source["uid"]: source
+        for source in yaml.safe_load((folder / "sources.yml").read_text())["datasources"]
+    }
+    (destination,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert (destination["name"], sources[destination["datasourceUid"]]["type"]) == ("trace_id", "jaeger")
