@@ -51,8 +51,11 @@ def _visible_scores(
     return tl.where(is_visible, scores, float("-inf"))
 
 
-# Nothing is compiled for particular numbers of rows and widths of tables: they change from step to step.
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+# Nothing is compiled for particular numbers of rows and widths of tables: they change from step to step, and
+# with them where the tables of a second group of layers begin.
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["block_tables_ptr"]
+)
 def _paged_attention_kernel(
     query_ptr,
     key_cache_ptr,

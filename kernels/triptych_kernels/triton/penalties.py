@@ -14,7 +14,11 @@ _TOKENS_PER_TILE = 1024
 _MAX_COUNTS = 1 << 24
 
 
-@triton.jit
+# Nothing is compiled for particular numbers of rows, which put the columns of one tensor where they lie.
+@triton.jit(
+    do_not_specialize=["num_rows", "first"],
+    do_not_specialize_on_alignment=["places_ptr", "rows_ptr", "num_prompt_tokens_ptr"],
+)
 def _penalise_kernel(
     logits_ptr,
     token_ids_ptr,

@@ -182,7 +182,8 @@ def _narrow(
     return low
 
 
-@triton.jit
+# Columns of one tensor lie where the number of rows puts them: nothing is compiled for how they are aligned.
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])
 def _sample_kernel(
     logits_ptr,
     temperature_ptr,

@@ -27,17 +27,29 @@ def kernel_names() -> set[str]:
     return found
 
 
-def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(tmp_path):
+def told_by(program: str, cache: Path) -> dict[str, int]:
+    """What a program of this folder, which Triton compiles for, says of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "kernels"))
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton.compile_all"],
+        [sys.executable, "-m", f"tests.kernels.triton.{program}"],
         cwd=ROOT,
-        env={**environment, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    shared = json.loads(ended.stdout.splitlines()[-1])
+    told: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(tmp_path):
+    shared = told_by("compile_all", tmp_path)
     assert set(shared) == kernel_names()
     assert max(shared.values()) <= MAX_SHARED_BYTES
+
+
+def test_steps_of_all_numbers_of_rows_share_one_form_of_a_kernel(tmp_path):
+    forms = told_by("list_forms", tmp_path)
+    assert set(forms) == {"_greedy_kernel", "_penalise_kernel", "_sample_kernel", "_paged_attention_kernel"}
+    assert set(forms.values()) == {1}, forms
