@@ -33,7 +33,8 @@ class RunningStep:
         if sampled is not None:
             self._token_ids = _to_host(sampled.token_ids)
             self._highest = _to_host(sampled.highest)
-        if device.type == "cuda" and (sampled is not None or prompts):
+        # Also where nothing was sampled: of chunks that nobody waits for, a GPU would have any number queued.
+        if device.type == "cuda" and plan.request_ids:
             self._done = torch.cuda.Event()
             self._done.record()
 

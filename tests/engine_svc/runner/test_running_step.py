@@ -1,0 +1,52 @@
+"""A step is over when its device has done it, whether or not it sampled. A stand-in is the device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from engine_svc.runner.running_step import RunningStep
+from engine_svc.step import StepPlan
+
+
+class FakeEvent:
+    """What happens on a device, in order."""
+
+    log: ClassVar[list[str]] = []
+
+    def record(self) -> None:
+        self.log.append("recorded")
+
+    def synchronize(self) -> None:
+        self.log.append("waited for")
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "log", [])
+    return FakeEvent.log
+
+
+def chunk_of_a_prompt() -> StepPlan:
+    return StepPlan(3, request_ids=["a"], num_tokens=[8], num_computed_tokens=[0], samples=[False])
+
+
+def test_a_chunk_that_samples_nothing_is_waited_for(log):
+    step = RunningStep(chunk_of_a_prompt(), None, torch.device("cuda"))
+    assert log == ["recorded"]
+    result = step.result()
+    assert (result.step_number, result.sampled) == (3, [[]])
+    assert log == ["recorded", "waited for"]
+
+
+def test_what_ranks_had_to_send_is_asked_behind_a_chunk_that_samples_nothing(log):
+    RunningStep(chunk_of_a_prompt(), None, torch.device("cuda"), check=lambda: log.append("checked")).result()
+    assert log == ["recorded", "waited for", "checked"]
+
+
+def test_a_step_that_computes_nothing_is_over_at_once(log):
+    RunningStep(StepPlan(3), None, torch.device("cuda")).result()
+    assert log == []
