@@ -114,6 +114,12 @@ class Adoptables:
             for one in self._groups[adoptable.group_id]:
                 self._start_grace(one)
 
+    def discard(self, wire_id: str) -> None:
+        """A request has moved, and keeps its id: whoever asks for it is not to get what it was here."""
+        adoptable = self._by_id.get(wire_id)
+        if adoptable is not None:
+            self._forget(adoptable)
+
     def drop(self, owner: int) -> None:
         """A session is over for good and by its own wish: what it has is given up at once."""
         for adoptable in list(self._owned_by(owner)):

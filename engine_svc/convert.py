@@ -45,12 +45,13 @@ _REASONS = {
     FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
 }
 
+MIGRATED = "migrated"
 # Unset, and what a newer frontend may say, is the client's wish.
 _ABORT_CAUSES = {
     engine_pb2.ABORT_REASON_DEADLINE: "deadline",
     engine_pb2.ABORT_REASON_STOP_STRING: "stop_string",
     engine_pb2.ABORT_REASON_SLOW_CONSUMER: "slow_consumer",
-    engine_pb2.ABORT_REASON_MIGRATED: "migrated",
+    engine_pb2.ABORT_REASON_MIGRATED: MIGRATED,
 }
 
 

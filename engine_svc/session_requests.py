@@ -98,6 +98,8 @@ class SessionRequests:
                 entry.is_aborted = True
                 if not self._is_elsewhere(entry):
                     self._engine.inbox.put(Abort(entry.request_id, cause))
+                    if cause == convert.MIGRATED and self._kept(entry) is not None:
+                        self._engine.adoptables.discard(entry.entry_id[0])
         if late:
             self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 

@@ -333,6 +333,27 @@ async def test_an_adopted_request_is_aborted_by_its_new_handle():
         assert (await until_finished(stub, 1)).num_used_blocks == 0
 
 
+async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_move():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, kept_entry(1))
+        migrated = engine_pb2.Abort(handles=[1], reason=engine_pb2.ABORT_REASON_MIGRATED)
+        await first.send(engine_pb2.ConnectRequest(abort=migrated))
+        again = kept_entry(1, attempt=1)
+        again.handle = 2
+        await first.add(again)
+        await first.flush()
+        await first.close()
+        await parked(rig, stub)
+        second = await another(stub)
+        await second.adopt((7, wire_id(1)))
+        await second.until(lambda: "adopted" in second.kinds() or 7 in second.rejected)
+        rig.executor.gate.set()
+        await second.until_ended(7)
+        assert second.last("adopted").adopted.attempt == 1
+        assert (second.tokens, second.finished) == ({7: whole(1)}, {7: [LENGTH]})
+
+
 async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how_its_tokens_came():
     rig = ServiceRig(max_outbox_bytes=10_000_000)
     async with serving(rig) as stub:
