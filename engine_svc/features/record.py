@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
-from engine_svc.request import Chunk, FinishReason, Request, RequestOutput
+from engine_svc.request import FinishReason, Request, RequestOutput
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
@@ -27,7 +27,7 @@ MAX_EVENTS = 10_000
 
 
 class RecordedScheduler:
-    """A scheduler with the verbs of the one inside, which does everything; what it decides is written down.
+    """What the loop and its controls ask of a scheduler; the one inside does it, and it is written down.
 
     The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
     one with content keys, with output or with parameters unknown to it, a row with broken logits, a step that
@@ -64,11 +64,6 @@ class RecordedScheduler:
         return self._scheduler.has_work
 
     @property
-    def num_unfinished(self) -> int:
-        """As the scheduler says."""
-        return self._scheduler.num_unfinished
-
-    @property
     def running_ids(self) -> list[str]:
         """As the scheduler says."""
         return self._scheduler.running_ids
@@ -81,10 +76,6 @@ class RecordedScheduler:
     def stats(self) -> SchedulerStats:
         """As the scheduler says."""
         return self._scheduler.stats()
-
-    def refusal(self, request: Request) -> str | None:
-        """As the scheduler says."""
-        return self._scheduler.refusal(request)
 
     def add(self, request: Request) -> None:
         """Enter a new request into the queue."""
@@ -99,14 +90,6 @@ class RecordedScheduler:
         self._requests[request.request_id] = request
         self._coverage["requests"] += 1
         self._note({"op": "add", "request": as_request(request)})
-
-    def extend(self, request_id: str, chunk: Chunk | None, now: float) -> list[RequestOutput]:
-        """Give a resumable request its next chunk. The recording ended when such a request came."""
-        return self._scheduler.extend(request_id, chunk, now)
-
-    def unblock(self, request_id: str, name: str) -> None:
-        """Take away what blocks a request. The recording ended when such a request came."""
-        self._scheduler.unblock(request_id, name)
 
     def abort(
         self,

@@ -79,13 +79,3 @@ class ModelFacts:
     def num_layers(self) -> int:
         """Attention layers."""
         return len(self.kv_shapes)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of the first layer."""
-        return self.kv_shapes[0].num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Key dimension of the first layer."""
-        return self.kv_shapes[0].key_dim

@@ -49,10 +49,6 @@ class WeightReader:
         """The shape of a tensor, which is not read for it."""
         return self._find(name)[1].shape
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor in its file."""
-        return self._find(name)[1].dtype
-
     def main_dtype(self) -> torch.dtype | None:
         """The floating point dtype of the first tensor that has one."""
         stored = (stored.dtype for _, stored in self._stored.values())

@@ -173,7 +173,6 @@ class ProcessGroup:
         self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd)
         self._results = ChannelReader(results.readers[0], interrupt_fd=watch.lost_fd)
         self._is_open = True
-        self.num_plans = 0
         self.num_plan_bytes = 0
 
     @property
@@ -185,7 +184,6 @@ class ProcessGroup:
         """Send the plan to every rank. Raises RankLost where one is lost."""
         message = self._encoder.encode(plan)
         self._send(PLAN + message)
-        self.num_plans += 1
         self.num_plan_bytes += len(message)
         return LaunchedPlan(self, time.monotonic() + self._limits.step_s)
 

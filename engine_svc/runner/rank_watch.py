@@ -85,7 +85,6 @@ class RankWatch:
     ) -> None:
         self._starts = tuple(starts)
         self._board = board
-        self._limits = limits
         self._on_lost = on_lost
         self._messages: SimpleQueue[tuple[int, RankMessage] | RankLost] = SimpleQueue()
         self._ranks: list[_Rank] = []

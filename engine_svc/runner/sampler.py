@@ -163,10 +163,6 @@ class Sampler:
             logprobs = self._wishes.tell_sampled(scores, self._pick(tokens, asking), asking, rows)
         return Sampled(tokens, highest, logprobs)
 
-    def wants_prompt_logprobs(self, row: int) -> bool:
-        """Whether the request of `row` wants to be told of its prompt."""
-        return self._wishes.wants_prompt(row)
-
     @property
     def any_wants_prompt_logprobs(self) -> bool:
         """Whether some row wants to be told of its prompt; mostly none does, and no other need be asked."""

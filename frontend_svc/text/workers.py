@@ -63,7 +63,6 @@ class TextWorkers:
         max_queued: int = _MAX_QUEUED,
         max_wait_s: float = _MAX_WAIT_S,
     ) -> None:
-        self._time_limit_s = time_limit_s
         self._max_wait_s = max_wait_s
         self._queue = WorkQueue(max_queued, _MAX_QUEUED_BYTES)
         self._models: dict[str, TextFiles] = {}

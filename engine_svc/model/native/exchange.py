@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,8 +53,3 @@ class NoExchange:
     def add_up(self, parts: Tensor, *, is_last_layer: bool) -> Tensor:
         """There are no other parts."""
         return parts
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """It always is."""
-        yield

@@ -120,10 +120,6 @@ class LogprobWishes:
         """Whether some row wants to be told of its prompt."""
         return bool(self._prompt)
 
-    def wants_prompt(self, row: int) -> bool:
-        """Whether a row wants to be told of its prompt."""
-        return row in self._prompt
-
     def prompt_places(self, row: int, start: int, end: int) -> range | None:
         """The prompt places told of by the logits of places start to end - 1; None: nothing is to be told.
 

@@ -34,7 +34,6 @@ class EngineAccount:
     """
 
     def __init__(self, address: str) -> None:
-        self.num_stale = 0  # reports that were passed over
         self._epoch = 0  # 0: not known, the first report tells
         self._report: LoadReport | None = None
         self._is_direct = False
@@ -108,7 +107,6 @@ class EngineAccount:
         is of a process that is gone or that is not met yet.
         """
         if (self._epoch and report.engine_epoch != self._epoch) or not self._is_newer(report, is_direct):
-            self.num_stale += 1
             return False
         self._epoch, self._report, self._is_direct = report.engine_epoch, report, is_direct
         if is_direct:

@@ -165,7 +165,7 @@ def test_the_recording_ends_at_its_limit_and_the_scheduler_goes_on(tmp_path: Pat
     plans = [recording.step() for _ in range(9)]
     case = recording.end()
     assert all(plan.request_ids == ["r0"] for plan in plans)
-    assert recording.scheduler.num_unfinished == 0
+    assert recording.core.scheduler.num_unfinished == 0
     assert (len(case["steps"]), case["ended"]) == (3, "the limit of 3 steps")
     assert (case["coverage"]["steps"], case["coverage"]["scheduled_tokens"]) == (3, 8)
     assert first_difference(case) is None
@@ -188,7 +188,7 @@ def test_a_limit_reached_during_a_step_loses_no_output(tmp_path: Path):
     recording.scheduler.add(request("r1"))
     recording.give_back(plan)
     assert recording.scheduler.waiting_ids == ["r1"]
-    assert recording.scheduler.num_unfinished == 1
+    assert recording.core.scheduler.num_unfinished == 1
     assert first_difference(recording.end()) is None
 
 
@@ -212,7 +212,7 @@ def test_what_the_format_cannot_say_ends_the_recording_by_name_and_not_the_engin
     told = request("r1")
     wishes = {"num_prompt_tokens": 6, "sampling": told.sampling} | UNRECORDABLE[reason]
     recording.scheduler.add(Request("r1", told.token_ids, **wishes))
-    recording.scheduler.unblock("r1", "somebody")
+    recording.core.scheduler.unblock("r1", "somebody")
     recording.step()
     assert recording.scheduler.running_ids == ["r0", "r1"]
     case = recording.end()
@@ -228,7 +228,7 @@ def test_a_reset_of_the_prefix_cache_ends_the_recording_only_when_something_was_
     recording.step()
     assert recording.scheduler.reset_prefix_cache(0.0, reset_running=True)
     recording.step()
-    assert recording.scheduler.num_unfinished == 0
+    assert recording.core.scheduler.num_unfinished == 0
     case = recording.end()
     assert (len(case["steps"]), case["ended"]) == (2, "a reset of the prefix cache")
 

@@ -103,7 +103,7 @@ def test_116_prompt_places_are_told_of_by_the_logits_before_them(num_places):
     rig = SamplerRig()
     rig.enter(0, prompt_logprobs=3, logprob_token_ids=(6,))
     rig.enter(1, logprobs=3)
-    assert [rig.sampler.wants_prompt_logprobs(row) for row in (0, 1, 2)] == [True, False, False]
+    assert [rig.sampler.prompt_places(row, 0, 4) is not None for row in (0, 1, 2)] == [True, False, False]
     logits = random_logits(num_places)
     tokens = torch.arange(num_places) * 2
     told = rig.sampler.prompt_logprobs(logits, tokens, 0).tell()

@@ -68,7 +68,6 @@ def test_the_newest_step_wins_whoever_tells_it():
     ):
         assert account.report(report, is_direct=is_direct) is is_taken
     assert account.info().num_running == 4
-    assert account.num_stale == 4
 
 
 def test_a_load_from_a_step_that_is_not_there_yet_hides_nothing_that_the_engine_says_itself():
