@@ -43,6 +43,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.telemetry import tracer
+from service_kit.version import installed_version
 
 if TYPE_CHECKING:
     from engine_svc.build_runner import RunnerSide
@@ -74,7 +75,7 @@ def build_served_engine(
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
         # Never 0, which means "none" on the wire.
         engine_epoch=secrets.randbits(63) + 1,
-        version=_version(),
+        version=installed_version(),
         dp_rank=config.data_parallel_rank,
         dp_size=config.data_parallel_size,
         dp_group=config.data_parallel_group,
@@ -384,10 +385,3 @@ def _endpoint(config: EngineConfig, bound: str) -> str:
         has_port = config.advertise_address.rpartition(":")[2].isdigit()
         return config.advertise_address if has_port else f"{config.advertise_address}:{port}"
     return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else bound
-
-
-def _version() -> str:
-    try:
-        return metadata.version("triptych")
-    except metadata.PackageNotFoundError:
-        return "unknown"

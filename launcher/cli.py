@@ -61,7 +61,7 @@ def _is_text(argument: str) -> bool:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from launcher.version import installed_version
+        from service_kit.version import installed_version
 
         print(f"triptych {installed_version()}")
         raise typer.Exit

@@ -17,7 +17,7 @@ from launcher.process import ChildDied, ProcessPlan
 from launcher.readiness import await_ready
 from launcher.services import command_of
 from launcher.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
-from launcher.version import installed_version
+from service_kit.version import installed_version
 
 _USAGE_ERROR = 2
 _FRONTEND = "frontend-0"

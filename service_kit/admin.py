@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from importlib import metadata
 
 import grpc.aio
 
@@ -16,6 +15,7 @@ from service_kit.errors import InvalidArgument, Unimplemented
 from service_kit.logs import set_log_level
 from service_kit.server import Registration
 from service_kit.telemetry import SpanRecord, recent_spans
+from service_kit.version import installed_version
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
 SERVICE_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -75,7 +75,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             service=self._service,
             instance=self._instance,
             pid=os.getpid(),
-            version=_version(),
+            version=installed_version(),
             state=state,
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),
             values=[_status_value(key, value) for key, value in sorted(values.items())],
@@ -119,13 +119,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if self._utility is None:
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(request)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("triptych")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:

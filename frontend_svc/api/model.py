@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import TypeAlias
 
 import grpc.aio
@@ -13,6 +12,7 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from service_kit.clock import Clock
 from service_kit.server import PUBLIC
+from service_kit.version import installed_version
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 
@@ -61,7 +61,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         """This frontend, its limits and the engines it knows."""
         limits = self._limits
         return model_pb2.GetServerInfoResponse(
-            version=software_version(),
+            version=installed_version(),
             schema_revision=SCHEMA_REVISION,
             frontend_id=self._identity.frontend_id,
             uptime_ms=int((self._clock.now() - self._started_at) * 1000),
@@ -120,11 +120,3 @@ def _default_sampling(defaults: GenerationDefaults) -> sampling_pb2.SamplingPara
         max_tokens=defaults.max_new_tokens,
     )
     return chosen if chosen.ByteSize() else None
-
-
-def software_version() -> str:
-    """The installed version, or a word for a source tree that is not installed."""
-    try:
-        return metadata.version("triptych")
-    except metadata.PackageNotFoundError:
-        return "source"

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from launcher.bench.config import BenchServeConfig
 from launcher.bench.metrics import Summary, Timeline
-from launcher.version import installed_version
 from service_kit.loop_lag import LagSummary
+from service_kit.version import installed_version
 
 # Later than a loop's timers are coarse, and near what a first token takes.
 MAX_LATENESS_MS = 10.0
