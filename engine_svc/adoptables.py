@@ -81,11 +81,14 @@ class Adoptables:
         self._groups.setdefault(adoptable.group_id, []).append(adoptable)
         return True
 
-    def lose(self, owner: int) -> None:
-        """The stream of a session broke: what it has can be adopted for as long as its grace."""
+    def lose(self, owner: int, *, at_least_s: float = 0.0) -> None:
+        """The stream of a session broke: what it has can be adopted for as long as its grace.
+
+        at_least_s: how long the session itself may come back, for nothing of it ends before that.
+        """
         for adoptable in self._owned_by(owner):
             adoptable.is_lost = True
-            self._start_grace(adoptable)
+            self._start_grace(adoptable, at_least_s)
 
     def find_again(self, owner: int) -> None:
         """The session is back."""
@@ -131,9 +134,10 @@ class Adoptables:
     def _is_group_over(self, adoptable: Adoptable) -> bool:
         return all(one.has_ended for one in self._groups[adoptable.group_id])
 
-    def _start_grace(self, adoptable: Adoptable) -> None:
+    def _start_grace(self, adoptable: Adoptable, at_least_s: float = 0.0) -> None:
         if adoptable.timer is None:
-            adoptable.timer = self._call_later(adoptable.grace_s, lambda: self._forget(adoptable))
+            grace_s = max(adoptable.grace_s, at_least_s)
+            adoptable.timer = self._call_later(grace_s, lambda: self._forget(adoptable))
 
     def _forget(self, adoptable: Adoptable) -> None:
         _stop(adoptable)

@@ -308,10 +308,11 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 self._engine.adoptables.drop(session.number)
             self._close(session)
             return
-        self._engine.adoptables.lose(session.number)
         if not session.is_resumable or window_s <= 0:
+            self._engine.adoptables.lose(session.number)
             self._close(session)
             return
+        self._engine.adoptables.lose(session.number, at_least_s=window_s)
         if len(self._windows) >= _MAX_PARKED_SESSIONS:
             next(iter(self._windows)).end()
         loop = asyncio.get_running_loop()

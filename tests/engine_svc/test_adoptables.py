@@ -60,6 +60,16 @@ def test_a_lost_request_is_given_up_after_its_own_grace():
     assert (world.given_up, len(world.adoptables)) == (["a/1", "b/1"], 1)
 
 
+def test_a_lost_request_is_kept_for_as_long_as_its_session_may_come_back():
+    world = World()
+    world.add("a", grace_s=1.0)
+    world.adoptables.lose(1, at_least_s=5.0)
+    world.pass_time(4.0)
+    world.adoptables.find_again(1)
+    world.pass_time(60.0)
+    assert world.given_up == []
+
+
 def test_a_session_that_comes_back_keeps_its_requests():
     world = World()
     world.add("a")

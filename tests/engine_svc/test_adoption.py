@@ -222,6 +222,7 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
 
 async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_blocks_are_free():
     rig = ServiceRig()
+    rig.engine.replay_window_s = 0.02
     async with serving(rig) as stub:
         first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
         await first.close()
@@ -297,6 +298,20 @@ async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
         rig.executor.gate.set()
         await back.until_ended(1)
         assert first.tokens[1] + back.tokens[1] == whole(1)
+
+
+async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        first = await begun(stub, rig, kept_entry(1, grace_ms=0))
+        await first.close()
+        await parked(rig, stub)
+        back = StreamClient(stub, "a")
+        last_seq = max(message.seq for message in first.heard)
+        await back.open(**FEATURES, resume=session_pb2.ResumePoint(engine_epoch=7, last_seq=last_seq))
+        rig.executor.gate.set()
+        await back.until_ended(1)
+        assert (first.tokens[1] + back.tokens[1], back.finished) == (whole(1), {1: [LENGTH]})
 
 
 async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
