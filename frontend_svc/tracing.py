@@ -16,6 +16,8 @@ from service_kit.errors import ServiceError
 from service_kit.telemetry import bind_log_fields, context_from, traceparent_of, tracer
 from triptych.common.v1 import sampling_pb2
 
+# No request has a longer id, but one may come with it, and is refused later.
+_MAX_ID_CHARS = 128
 _SHOWN_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens")
 
 
@@ -23,12 +25,12 @@ class RequestTrace:
     """The open `request` span, from a request's arrival to its end whatever that is."""
 
     def __init__(self, request_id: str, traceparent: str, tracestate: str) -> None:
+        self._request_id = request_id[:_MAX_ID_CHARS]
         self._span: Span = tracer().start_span(
             "request",
             context=context_from(traceparent, tracestate),
-            attributes={"triptych.request_id": request_id},
+            attributes={"triptych.request_id": self._request_id},
         )
-        self._request_id = request_id
         self.abort_cause = "client"
         self._context: Context = set_span_in_context(self._span, Context())
 

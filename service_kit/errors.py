@@ -13,7 +13,8 @@ from grpc_status import rpc_status
 
 DOMAIN = "triptych"
 
-# A status travels in trailers, and peers refuse trailers above 8 KiB: a stranger's words are echoed in part.
+# A status travels in trailers, and peers refuse trailers above 8 KiB: a stranger's words are echoed in part,
+# and what logs and spans keep of a refused request is not as large as the request.
 _MAX_MESSAGE_BYTES = 512
 _MAX_TEXT_BYTES = 144
 _MAX_ENTRIES = 8
@@ -26,6 +27,7 @@ class InvalidTransition(RuntimeError):
 class ServiceError(Exception):
     """A fault with a status code, a machine-readable reason and a message that a client may read.
 
+    A message of more than 512 bytes is cut.
     `reason` is UPPER_SNAKE_CASE and stable; without one it is the name of the status code. `retry_after_ms`
     tells a client when the same call may succeed.
     """
@@ -40,8 +42,8 @@ class ServiceError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after_ms: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _clip(message, _MAX_MESSAGE_BYTES)
+        super().__init__(self.message)
         self.reason = reason or self.code.name
         self.metadata = dict(metadata or {})
         self.retry_after_ms = retry_after_ms
@@ -227,7 +229,7 @@ def to_status(error: ServiceError) -> grpc.Status:
         details.append(retry_info)
     status = status_pb2.Status(
         code=error.code.value[0],
-        message=_clip(error.message, _MAX_MESSAGE_BYTES),
+        message=error.message,
         details=[_packed(detail) for detail in details],
     )
     return rpc_status.to_status(status)

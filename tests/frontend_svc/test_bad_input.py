@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import grpc
 import pytest
 
+from service_kit.logs import setup_logs
+from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     MAX_MODEL_LEN,
@@ -124,3 +127,20 @@ async def test_a_request_of_very_many_parts_is_refused_before_it_is_read():
                 await call.read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await read_all(client.generate("a"))
+
+
+async def test_of_an_id_that_is_refused_for_its_length_spans_and_logs_keep_the_beginning():
+    setup_telemetry("frontend", instance="0")
+    log = io.StringIO()
+    setup_logs("frontend", instance="0", log_format="text", log_level="info", stream=log)
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    metadata = (("traceparent", f"00-{trace_id}-00f067aa0ba902b7-01"),)
+    async with serving(FakeEngine()) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(metadata=metadata, request_id="i" * 100_000))
+    (span,) = (span for span in recent_spans(trace_id) if span.name == "request")
+    shutdown_telemetry()
+    (line,) = (line for line in log.getvalue().splitlines() if "InferenceService/Generate" in line)
+    assert "request_id has 100000 characters, must have at most 128" in details_of(caught.value)
+    assert span.attributes["triptych.request_id"] == "i" * 128
+    assert f"request_id={'i' * 128} " in line

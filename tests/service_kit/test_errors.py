@@ -112,6 +112,12 @@ def test_the_largest_status_stays_below_what_a_client_may_refuse_by_chance() -> 
     assert len(quote(status.details)) + len(details) < 7500
 
 
+def test_an_error_says_no_more_than_it_tells_its_peer() -> None:
+    # Spans and logs keep what it says.
+    error = largest_error()
+    assert str(error) == error.message == to_status(error).details
+
+
 async def test_a_stranger_cannot_make_a_status_too_large_to_arrive() -> None:
     seen = await answered_with(largest_error())
     assert type(seen) is InvalidArgument
