@@ -64,11 +64,11 @@ def parse_serve(argv: Sequence[str]) -> Serving:
 
 def with_model(argv: Sequence[str]) -> list[str]:
     """The arguments of an engine; with the embedded model if neither they nor the environment name one."""
+    given = {argument.partition("=")[0] for argument in argv}
     is_named = _has_model(argv) or read_environment("TRIPTYCH_ENGINE_MODEL")
     # A file may name the model, and then it should.
-    if is_named or "--config" in argv or read_environment("TRIPTYCH_ENGINE_CONFIG") or asks_for_help(argv):
+    if is_named or "--config" in given or read_environment("TRIPTYCH_ENGINE_CONFIG") or asks_for_help(argv):
         return list(argv)
-    given = {argument.partition("=")[0] for argument in argv}
     extra = [
         f"{flag}={value}"
         for flag, value in _EMBEDDED_DEFAULTS.items()

@@ -27,6 +27,11 @@ def test_a_model_that_is_named_stays() -> None:
     assert with_model(["--no-enable-prefix-caching", "some/model"])[-1] == "some/model"
 
 
+@pytest.mark.parametrize("spelling", [["--config", "engine.yaml"], ["--config=engine.yaml"]])
+def test_the_model_that_a_file_may_name_is_left_to_it(spelling: list[str]) -> None:
+    assert with_model(spelling) == spelling
+
+
 def test_what_the_user_says_of_the_embedded_model_counts() -> None:
     arguments = with_model(["--served-model-name=mine", "--num-threads", "2"])
     assert arguments == [str(embedded_model()), "--served-model-name=mine", "--num-threads", "2"]
