@@ -62,7 +62,7 @@ def open_output(source: Path, path: Path, *, resume: bool) -> tuple[BinaryIO, Do
             raise BatchFileError(f"{path} has results already: --resume goes on, or choose another file")
         output = path.open("ab+")
     except OSError as error:
-        raise BatchFileError(f"cannot write {path}: {error.strerror}") from error
+        raise BatchFileError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         return output, _read_done(output, path)
     except BatchFileError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_an_input_is_not_its_own_output(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(BatchFileError, match="at once"):
         open_output(path, path, resume=True)
+
+
+def test_an_output_that_cannot_be_read_back_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"{}\n")
+    os.mkfifo(pipe)
+    with pytest.raises(BatchFileError, match=r"cannot write .*out: .*not seekable"):
+        open_output(source, pipe, resume=False)
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
