@@ -107,9 +107,9 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         supported_tasks=facts.supported_tasks,
-        world_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
+        world_size=facts.tensor_parallel_size * facts.pipeline_parallel_size,
+        tensor_parallel_size=facts.tensor_parallel_size,
+        pipeline_parallel_size=facts.pipeline_parallel_size,
         data_parallel_size=engine.identity.dp_size,
         default_sampling=session_pb2.SamplingDefaults(
             temperature=facts.default_sampling.temperature,

@@ -329,6 +329,8 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         max_logprobs=config.max_logprobs,
         hidden_size=model.hidden_size,
         takes_prompt_embeds=config.enable_prompt_embeds,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )
 
 

@@ -74,6 +74,8 @@ class EngineFacts:
     max_logprobs: int = 20  # most likely tokens told of a place; -1 = up to the whole vocabulary
     hidden_size: int = 0  # of the input embeddings; 0 where it is not known
     takes_prompt_embeds: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -18,6 +19,7 @@ from tests.engine_svc.service_rig import (
     ServiceRig,
     StreamClient,
     make_entry,
+    make_facts,
     prompt_of,
     serving,
 )
@@ -106,6 +108,13 @@ async def test_while_loading_the_engine_answers_and_refuses_adds():
         info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
         assert info.ready == client.last("ready").ready
         assert info.ready.num_kv_blocks == 64
+
+
+async def test_an_engine_tells_over_how_many_processes_its_model_is_divided():
+    rig = ServiceRig(facts=replace(make_facts(), tensor_parallel_size=2, pipeline_parallel_size=3))
+    async with serving(rig) as stub:
+        ready = (await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())).ready
+        assert (ready.tensor_parallel_size, ready.pipeline_parallel_size, ready.world_size) == (2, 3, 6)
 
 
 async def test_a_model_that_cannot_be_loaded_is_told_and_exits_as_wrong_usage():

@@ -36,6 +36,7 @@ from tests.system.ranks import (
     wait_for_end,
 )
 from tests.system.stack import Stack
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 pytestmark = pytest.mark.chaos
 
@@ -255,10 +256,13 @@ async def test_an_engine_serves_with_ranks_and_ends_when_one_is_killed(llama: st
     async with Stack() as stack:
         trio = await stack.start_all(llama, "--tensor-parallel-size=2", "--pipeline-parallel-size=2")
         answer = await collect(stack.inference(trio.frontend), request_of(prompt, 40))
+        engine = engine_pb2_grpc.EngineCoreServiceStub(stack.channel(trio.engine))
+        ready = (await engine.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10)).ready
         ranks = psutil.Process(trio.engine.pid).children()
         assert len(ranks) == 4
         ranks[2].kill()
         await asyncio.wait_for(trio.engine.wait(), 20)
+    assert (ready.world_size, ready.tensor_parallel_size, ready.pipeline_parallel_size) == (4, 2, 2)
     assert f"exited with code {EXIT_LOOP_FAILED}" in trio.engine.ending
     assert wait_for_end([rank.pid for rank in ranks]) == []
     assert Reference(Path(llama)).generate(prompt, 40).first_real_difference(answer.token_ids) is None
