@@ -144,7 +144,8 @@ class EngineClient:
     ) -> list[int]:
         """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
 
-        The states are registered first: no output can come too early.
+        The states are registered first: no output can come too early. What is given to a stream that has just
+        ended is sent by the next one, or goes on elsewhere with all that the engine has.
         """
         assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
         handles: list[int] = []
@@ -180,7 +181,9 @@ class EngineClient:
         try:
             while True:
                 lost = await self._visit()
+                # In this order: while it is ready there is a stream, alive or not, and a connection.
                 self._end_visit(lost)
+                await self._line.hang_up()
                 if self._is_closing:
                     return
                 await asyncio.sleep(self._pause.after(lost.end))
@@ -188,6 +191,7 @@ class EngineClient:
         finally:
             self._end_visit(StreamLost("closed", StreamEnd.LEFT))
             self._move_to(EngineState.CLOSED)
+            await self._line.hang_up()
 
     async def _visit(self) -> StreamLost:
         """Use the engine until it is lost, over as many streams as that takes."""
@@ -208,8 +212,6 @@ class EngineClient:
             # A bug of ours. A client that ends by it would leave its engine unused for ever.
             logger.exception("engine client failed", extra={"engine": self.address})
             return StreamLost(f"internal error ({type(error).__name__})")
-        finally:
-            await self._line.hang_up()
 
     async def _open(self) -> EngineStream:
         epoch = self._line.ack.engine_epoch
@@ -233,6 +235,7 @@ class EngineClient:
 
     async def _replace(self, lost: StreamLost) -> EngineStream:
         was_draining = self.state is EngineState.DRAINING
+        self._stream = None
         self._move_to(EngineState.RECONNECTING)
         try:
             stream = await self._line.replace(lost)
@@ -259,7 +262,6 @@ class EngineClient:
             for task in done:
                 task.result()
         finally:
-            self._stream = None
             messages.cancel()
             loading.cancel()
             await asyncio.gather(messages, loading, return_exceptions=True)
@@ -360,6 +362,7 @@ class EngineClient:
         if not self._is_closing and self.state is not EngineState.DOWN and self.down_reason != str(lost):
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
         loss = self._line.loss(lost)
+        self._stream = None
         self.down_reason = str(lost)
         self.account.reset()
         self._steps.forget()

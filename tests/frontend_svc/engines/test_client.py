@@ -13,7 +13,7 @@ from service_kit.clock import MonotonicClock
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import engine_pb2, session_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
 
 
 async def test_an_engine_that_starts_later_is_found():
@@ -275,6 +275,44 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
     )
     await client.close()
     await engine.kill()
+
+
+class _Untold:
+    """A request of which nothing came yet, until it is told that its engine is lost."""
+
+    wants_logprobs = has_begun = False
+    num_prompt_tokens = 1
+
+    def __init__(self) -> None:
+        self.is_lost = asyncio.Event()
+
+    def lose(self, loss: object) -> None:
+        self.is_lost.set()
+
+
+@pytest.mark.parametrize(
+    "end", [FakeEngine.kill, FakeEngine.leave, FakeEngine.die], ids=lambda end: end.__name__
+)
+async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
+    engine = FakeEngine()
+    async with serving(engine) as (_, frontend):
+        (client,) = frontend.directory.clients()
+        requests = []
+
+        async def add_in_every_turn() -> None:
+            while client.state is EngineState.READY:
+                requests.append(_Untold())
+                client.add([add_pb2.AddEntry(request_id=str(len(requests)))], requests[-1:])
+                await asyncio.sleep(0)
+
+        adding = asyncio.ensure_future(add_in_every_turn())
+        ending = end(engine)
+        if ending is not None:
+            await ending
+        async with asyncio.timeout(WAIT_S):
+            await adding
+            await asyncio.gather(*(request.is_lost.wait() for request in requests))
+    assert requests
 
 
 async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
