@@ -9,6 +9,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from service_kit.process import signal_child
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
@@ -59,7 +61,7 @@ class WorkerProcess:
             async with asyncio.timeout(limit_s):
                 line = await self._read_line()
         except TimeoutError as error:
-            self._process.kill()
+            signal_child(self._process, signal.SIGKILL)
             await self.wait()
             raise WorkerDied(f"worker {self.index} did not serve within {limit_s:g} s", 1) from error
         if not line:
@@ -74,7 +76,7 @@ class WorkerProcess:
         """Ask it to drain and end, if it still runs. A second time cuts its drain."""
         if self._process.returncode is None:
             self._is_asked_to_end = True
-            self._process.terminate()
+            signal_child(self._process, signal.SIGTERM)
 
     async def stop(self, limit_s: float) -> None:
         """Ask it to end and wait for that; kills it after `limit_s`."""
@@ -83,7 +85,7 @@ class WorkerProcess:
             async with asyncio.timeout(limit_s):
                 await self.wait()
         except TimeoutError:
-            self._process.kill()
+            signal_child(self._process, signal.SIGKILL)
             await self.wait()
 
     async def _read_line(self) -> bytes:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from service_kit.process import signal_child
+
 _NUM_LAST_LINES = 20
 # One line of a child's log; a longer one is cut into pieces.
 _MAX_LINE_BYTES = 64 * 1024
@@ -120,7 +122,7 @@ class ChildProcess:
             async with asyncio.timeout(limit_s):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            self.send_signal(signal.SIGKILL)
             await self.wait()
             return False
         await self.wait()
@@ -132,8 +134,7 @@ class ChildProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it still runs."""
-        if self.is_running:
-            self._process.send_signal(number)
+        signal_child(self._process, number)
 
     async def _copy_lines(self) -> None:
         stream = self._process.stdout

@@ -11,7 +11,10 @@ import logging
 import os
 import signal
 import sys
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+if TYPE_CHECKING:
+    import asyncio.subprocess
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
@@ -80,6 +83,17 @@ def leave_process(exit_code: int) -> NoReturn:
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, for who starts others. Options are read through `load_config`."""
     return dict(os.environ)
+
+
+def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send `number` to a child that was started by asyncio, if it still runs.
+
+    asyncio's own ways look first whether the child has ended, and thereby take the exit code of one that ends
+    at this moment from whoever waits for it, who is told 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -7,15 +7,15 @@ once a file, and ends. It needs the extra `slow-tokenizers`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service_kit.process import process_environment
+from service_kit.process import process_environment, signal_child
 
 CONVERT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "launcher.convert_tokenizer")
 # The exit code of a converter without its libraries.
@@ -93,10 +93,8 @@ class SlowTokenizers:
                 f"converting tokenizer.model took longer than the limit of {self._time_limit_s:g} s"
             ) from error
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            signal_child(process, signal.SIGKILL)
+            await process.wait()
         if process.returncode == MISSING_EXTRA:
             return (
                 "the model has a tokenizer.model and no tokenizer.json: converting it needs the extra "

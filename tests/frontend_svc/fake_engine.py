@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import grpc.aio
 
+from service_kit.limits import INTERNAL
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.common.v1 import error_pb2, output_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
@@ -129,7 +130,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Listen; returns the address."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=INTERNAL.options())
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
         await self._server.start()

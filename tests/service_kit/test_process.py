@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from service_kit.process import process_environment
+from service_kit.process import process_environment, signal_child
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("GRPC_EXPERIMENTS", "GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT")
@@ -170,3 +172,28 @@ def test_who_leads_a_session_need_not_leave_its_group() -> None:
         command, cwd=ROOT, start_new_session=True, capture_output=True, text=True, check=True
     )
     assert done.stdout == "left\n"
+
+
+async def test_who_signals_a_child_that_ends_does_not_take_its_exit_code(monkeypatch) -> None:
+    may_look, wait_for_child = threading.Event(), os.waitpid
+
+    def look_later(pid: int, options: int) -> tuple[int, int]:
+        """As asyncio's thread does, but later than the child's end, and than the signal."""
+        may_look.wait()
+        return wait_for_child(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", look_later)
+    try:
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # Nothing else runs.
+        signal_child(child, signal.SIGTERM)
+    finally:
+        may_look.set()
+    assert await child.wait() == 7
+
+
+async def test_a_child_that_has_ended_is_not_signalled() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await child.wait()
+    signal_child(child, signal.SIGKILL)
+    assert child.returncode == 0
