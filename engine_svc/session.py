@@ -169,7 +169,7 @@ class Session:
                 if not self._tensors.prove(message.host_proof.digest):
                     self.end(PermissionDenied("host_proof is no proof", reason="HOST_NOT_PROVEN"))
             case "abort":
-                self._requests.abort(message.abort)
+                await self._requests.abort(message.abort)
             case "adopt":
                 for wanted in message.adopt.entries:
                     self._requests.adopt(wanted)

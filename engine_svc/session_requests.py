@@ -5,6 +5,7 @@ Belongs to the event loop. Knows no stream: what there is to answer goes to `sen
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from engine_svc import convert
@@ -84,24 +85,13 @@ class SessionRequests:
         self._send(engine_pb2.ConnectResponse(adopted=adopted))
         self._engine.inbox.put(Adopt(adoptable.request_id, self._outbox, entry.handle))
 
-    def abort(self, abort: engine_pb2.Abort) -> None:
+    async def abort(self, abort: engine_pb2.Abort) -> None:
         """End requests; those whose end was told before are named."""
-        late, cause = [], convert.to_abort_cause(abort.reason)
-        for index, handle in enumerate(abort.handles):
-            entry = self.handles.get(handle)
-            if entry is None:
-                if self.handles.is_settled(handle):
-                    late.append(handle)
-            elif not entry.is_aborted and (
-                index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
-            ):
-                entry.is_aborted = True
-                if not self._is_elsewhere(entry):
-                    self._engine.inbox.put(Abort(entry.request_id, cause))
-                    if cause == convert.MIGRATED and self._kept(entry) is not None:
-                        self._engine.adoptables.discard(entry.entry_id[0])
-        if late:
-            self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
+        for first in range(0, len(abort.handles), MAX_INFLIGHT_ADDS):
+            if first:
+                # More than can be in flight: such a message does not let other sessions wait.
+                await asyncio.sleep(0)
+            self._abort_from(abort, first)
 
     def end(self, handles: Iterable[int]) -> None:
         """What ran under `handles` has had its end."""
@@ -141,6 +131,24 @@ class SessionRequests:
         self.handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
         if is_kept:
             self._engine.adoptables.add(self._adoptable(entry, request, stop_token_ids))
+
+    def _abort_from(self, abort: engine_pb2.Abort, first: int) -> None:
+        late, cause = [], convert.to_abort_cause(abort.reason)
+        for index, handle in enumerate(abort.handles[first : first + MAX_INFLIGHT_ADDS], start=first):
+            entry = self.handles.get(handle)
+            if entry is None:
+                if self.handles.is_settled(handle):
+                    late.append(handle)
+            elif not entry.is_aborted and (
+                index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
+            ):
+                entry.is_aborted = True
+                if not self._is_elsewhere(entry):
+                    self._engine.inbox.put(Abort(entry.request_id, cause))
+                    if cause == convert.MIGRATED and self._kept(entry) is not None:
+                        self._engine.adoptables.discard(entry.entry_id[0])
+        if late:
+            self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 
     def _adoptable(
         self, entry: add_pb2.AddEntry, request: Request, stop_token_ids: frozenset[int]

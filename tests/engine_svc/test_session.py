@@ -152,6 +152,20 @@ async def test_an_abort_of_another_attempt_is_not_meant_for_this_one():
         assert client.finished == {1: [LENGTH]}
 
 
+async def test_an_abort_of_very_many_is_acted_on_in_pieces():
+    async with serving(ServiceRig()) as stub:
+        client = StreamClient(stub, "f")
+        await client.open()
+        await client.add(make_entry(1))
+        await client.until_ended(1)
+        await client.abort(*[1] * 10_000)
+        await client.flush()
+        answers = [
+            message.already_finished for message in client.heard if message.HasField("already_finished")
+        ]
+        assert [len(answer.handles) for answer in answers] == [4096, 4096, 1808]
+
+
 async def test_a_lost_stream_aborts_its_requests_and_no_others():
     rig = ServiceRig()
     async with serving(rig) as stub:
