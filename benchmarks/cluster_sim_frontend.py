@@ -42,7 +42,6 @@ class SimulatedFrontend:
         self.in_flight: list[dict[int, SimulatedRequest]] = [{} for _ in engine_ids]
         self.take_s = 0.0  # of the messages taken in whole
         self.num_taken = 0
-        self._engine_ids = engine_ids
         self._indices = {engine_id: place for place, engine_id in enumerate(engine_ids)}
         self._places = {endpoint: place for place, endpoint in enumerate(endpoints)}
         self.accounts = [EngineAccount(engine_id) for engine_id in engine_ids]
