@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -41,6 +40,7 @@ from engine_svc.utility_calls import AdminCalls
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
+from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.telemetry import tracer
 from service_kit.version import installed_version
@@ -369,15 +369,7 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
 
 
 def _find_policy(name: str) -> PolicyFactory:
-    """The policy of this name: one of ours, or of an installed package that offers it as an entry point."""
-    if name in POLICIES:
-        return POLICIES[name]
-    offered = metadata.entry_points(group=_POLICY_ENTRY_POINTS)
-    if name not in offered.names:
-        known = sorted({*POLICIES, *offered.names})
-        raise ConfigError(f"--scheduling-policy is {name!r}, it has to be one of {', '.join(known)}")
-    factory: PolicyFactory = offered[name].load()
-    return factory
+    return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:

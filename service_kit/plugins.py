@@ -1,13 +1,19 @@
-"""Code of other packages that a service's process runs before it builds anything. Knows no service.
+"""What other packages bring along, as entry points: code to run first, and things to choose by name.
 
-A package offers it as an entry point of the group `triptych.plugins`: a callable without arguments, such as
-one that registers a model of its own. It is called once in every process that may need what it does.
+A package offers code that a service's process runs before it builds anything in the group
+`triptych.plugins`: a callable without arguments, such as one that registers a model of its own. It is called
+once in every process that may need what it does. Knows no service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from typing import TypeVar
+
+from service_kit.config import ConfigError
+
+_Offered = TypeVar("_Offered")
 
 GROUP = "triptych.plugins"
 # The one name that is not a plugin's own: every one that is installed.
@@ -34,6 +40,21 @@ def load_plugins(wanted: Sequence[str], *, group: str = GROUP) -> list[str]:
     for point in chosen:
         _call(point)
     return [point.name for point in chosen]
+
+
+def find_offered(name: str, own: Mapping[str, _Offered], *, group: str, option: str) -> _Offered:
+    """What `option` names: one of ours, or one that an installed package offers in `group`.
+
+    Raises ConfigError, with the names that there are. Nobody can take the name of one of ours.
+    """
+    if name in own:
+        return own[name]
+    offered = metadata.entry_points(group=group)
+    if name not in offered.names:
+        known = sorted({*own, *offered.names})
+        raise ConfigError(f"{option} is {name!r}, it has to be one of {', '.join(known)}")
+    found: _Offered = offered[name].load()
+    return found
 
 
 def _call(point: metadata.EntryPoint) -> None:

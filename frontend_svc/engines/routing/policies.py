@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from types import MappingProxyType
 
 from frontend_svc.engines.routing.affinity import favourite, prefix_affinity
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware, load, p2c, round_robin
+from service_kit.plugins import find_offered
 
 DEFAULT_POLICY = "kv-aware"
 POLICIES: Mapping[str, RoutingPolicy] = MappingProxyType(
@@ -30,16 +30,9 @@ _ROUND = 720_720
 def find_policy(name: str) -> RoutingPolicy:
     """The policy of this name: one of ours, or of an installed package that offers it as an entry point.
 
-    Raises ValueError, in words for people, where there is none.
+    Raises ConfigError where there is none.
     """
-    if name in POLICIES:
-        return POLICIES[name]
-    offered = metadata.entry_points(group=_ENTRY_POINTS)
-    if name not in offered.names:
-        known = sorted({*POLICIES, *offered.names})
-        raise ValueError(f"routing_policy is {name!r}, it has to be one of {', '.join(known)}")
-    policy: RoutingPolicy = offered[name].load()
-    return policy
+    return find_offered(name, POLICIES, group=_ENTRY_POINTS, option="routing_policy")
 
 
 def route(
