@@ -21,6 +21,5 @@ class ModelConfig:
     eos_token_id: int | list[int] | None
     dtype: torch.dtype | None  # None: the weights say
     config: Any  # its further attributes, under the names that transformers gives them
-    model_class: (
-        type[PreTrainedModel] | None
-    )  # None where transformers was not asked: a native decoder runs it
+    # None where transformers was not asked: a native decoder runs it.
+    model_class: type[PreTrainedModel] | None

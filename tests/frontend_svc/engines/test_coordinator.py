@@ -11,6 +11,7 @@ import grpc.aio
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.handshake import FrontendIdentity
 from service_kit.clock import FakeClock
+from service_kit.limits import INTERNAL
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
@@ -72,7 +73,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:
         """Listen; the caller stops what it gets."""
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=INTERNAL.options())
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port(address)}"
         await server.start()
