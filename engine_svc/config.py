@@ -57,7 +57,8 @@ class EngineConfig:
     deterministic: str = option(
         "auto",
         choices=("auto", "on", "off"),
-        help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU they do",
+        help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU, where "
+        "they do with the native kernels; without them the log warns",
     )
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")
