@@ -1,9 +1,16 @@
 #!/bin/sh
-# Makes /opt/triptych, an environment for one service: install.sh frontend|engine|coordinator
+# Makes /opt/triptych, an environment of what a service needs, without the project: install.sh frontend|engine|coordinator
 set -eu
+python3 - "$1" > /requirements.txt <<'END'
+import sys
+import tomllib
+
+with open("/pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+print(*project["dependencies"], *project["optional-dependencies"][sys.argv[1]], sep="\n")
+END
 python3 -m venv /opt/triptych
-wheel=$(echo /wheel/*.whl)
 /opt/triptych/bin/pip install --quiet --no-cache-dir --constraint /constraints.txt \
-    ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "triptych[$1] @ file://$wheel"
+    ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} --requirement /requirements.txt
 # Nothing is installed into a running container.
 /opt/triptych/bin/pip uninstall --quiet --yes setuptools pip
