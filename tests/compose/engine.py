@@ -44,10 +44,17 @@ class ContainerEngine:
 
     def size_above(self, image: str, base: str) -> int:
         """Bytes of the layers that an image has above its base."""
-        sizes = [
-            int(self.run("image", "inspect", "--format", "{{.Size}}", name).strip()) for name in (image, base)
-        ]
-        return sizes[0] - sizes[1]
+        if self._is_docker:
+            # What builds there keeps the base to itself.
+            self.run("pull", "--quiet", base)
+        return self._size_of(image) - self._size_of(base)
+
+    def _size_of(self, image: str) -> int:
+        if self._is_docker:
+            # Its store for containerd counts what is compressed as well, in the size of the whole.
+            layers = self.run("history", "--human=false", "--format", "{{.Size}}", image)
+            return sum(map(int, layers.split()))
+        return int(self.run("image", "inspect", "--format", "{{.Size}}", image).strip())
 
     @property
     def _is_docker(self) -> bool:
