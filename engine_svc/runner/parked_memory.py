@@ -19,6 +19,13 @@ from triptych_kernels import Ops
 _BORDERS = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Ops, str, bytes, int, float)
 
 
+_MIB = 1 << 20
+
+
+class NoRoom(ValueError):
+    """The device has too little free memory for what is to come back; the message says how much that is."""
+
+
 class ParkedMemory:
     """Memory of tensors, given back to the device; with `keep`, its content waits in the host's memory."""
 
@@ -38,9 +45,21 @@ class ParkedMemory:
         return sum(num_bytes for _, num_bytes, _ in self._parked)
 
     def restore(self) -> None:
-        """Give the tensors memory again, with what was kept in it; else with what happens to be there."""
-        for storage, num_bytes, kept in self._parked:
-            storage.resize_(num_bytes)
+        """Give the tensors memory again, with what was kept in it; else with what happens to be there.
+
+        Raises NoRoom, and leaves all as it is, where there is not enough.
+        """
+        try:
+            for storage, num_bytes, _ in self._parked:
+                storage.resize_(num_bytes)
+        except RuntimeError as error:
+            for storage, _, _ in self._parked:
+                storage.resize_(0)
+            raise NoRoom(
+                f"{self.num_bytes / _MIB:.0f} MiB cannot be allocated: others hold the memory; free it and "
+                "wake again"
+            ) from error
+        for storage, _, kept in self._parked:
             if kept is not None:
                 _bytes_of(storage).copy_(kept)
         self._parked = []

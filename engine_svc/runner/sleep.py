@@ -119,14 +119,14 @@ class Resident:
     def wake(self, tags: Iterable[WakeTag] = tuple(WakeTag)) -> None:
         """Bring back the parts named, where they are away. The KV cache comes back empty.
 
-        Raises CheckpointError, and changes nothing, where weights cannot be loaded again or are others now.
+        Raises CheckpointError where weights cannot be loaded again or are others now, NoRoom where the device
+        is short of memory; what could not be brought back is asleep as before.
         """
         wanted = self.asleep.intersection(tags)
         if WakeTag.WEIGHTS in wanted:
             self._bring_back_weights()
         if WakeTag.KV_CACHE in wanted:
-            self._move(WakeTag.KV_CACHE, Place.DEVICE)
-            self._parked.pop(WakeTag.KV_CACHE).restore()
+            self._restore(WakeTag.KV_CACHE)
         self._record_again()
         if wanted:
             logger.info("awake", extra={"parts": sorted(tag.value for tag in wanted)})
@@ -171,10 +171,8 @@ class Resident:
         self._model = None
 
     def _bring_back_weights(self) -> None:
-        parked = self._parked.pop(WakeTag.WEIGHTS, None)
-        if parked is not None:
-            self._move(WakeTag.WEIGHTS, Place.DEVICE)
-            parked.restore()
+        if WakeTag.WEIGHTS in self._parked:
+            self._restore(WakeTag.WEIGHTS)
             return
         assert self._source is not None, "nobody gives up what he cannot load again"
         model, facts = self._loaded(self._source)
@@ -184,6 +182,11 @@ class Resident:
                 "reload them, or restore the folder"
             )
         self._take(model, facts)
+
+    def _restore(self, part: WakeTag) -> None:
+        self._parked[part].restore()
+        del self._parked[part]
+        self._move(part, Place.DEVICE)
 
     def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
         model, facts = source.load(source.folder)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_svc.runner.parked_memory import ParkedMemory, return_free_memory, tensors_of
+from engine_svc.runner.parked_memory import NoRoom, ParkedMemory, return_free_memory, tensors_of
 from triptych_kernels import REFERENCE
 
 
@@ -40,6 +41,39 @@ def test_memory_that_is_not_kept_comes_back_in_its_size():
     assert stack.untyped_storage().nbytes() == 60
     layer.fill_(2.0)
     assert stack[1].eq(2.0).all()
+
+
+@dataclass(slots=True)
+class FullDevice:
+    """Stands in for a tensor, and for its memory on a device that has no room for it until others leave."""
+
+    num_bytes: int = 8 << 20
+    is_full: bool = True
+
+    def untyped_storage(self) -> FullDevice:
+        return self
+
+    def data_ptr(self) -> int:
+        return 1
+
+    def nbytes(self) -> int:
+        return self.num_bytes
+
+    def resize_(self, num_bytes: int) -> None:
+        if num_bytes and self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.num_bytes = num_bytes
+
+
+def test_what_finds_no_room_stays_away_until_it_does():
+    first, full = torch.ones(4), FullDevice()
+    parked = ParkedMemory([first, full], keep=False)  # type: ignore[list-item]  # What is asked of a tensor.
+    with pytest.raises(NoRoom, match="8 MiB cannot be allocated"):
+        parked.restore()
+    assert (first.untyped_storage().nbytes(), full.num_bytes) == (0, 0)
+    full.is_full = False
+    parked.restore()
+    assert (first.untyped_storage().nbytes(), full.num_bytes) == (16, 8 << 20)
 
 
 def test_tensors_without_memory_and_of_inference_mode_are_no_trouble():

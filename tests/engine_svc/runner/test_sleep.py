@@ -9,8 +9,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine_svc.build import build_core
@@ -23,10 +25,12 @@ from engine_svc.model.loader import LoadWishes, load_model
 from engine_svc.request import Request
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.parked_memory import NoRoom
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+from tests.engine_svc.runner.test_parked_memory import FullDevice
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
@@ -255,6 +259,22 @@ def test_a_wake_that_fails_leaves_it_asleep_and_can_be_tried_again(rig):
     away.rename(rig.folder)
     rig.runner.wake()
     assert rig.generate("after") == before
+
+
+def test_a_wake_without_room_leaves_it_asleep_and_can_be_tried_again(rig):
+    model, facts = rig.load(rig.folder)
+    memory = FullDevice()
+    kv = SimpleNamespace(stacks=[memory], device=torch.device("cpu"))
+    resident = Resident(model, facts, kv)  # type: ignore[arg-type]  # What is asked of a cache.
+    resident.sleep(1)
+    with pytest.raises(NoRoom):
+        resident.wake()
+    assert resident.asleep == {WakeTag.KV_CACHE}
+    with pytest.raises(RuntimeError, match="asleep are kv_cache"):
+        resident.awake_model()
+    memory.is_full = False
+    resident.wake()
+    assert resident.awake_model() is model
 
 
 def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_path):
