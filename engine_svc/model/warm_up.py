@@ -95,7 +95,7 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
     shapes: list[KVShape] = []
 
     def look(call: AttentionCall) -> Tensor:
-        _check_call(model.name, call)
+        _check_call(model, call)
         num_kv_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[3], call.value.shape[3]
         shapes.append(KVShape(num_kv_heads, key_dim, value_dim, _window(model.name, masks, call)))
         share = call.query.shape[1] // num_kv_heads
@@ -117,8 +117,11 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
     return tuple(shapes)
 
 
-def _check_call(name: str, call: AttentionCall) -> None:
-    if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
+def _check_call(model: TransformersModel, call: AttentionCall) -> None:
+    name = model.name
+    is_causal = getattr(call.module, "is_causal", True) and call.others.get("is_causal") is not False
+    # Transformers asks the layer where it has no mask, which SDPA may leave out; otherwise the mask counts.
+    if not is_causal and (call.mask is None or model.module._supports_sdpa):
         raise UnsupportedModel(f"{name} lets tokens see later ones: it is no decoder")
     if call.key.shape[2] != call.query.shape[2]:
         raise UnsupportedModel(

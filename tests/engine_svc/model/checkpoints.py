@@ -22,6 +22,7 @@ _POSITION = re.compile("embed_positions|wpe")
 # How wide the weights of embeddings and others are, where the usual ones let streams fall into a loop.
 _SPREADS = {
     "bart": (0.3, 0.6),
+    "bigbird_pegasus": (0.3, 0.6),
     "gemma3": (0.1, 0.8),
     "gemma3n": (0.05, 1.0),
     "olmo2": (1.0, 0.3),
@@ -193,6 +194,7 @@ _OF_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
 }
 _OTHERS: dict[str, tuple[str, dict[str, object]]] = {
     "bart": ("bart", {**_SEQ2SEQ, "is_decoder": True, "is_encoder_decoder": False}),
+    "bigbird_pegasus": ("bigbird_pegasus", {**_SEQ2SEQ, "is_decoder": True, "is_encoder_decoder": False}),
     "bloom": ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "ctrl": (
         "ctrl",
