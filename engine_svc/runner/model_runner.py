@@ -32,6 +32,7 @@ from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.step import StepPlan
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
@@ -66,6 +67,7 @@ class ModelRunner:
         """exchange: of a model whose experts are divided over engines; steps are run with all of them."""
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
+        self._ops = ops
         self._exchange = exchange
         self._hooks = tuple(hooks)
         self._profiler = Profiler()
@@ -172,18 +174,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run a forward that stores nothing: the first request finds weights read and kernels compiled."""
-        num_tokens = min(num_tokens, self._max_model_len)
-        positions = torch.arange(num_tokens, device=self._kv.device)
-        slots = torch.full_like(positions, -1)
+        """Run forwards that store nothing: the first request finds weights read and kernels compiled."""
+        for count, total in rows_to_compute(num_tokens, self._max_model_len, self._kv.device):
+            self._compute_alone(count, total)
+        if self._kv.device.type != "cpu":
+            facts = self._resident.facts
+            warm_up_sampler(self._ops, facts.vocab_size, self._batch.token_ids)
+
+    def _compute_alone(self, num_tokens: int, total: int) -> None:
+        """The last tokens of a row, over whatever the first block holds."""
+        device = self._kv.device
+        places = torch.arange(num_tokens, device=device)
+        slots = torch.full_like(places, -1)
         size = self._kv.sizing.block_size
-        table = torch.zeros(1, -(-num_tokens // size), dtype=torch.int32, device=self._kv.device)
-        batch = AttentionBatch.of(table, [num_tokens], [num_tokens], size)
+        table = torch.zeros(1, -(-total // size), dtype=torch.int32, device=device)
+        batch = AttentionBatch.of(table, [num_tokens], [total], size)
         groups = range(1 + max(layer.group for layer in self._kv.layers))
         context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
         with nullcontext() if self._exchange is None else self._exchange.alone():
             self._resident.awake_model().forward(
-                torch.zeros_like(positions), positions, positions[-1:], context
+                torch.zeros_like(places), places + (total - num_tokens), places[-1:], context
             )
 
     def sleep(self, level: int) -> None:

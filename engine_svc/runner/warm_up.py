@@ -1,0 +1,60 @@
+"""What a runner computes before its first request, so that no step has to wait for what is done once.
+
+A step that takes seconds is taken for hung, and kernels for a GPU are compiled when they are first used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.runner.sampler import Sampler
+from engine_svc.sampling_params import SamplingParams
+from engine_svc.step import AdmittedRequest
+from triptych_kernels import Ops
+
+_EVERYTHING = SamplingParams(
+    max_tokens=1,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    presence_penalty=1.0,
+    min_tokens=1,
+    eos_token_id=0,
+    logprobs=1,
+)
+
+
+def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -> list[tuple[int, int]]:
+    """Rows, each a step of its own, as (tokens to compute, tokens with KV afterwards).
+
+    One is enough where weights have to be read and nothing is compiled. A GPU has kernels for prompts by
+    their length, and for single tokens by how many others they see.
+    """
+    longest = min(num_tokens, max_model_len)
+    rows = [(longest, longest)]
+    if device.type == "cpu":
+        return rows
+    rows += [(length, length) for length in _doubled(1, longest)]
+    return rows + [(1, total) for total in _doubled(2 * longest, max_model_len + 1)]
+
+
+def warm_up_sampler(ops: Ops, vocab_size: int, token_ids: Tensor) -> None:
+    """Have a row choose that wishes all for which there are kernels. token_ids: of the runner's rows."""
+    device = token_ids.device
+    sampler = Sampler(ops, max_num_seqs=1, vocab_size=vocab_size, device=device)
+    sampler.enter(0, AdmittedRequest("warm-up", [0], 1, _EVERYTHING, [[]]))
+    # What the rows hold before requests enter are no ids of tokens.
+    known = torch.zeros_like(token_ids[:1])
+    logits = torch.zeros(1, vocab_size, device=device)
+    sampler.choose(logits, np.zeros(1, np.int64), np.ones(1, np.int64), known)
+
+
+def _doubled(first: int, end: int) -> list[int]:
+    """first, twice that, and so on below `end`."""
+    lengths = []
+    while first < end:
+        lengths.append(first)
+        first *= 2
+    return lengths

@@ -1,0 +1,47 @@
+"""What is computed before the first request is all that a step may need; nothing of it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
+from triptych_kernels import REFERENCE
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_cpu_reads_its_weights_once():
+    assert rows_to_compute(64, 1000, CPU) == [(64, 64)]
+    assert rows_to_compute(64, 10, CPU) == [(10, 10)]
+
+
+def test_a_gpu_computes_prompts_of_all_sizes_and_tokens_behind_contexts_of_all_sizes():
+    rows = rows_to_compute(8, 100, GPU)
+    assert rows == [(8, 8), (1, 1), (2, 2), (4, 4), (1, 16), (1, 32), (1, 64)]
+
+
+def test_no_row_is_longer_than_a_sequence_may_be():
+    assert rows_to_compute(64, 2, GPU) == [(2, 2), (1, 1)]
+    assert max(total for _, total in rows_to_compute(64, 128, GPU)) == 128
+
+
+def test_the_sampler_uses_every_op_that_rows_may_ask_for():
+    used = set()
+
+    def noting(name: str):
+        op = getattr(REFERENCE, name)
+
+        def call(*arguments: object) -> object:
+            used.add(name)
+            return op(*arguments)
+
+        return call
+
+    names = ("greedy", "sample", "penalise")
+    ops = dataclasses.replace(REFERENCE, **{name: noting(name) for name in names})
+    # As it comes, the memory of the rows holds anything.
+    token_ids = torch.full((8, 20), 1 << 30, dtype=torch.int32)
+    warm_up_sampler(ops, 50, token_ids)
+    assert used == set(names)
