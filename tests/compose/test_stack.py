@@ -119,6 +119,18 @@ def test_services_run_as_nobody_on_a_root_that_cannot_be_written(stack: Stack, s
     stack.engine.run("exec", stack.container(service), "sh", "-c", probe)
 
 
+@pytest.mark.parametrize("service", ["frontend", "engine-0", "coordinator"])
+def test_an_image_runs_for_any_user(stack: Stack, service: str) -> None:
+    # As a cluster does it: a user nobody knows, of group 0, on a root that cannot be written.
+    kind = service.partition("-")[0]
+    volume = "touch /models/probe && " if kind == "engine" else ""
+    told = stack.engine.run(
+        "run", "--rm", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--user=123456:0", "--entrypoint=sh",
+        stack.image(service), "-c", f"{volume}triptych {kind} --help",
+    )  # fmt: skip
+    assert told.startswith(f"usage: triptych {kind}")
+
+
 def test_no_stream_is_lost_while_services_stop_die_and_restart(
     stack: Stack, streams: subprocess.Popen[str]
 ) -> None:
