@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -184,9 +184,9 @@ class StreamClient:
         """Send all in one message."""
         await self.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
 
-    async def abort(self, *handles: int, attempts: Sequence[int] = ()) -> None:
+    async def abort(self, *handles: int, **fields: Any) -> None:
         """End requests."""
-        abort = engine_pb2.Abort(handles=handles, attempts=attempts)
+        abort = engine_pb2.Abort(handles=handles, **fields)
         await self.send(engine_pb2.ConnectRequest(abort=abort))
 
     async def adopt(self, *entries: tuple[int, str]) -> None:

@@ -46,16 +46,21 @@ def whole(handle: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 
 async def begun(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClient:
     """A first frontend, whose requests have begun and now wait for the executor."""
-    client = StreamClient(stub, "a")
-    await client.open(**FEATURES)
+    client = await another(stub, "a")
     await added(rig, client, *entries, hold_at=5)
     await client.until(lambda: all(client.tokens.get(entry.handle) for entry in entries))
     return client
 
 
-async def another(stub, name: str = "b") -> StreamClient:
+async def again(stub, first: StreamClient) -> StreamClient:
+    """The first frontend over another stream, behind all that it has read."""
+    last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=first.heard[-1].seq)
+    return await another(stub, "a", resume=last_read)
+
+
+async def another(stub, name: str = "b", **hello: object) -> StreamClient:
     client = StreamClient(stub, name)
-    await client.open(**FEATURES)
+    await client.open(**FEATURES, **hello)
     return client
 
 
@@ -190,9 +195,7 @@ async def test_a_frontend_that_comes_back_hears_that_its_request_ended_there_and
         second = await another(stub)
         await second.adopt((7, wire_id(1)))
         await second.until(lambda: "adopted" in second.kinds())
-        back = StreamClient(stub, "a")
-        last_seq = max(message.seq for message in first.heard)
-        await back.open(**FEATURES, resume=session_pb2.ResumePoint(engine_epoch=7, last_seq=last_seq))
+        back = await again(stub, first)
         await back.abort(1)
         await back.flush()
         rig.executor.gate.set()
@@ -287,9 +290,7 @@ async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
         first = await begun(stub, rig, kept_entry(1))
         await first.close()
         await parked(rig, stub)
-        back = StreamClient(stub, "a")
-        last_seq = max(message.seq for message in first.heard)
-        await back.open(**FEATURES, resume=session_pb2.ResumePoint(engine_epoch=7, last_seq=last_seq))
+        back = await again(stub, first)
         await back.flush()
         second = await another(stub)
         await second.adopt((7, wire_id(1)))
@@ -306,9 +307,7 @@ async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed(
         first = await begun(stub, rig, kept_entry(1, grace_ms=0))
         await first.close()
         await parked(rig, stub)
-        back = StreamClient(stub, "a")
-        last_seq = max(message.seq for message in first.heard)
-        await back.open(**FEATURES, resume=session_pb2.ResumePoint(engine_epoch=7, last_seq=last_seq))
+        back = await again(stub, first)
         rig.executor.gate.set()
         await back.until_ended(1)
         assert (first.tokens[1] + back.tokens[1], back.finished) == (whole(1), {1: [LENGTH]})
@@ -352,11 +351,10 @@ async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_m
     rig = ServiceRig()
     async with serving(rig) as stub:
         first = await begun(stub, rig, kept_entry(1))
-        migrated = engine_pb2.Abort(handles=[1], reason=engine_pb2.ABORT_REASON_MIGRATED)
-        await first.send(engine_pb2.ConnectRequest(abort=migrated))
-        again = kept_entry(1, attempt=1)
-        again.handle = 2
-        await first.add(again)
+        await first.abort(1, reason=engine_pb2.ABORT_REASON_MIGRATED)
+        later = kept_entry(1, attempt=1)
+        later.handle = 2
+        await first.add(later)
         await first.flush()
         await first.close()
         await parked(rig, stub)
