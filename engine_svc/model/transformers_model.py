@@ -58,9 +58,12 @@ class TransformersModel:
         self.module = module
         self.name = type(module).__name__
         self._ops = ops
+        # By the first name the model makes no masks: no step has a use for them, and a GPU is waited for to
+        # see whether several sequences are in one.
         self._interface = f"triptych_{uuid.uuid4().hex}"
+        self._interface_with_masks = f"{self._interface}_with_masks"
         self._attend: Attend = self._attend_paged
-        self._make_mask: MakeMask = _no_mask
+        self._make_mask: MakeMask | None = None
         self._windows: Sequence[int | None] = ()
         self._last_position: int | None = None
         self._positions: Tensor | None = None
@@ -137,12 +140,14 @@ class TransformersModel:
 
         make_mask stands in for transformers' own functions that make masks, and gets their arguments.
         """
+        self.module.set_attn_implementation(self._interface_with_masks)
         self._attend, self._make_mask = attend, make_mask
         try:
             positions = torch.arange(token_ids.shape[0], device=token_ids.device)
             self._run(token_ids, positions, positions)
         finally:
-            self._attend, self._make_mask = self._attend_paged, _no_mask
+            self._attend, self._make_mask = self._attend_paged, None
+            self.take_over_attention()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
@@ -192,10 +197,13 @@ class TransformersModel:
             return model()._attend(call), None
 
         def make_mask(**arguments: object) -> Tensor | None:
-            return model()._make_mask(**arguments)
+            make = model()._make_mask
+            assert make is not None, "a step asks for masks"
+            return make(**arguments)
 
         AttentionInterface.register(self._interface, attend)
-        AttentionMaskInterface.register(self._interface, make_mask)
+        AttentionInterface.register(self._interface_with_masks, attend)
+        AttentionMaskInterface.register(self._interface_with_masks, make_mask)
 
     def _hand_positions_to_embeddings(self) -> bool:
         """For models that number tokens by the length of their own cache; False where this is none."""
@@ -268,7 +276,3 @@ class TransformersModel:
         )
         # Some models look at it as another shape, which only contiguous memory allows.
         return attended[None].to(call.value.dtype).contiguous()
-
-
-def _no_mask(**_: object) -> None:
-    """The mask of a step: attention knows from the step's row lengths who may see whom."""

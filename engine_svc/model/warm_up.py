@@ -102,7 +102,6 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
         keys, values = call.key.repeat_interleave(share, 1), call.value.repeat_interleave(share, 1)
         return F.scaled_dot_product_attention(call.query, keys, values, is_causal=True).transpose(1, 2)
 
-    model.take_over_attention()
     try:
         model.forward_with(look, masks.make_mask, _sample(model, config, _FIRST_SAMPLE))
     except OddMask as odd:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.model.transformers_model import TransformersModel
 from engine_svc.model.warm_up import warm_up
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
-from triptych_kernels import REFERENCE, AttentionBatch
+from triptych_kernels import REFERENCE, AttentionBatch, Ops
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = -(-MAX_POSITION // BLOCK_SIZE) + 1
+# What Python does to know a number of a tensor.
+_LOOKS = (torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default)
 
 
 class OneRow:
     """A model, and the cache of one sequence, in blocks from the last to the first."""
 
-    def __init__(self, family: str, folder, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, family: str, folder, dtype: torch.dtype = torch.float32, ops: Ops = REFERENCE) -> None:
         self.theirs = make_checkpoint(family, folder).to(dtype)
-        self.model = TransformersModel(self.theirs, REFERENCE)
+        self.model = TransformersModel(self.theirs, ops)
         self.layers = [
             LayerCache(
                 0,
@@ -40,6 +45,45 @@ class OneRow:
         context = ForwardContext(self.layers, [slots], [batch])
         rows = torch.tensor(logit_rows, dtype=torch.int64)
         return self.model.forward(torch.tensor(token_ids), positions, rows, context)
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often a GPU would be waited for: when Python looks at numbers, ops left aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+        self._is_op = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _LOOKS and not self._is_op:
+            self.num_waits += 1
+        return func(*args, **(kwargs or {}))
+
+    def passing_over(self, op):
+        def call(*arguments, **options):
+            self._is_op = True
+            try:
+                return op(*arguments, **options)
+            finally:
+                self._is_op = False
+
+        return call
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3", "phi3", "opt"])
+def test_a_step_looks_at_no_number_that_a_device_computes(tmp_path, family):
+    waits = Waits()
+    ops = dataclasses.replace(
+        REFERENCE,
+        kv_write=waits.passing_over(REFERENCE.kv_write),
+        paged_attention=waits.passing_over(REFERENCE.paged_attention),
+    )
+    row = OneRow(family, tmp_path, ops=ops)
+    with waits:
+        row.forward([5, 6, 7], 0, [2])
+        row.forward([8], 3, [0])
+    assert waits.num_waits == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
