@@ -59,13 +59,14 @@ def server_interceptors(
 
 @dataclass(slots=True)
 class _Call:
-    """One call as its access line shows it."""
+    """One call as its access line shows it, and what it is refused with."""
 
     service: str
     method: str
     request_id: str
     started_at: float
     code: str = "OK"
+    refusal: grpc.Status | None = None
 
 
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
@@ -117,6 +118,10 @@ def _guarded_handler(
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
             with calls.opened() as opened:
                 return await answer(request, context, opened)
+        # grpc's state of the call holds the error that ends it, whose frames hold that state, until a full
+        # collection: so it is raised where no other error is handled, by a frame that has let the request go.
+        del request
+        return await context.abort_with_status(call.refusal)
 
     async def answer(request: Any, context: Any, opened: OpenCall) -> Any:
         try:
@@ -162,14 +167,15 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened:
 
 @contextlib.asynccontextmanager
 async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
+    """Note what an error of the block means, for the log and for the client, and end the block by it."""
     try:
         yield
     except ServiceError as error:
         call.code = error.code.name
-        await context.abort_with_status(to_status(error))
+        call.refusal = to_status(error)
     except NotImplementedError:
         call.code = grpc.StatusCode.UNIMPLEMENTED.name
-        await context.abort_with_status(to_status(Unimplemented(f"{call.method} is not served here")))
+        call.refusal = to_status(Unimplemented(f"{call.method} is not served here"))
     except grpc.aio.AbortError:
         call.code = context.code().name
         raise
@@ -182,7 +188,7 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
         call.code = grpc.StatusCode.INTERNAL.name
         incident_id = secrets.token_hex(8)
         logger.exception("incident", extra={"incident_id": incident_id, "method": call.method})
-        await context.abort_with_status(to_status(_incident(incident_id)))
+        call.refusal = to_status(_incident(incident_id))
     finally:
         _log_access(call)
 
