@@ -33,14 +33,15 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 def prepare_process(role: Role) -> None:
     """Set what grpc reads at its import. Call first thing in `main`; what the user has set stays.
 
-    From here on SIGTERM ends this process, even as the first one of a container, until it says otherwise.
+    From here on SIGTERM ends a service, even as the first process of a container, until it says otherwise.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    if os.getpid() == _INIT_PID:
+    if os.getpid() == _INIT_PID and role != "client":
         # The kernel keeps from it what it does not handle, so that whoever stops the container while this
-        # imports, or downloads a model, would wait for the whole grace period.
+        # imports, or downloads a model, would wait for the whole grace period. A client has work that an
+        # interruption leaves undone, and says so itself.
         end_at_once_on_signals(0)
 
 

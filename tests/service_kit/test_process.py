@@ -87,6 +87,18 @@ def test_any_other_process_is_left_as_it_was() -> None:
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout == "True\n"
 
 
+def test_a_client_that_is_the_first_process_says_itself_what_an_interruption_means() -> None:
+    program = (
+        "import os, signal\n"
+        "from service_kit.process import prepare_process\n"
+        "os.getpid = lambda: 1\n"
+        "prepare_process('client')\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout == "True\n"
+
+
 def test_a_copy_of_the_environment_changes_nothing() -> None:
     copy = process_environment()
     copy["TRIPTYCH_TEST_ONLY"] = "1"
