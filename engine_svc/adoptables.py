@@ -113,15 +113,14 @@ class Adoptables:
         if adoptable is None:
             return
         adoptable.has_ended = True
-        if self._is_group_over(adoptable):
-            for one in self._groups[adoptable.group_id]:
-                self._start_grace(one)
+        self._end_group(adoptable.group_id)
 
     def discard(self, wire_id: str) -> None:
         """A request has moved, and keeps its id: whoever asks for it is not to get what it was here."""
         adoptable = self._by_id.get(wire_id)
         if adoptable is not None:
             self._forget(adoptable)
+            self._end_group(adoptable.group_id)
 
     def drop(self, owner: int) -> None:
         """A session is over for good and by its own wish: what it has is given up at once."""
@@ -133,6 +132,13 @@ class Adoptables:
 
     def _is_group_over(self, adoptable: Adoptable) -> bool:
         return all(one.has_ended for one in self._groups[adoptable.group_id])
+
+    def _end_group(self, group_id: str) -> None:
+        """Let the grace of what is left of a group begin, if all of it has ended."""
+        group = self._groups.get(group_id, [])
+        if all(one.has_ended for one in group):
+            for one in group:
+                self._start_grace(one)
 
     def _start_grace(self, adoptable: Adoptable, at_least_s: float = 0.0) -> None:
         if adoptable.timer is None:

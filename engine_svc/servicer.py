@@ -312,11 +312,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             self._engine.adoptables.lose(session.number)
             self._close(session)
             return
-        self._engine.adoptables.lose(session.number, at_least_s=window_s)
         if len(self._windows) >= _MAX_PARKED_SESSIONS:
             next(iter(self._windows)).end()
         loop = asyncio.get_running_loop()
         self._windows[session] = loop.call_later(window_s, session.end)
+        # Behind it: nothing of a session ends before the session.
+        self._engine.adoptables.lose(session.number, at_least_s=window_s)
         self._log(session, "session lost its stream")
         self._progressed.set()
 

@@ -127,3 +127,16 @@ def test_too_many_are_not_kept_and_none_twice():
     assert not world.add("b")
     world.adoptables.end("b")
     assert len(world.adoptables) == 1
+
+
+def test_what_is_left_of_a_group_whose_last_running_request_moved_is_given_up_after_its_grace():
+    world = World()
+    world.add("a", group_id="both")
+    world.add("b", group_id="both")
+    world.adoptables.end("a")
+    world.pass_time(60.0)
+    assert world.given_up == []
+    world.adoptables.discard("b")
+    assert world.given_up == ["b/1"]
+    world.pass_time(5.0)
+    assert (world.given_up, len(world.adoptables)) == (["b/1", "a/1"], 0)
