@@ -53,6 +53,9 @@ class ParkedMemory:
             for storage, num_bytes, _ in self._parked:
                 storage.resize_(num_bytes)
         except RuntimeError as error:
+            # The allocator of a CPU has no error of its own for it; other errors of a GPU mean other things.
+            if not isinstance(error, torch.OutOfMemoryError) and storage.device.type != "cpu":
+                raise
             for storage, _, _ in self._parked:
                 storage.resize_(0)
             raise NoRoom(

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
-from engine_svc.runner.parked_memory import ParkedMemory, return_free_memory, tensors_of
+from engine_svc.runner.parked_memory import NoRoom, ParkedMemory, return_free_memory, tensors_of
 
 if TYPE_CHECKING:
     from engine_svc.runner.cuda_graphs import DecodeGraphs
@@ -105,8 +107,7 @@ class Resident:
             raise ValueError("sleep level 2 gives weights up, and there is nothing to load them from")
         self.graphs = None
         if self._places[WakeTag.KV_CACHE] is Place.DEVICE:
-            self._move(WakeTag.KV_CACHE, Place.NOWHERE)
-            self._parked[WakeTag.KV_CACHE] = ParkedMemory(self._kv.stacks, keep=False)
+            self._park_cache()
         if level == 2 and self._places[WakeTag.WEIGHTS] is not Place.NOWHERE:
             self._give_up_weights()
         elif self._places[WakeTag.WEIGHTS] is Place.DEVICE and self._kv.device.type != "cpu":
@@ -120,13 +121,18 @@ class Resident:
         """Bring back the parts named, where they are away. The KV cache comes back empty.
 
         Raises CheckpointError where weights cannot be loaded again or are others now, NoRoom where the device
-        is short of memory; what could not be brought back is asleep as before.
+        is short of memory; all that was asleep is asleep as before then.
         """
         wanted = self.asleep.intersection(tags)
-        if WakeTag.WEIGHTS in wanted:
-            self._bring_back_weights()
         if WakeTag.KV_CACHE in wanted:
             self._restore(WakeTag.KV_CACHE)
+        if WakeTag.WEIGHTS in wanted:
+            try:
+                self._bring_back_weights()
+            except (ValueError, OSError):
+                if WakeTag.KV_CACHE in wanted:
+                    self._park_cache()
+                raise
         self._record_again()
         if wanted:
             logger.info("awake", extra={"parts": sorted(tag.value for tag in wanted)})
@@ -165,6 +171,10 @@ class Resident:
         )
         self._places[part] = place
 
+    def _park_cache(self) -> None:
+        self._move(WakeTag.KV_CACHE, Place.NOWHERE)
+        self._parked[WakeTag.KV_CACHE] = ParkedMemory(self._kv.stacks, keep=False)
+
     def _give_up_weights(self) -> None:
         self._move(WakeTag.WEIGHTS, Place.NOWHERE)
         self._parked.pop(WakeTag.WEIGHTS, None)
@@ -189,7 +199,12 @@ class Resident:
         self._move(part, Place.DEVICE)
 
     def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
-        model, facts = source.load(source.folder)
+        try:
+            model, facts = source.load(source.folder)
+        except torch.OutOfMemoryError as error:
+            raise NoRoom(
+                f"weights of {source.folder} cannot be allocated: free what others hold, and try again"
+            ) from error
         ours, theirs = _form(self.facts), _form(facts)
         for name, old, new in zip(_FORM, ours, theirs, strict=True):
             if old != new:

@@ -76,6 +76,20 @@ def test_what_finds_no_room_stays_away_until_it_does():
     assert (first.untyped_storage().nbytes(), full.num_bytes) == (16, 8 << 20)
 
 
+def test_a_device_that_is_lost_is_not_taken_for_one_that_is_full():
+    class LostDevice(FullDevice):
+        device = torch.device("cuda")
+
+        def resize_(self, num_bytes: int) -> None:
+            if num_bytes:
+                raise RuntimeError("an illegal memory access was encountered")
+
+    parked = ParkedMemory([LostDevice()], keep=False)  # type: ignore[list-item]  # What is asked of a tensor.
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        parked.restore()
+    assert not isinstance(caught.value, NoRoom)
+
+
 def test_tensors_without_memory_and_of_inference_mode_are_no_trouble():
     with torch.inference_mode():
         made = torch.ones(4)

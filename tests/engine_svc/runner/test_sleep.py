@@ -43,6 +43,7 @@ class Rig:
 
     folder: Path
     loads: list[Path] = field(default_factory=list)
+    is_full: bool = False  # whether weights find no memory
 
     def __post_init__(self) -> None:
         model, facts = self.load(self.folder)
@@ -58,6 +59,8 @@ class Rig:
         )
 
     def load(self, folder: Path) -> tuple[Model, ModelFacts]:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self.loads.append(folder)
         loaded = load_model(folder, WISHES)
         return loaded.model, loaded.facts
@@ -275,6 +278,19 @@ def test_a_wake_without_room_leaves_it_asleep_and_can_be_tried_again(rig):
     memory.is_full = False
     resident.wake()
     assert resident.awake_model() is model
+
+
+def test_a_wake_whose_weights_find_no_room_leaves_all_asleep(rig):
+    before = rig.generate("before")
+    rig.runner.sleep(2)
+    rig.forget()
+    rig.is_full = True
+    with pytest.raises(NoRoom, match="cannot be allocated"):
+        rig.runner.wake()
+    assert rig.kv_bytes == 0
+    rig.is_full = False
+    rig.runner.wake()
+    assert rig.generate("after") == before
 
 
 def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_path):
