@@ -298,7 +298,7 @@ def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if path.is_file():
         try:
-            ids |= _as_ids(json.loads(path.read_bytes()).get("eos_token_id"))
+            ids |= _as_ids(json.loads(path.read_text("utf-8")).get("eos_token_id"))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     return tuple(sorted(ids))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.model_config import ModelConfig
 from engine_svc.model.quiet import quiet_transformers
 
@@ -28,9 +29,11 @@ def read_config(folder: Path) -> ModelConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        chosen_class, text_config = model_class(config), config.get_text_config()
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    chosen_class, text_config = model_class(config), config.get_text_config()
     return ModelConfig(
         architecture=chosen_class.__name__,
         vocab_size=text_config.vocab_size,

@@ -107,7 +107,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def read_stated_config(folder: Path) -> ModelConfig | None:
     """The config of the checkpoint in `folder`; None where transformers is to be asked."""
     try:
-        content = json.loads((folder / "config.json").read_bytes())
+        content = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return None
     model_type = content.get("model_type") if isinstance(content, dict) else None
@@ -127,7 +127,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     # transformers refuses, or reads in a way of its own, what is not so.
     is_sound = (
         content["hidden_size"] % content["num_attention_heads"] == 0
-        and content.get("layer_types") in (None, ["full_attention"] * content["num_hidden_layers"])
+        and _is_full(content.get("layer_types"), content["num_hidden_layers"])
         and _is_size_or_none(content.get("head_dim"))
         and not ("dtype" in content and "torch_dtype" in content)
     )
@@ -144,6 +144,13 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
         config=SimpleNamespace(**values),
         model_class=None,
     )
+
+
+def _is_full(layer_types: object, num_layers: int) -> bool:
+    if layer_types is None:
+        return True
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    return is_list and all(kind == "full_attention" for kind in layer_types)
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -150,6 +150,12 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
     assert "is not a folder" in refusal(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("changes", [{"eos_token_id": "x"}, {"architectures": 3, "unknown": 1}], ids=str)
+def test_a_config_that_transformers_refuses_is_refused(copy, changes):
+    change_json(copy / "config.json", **changes)
+    assert "config.json cannot be read" in refusal(copy, model_impl="auto")
+
+
 def test_a_folder_without_config_is_refused(copy):
     (copy / "config.json").unlink()
     assert "has no config.json" in refusal(copy)

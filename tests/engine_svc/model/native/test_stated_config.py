@@ -136,6 +136,7 @@ def test_a_file_that_leaves_out_what_counts_is_left_to_transformers(family, tmp_
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"rope_theta": "1e4"},
         {"is_encoder_decoder": True},
+        {"num_hidden_layers": 10**25, "layer_types": ["full_attention"]},
         {"a_name_of_tomorrow": 1},
         {"model_type": "gemma"},
     ],
@@ -155,6 +156,12 @@ def test_layers_with_windows_of_their_own_are_left_to_transformers(changes, tmp_
 @pytest.mark.parametrize("content", ["{", "[]", '"llama"', "null", '{"model_type": ["llama"]}'])
 def test_what_is_no_config_is_left_to_transformers(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
+    assert read_stated_config(tmp_path) is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_that_is_not_in_utf_8_is_left_to_transformers(encoding, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published("llama")), encoding)
     assert read_stated_config(tmp_path) is None
 
 
