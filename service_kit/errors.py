@@ -67,7 +67,7 @@ class InvalidArgument(ServiceError):
         super().__init__(message, reason=reason, metadata=metadata, retry_after_ms=retry_after_ms)
         self.violations: list[tuple[str, str]] = list(violations)
         if field is not None:
-            self.violations.insert(0, (field, message))
+            self.violations.insert(0, (field, self.message))
 
 
 class NotFound(ServiceError):
@@ -229,7 +229,8 @@ def to_status(error: ServiceError) -> grpc.Status:
         details.append(retry_info)
     status = status_pb2.Status(
         code=error.code.value[0],
-        message=error.message,
+        # Who passes an error on may have put a word before it.
+        message=_clip(error.message, _MAX_MESSAGE_BYTES),
         details=[_packed(detail) for detail in details],
     )
     return rpc_status.to_status(status)

@@ -116,6 +116,13 @@ def test_an_error_says_no_more_than_it_tells_its_peer() -> None:
     # Spans and logs keep what it says.
     error = largest_error()
     assert str(error) == error.message == to_status(error).details
+    assert InvalidArgument("x" * 1_000_000, field="prompt").violations == [("prompt", "x" * 509 + "...")]
+
+
+def test_a_word_before_a_message_that_was_cut_leaves_a_status_no_longer() -> None:
+    error = largest_error()
+    error.message = f"call to pause failed: {error.message}"
+    assert len(to_status(error).details.encode()) <= 512
 
 
 async def test_a_stranger_cannot_make_a_status_too_large_to_arrive() -> None:
