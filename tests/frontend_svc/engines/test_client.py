@@ -280,8 +280,7 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
 class _Untold:
     """A request of which nothing came yet, until it is told that its engine is lost."""
 
-    wants_logprobs = has_begun = False
-    num_prompt_tokens = 1
+    wants_logprobs = False
 
     def __init__(self) -> None:
         self.is_lost = asyncio.Event()
