@@ -146,7 +146,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     )
 
 
-def _is_full(layer_types: object, num_layers: int) -> bool:
+def _is_full(layer_types: Any, num_layers: int) -> bool:
     if layer_types is None:
         return True
     is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
