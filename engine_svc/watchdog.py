@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 # As sysexits.h has it: an error of the system below, e.g. a device that does not answer.
 EXIT_HUNG = 71
 _TICK_S = 0.25
+# While nothing runs. What begins meanwhile is seen that much later, and an idle process stays idle.
+_IDLE_TICKS = 4
 # For who is told to end the process in order; then it is ended at once. With the default limit of a step, and
 # the time to see that it is passed, the process is gone within 10 s.
 _GRACE_S = 3.0
@@ -91,8 +93,10 @@ class Watchdog:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._tick_s):
+        tick_s = self._tick_s
+        while not self._is_over.wait(tick_s):
             figures = self._board.read()
+            tick_s = self._tick_s * (_IDLE_TICKS if figures.step_started_at is None else 1)
             seen_s = self._watch.look(figures, self._clock.now())
             if seen_s is not None:
                 self._bite(figures, seen_s)
