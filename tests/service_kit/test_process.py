@@ -76,27 +76,24 @@ def test_the_first_process_of_a_container_ends_when_it_is_told_to_before_it_serv
             process.kill()
 
 
-def test_any_other_process_is_left_as_it_was() -> None:
-    program = (
-        "import signal\n"
-        "from service_kit.process import prepare_process\n"
-        "prepare_process('engine')\n"
-        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
-    )
-    command = [sys.executable, "-c", program]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout == "True\n"
-
-
-def test_a_client_that_is_the_first_process_says_itself_what_an_interruption_means() -> None:
+@pytest.mark.parametrize(
+    ("pid", "role"),
+    [("os.getpid()", "engine"), ("1", "client")],
+    ids=["any other process", "a client, which says itself that it was interrupted"],
+)
+def test_signals_of_other_processes_are_left_as_they_were(pid: str, role: str) -> None:
     program = (
         "import os, signal\n"
         "from service_kit.process import prepare_process\n"
-        "os.getpid = lambda: 1\n"
-        "prepare_process('client')\n"
+        f"pid = {pid}\n"
+        "os.getpid = lambda: pid\n"
+        f"prepare_process({role!r})\n"
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     )
     command = [sys.executable, "-c", program]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout == "True\n"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout == "True\nTrue\n"
 
 
 def test_a_copy_of_the_environment_changes_nothing() -> None:
