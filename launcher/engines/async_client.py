@@ -39,7 +39,7 @@ class AsyncEngineClient:
     ) -> None:
         self._links = [_EngineLink(address, connect, clock or MonotonicClock()) for address in addresses]
         self._max_unread = max_unread
-        self._owners: dict[int, _EngineLink] = {}  # of requests in flight, by handle
+        self._owners: dict[int, _EngineLink] = {}  # of requests whose end nobody has read, by handle
         self._handles = itertools.count(1)
         self._unread: deque[CoreOutput] = deque()
         self._changed = asyncio.Event()
@@ -48,7 +48,7 @@ class AsyncEngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose end has not come."""
+        """Requests whose end has not been read."""
         return len(self._owners)
 
     async def start(self, *, timeout_s: float = 600.0) -> None:
@@ -63,12 +63,12 @@ class AsyncEngineClient:
                 self._ensure_alive()
 
     def add(self, entry: add_pb2.AddEntry) -> int:
-        """Send a request to the engine that has the fewest; returns its handle."""
+        """Send a request to the engine that runs the fewest; returns its handle."""
         self._ensure_alive()
-        link = min(self._links, key=lambda link: link.num_in_flight)
+        link = min(self._links, key=lambda link: link.num_running)
         entry.handle = next(self._handles)
         self._owners[entry.handle] = link
-        link.num_in_flight += 1
+        link.num_running += 1
         link.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=[entry])))
         return entry.handle
 
@@ -87,7 +87,11 @@ class AsyncEngineClient:
         while not self._unread:
             self._ensure_alive()
             await self._wait()
-        return self._unread.popleft()
+        output = self._unread.popleft()
+        # Not when it came: whoever reads while something is in flight would miss what nobody has read yet.
+        for handle in _ended(output):
+            self._owners.pop(handle, None)
+        return output
 
     def mark_dead(self, why: str) -> None:
         """Let every waiter and every later call raise EngineDead, e.g. as the engine's process has ended."""
@@ -116,27 +120,19 @@ class AsyncEngineClient:
                 link.is_ready = True
                 self._wake()
             case "step":
-                columns = read_step(message.step)
-                for row in columns.endings:
-                    self._forget(columns.handles[row])
-                self._put(CoreOutput(columns))
+                self._put(link, CoreOutput(read_step(message.step)))
             case "add_rejected":
                 rejected = message.add_rejected
                 status = rejected.status
                 error = from_status(
                     status.code, status.message, status.details, rejected.retry_after_ms or None
                 )
-                self._forget(rejected.handle)
-                self._put(CoreOutput(no_rows(), {rejected.handle: error}))
+                self._put(link, CoreOutput(no_rows(), {rejected.handle: error}))
             case "dead":
                 raise StreamLost(f"the engine failed: {message.dead.reason}")
 
-    def _forget(self, handle: int) -> None:
-        link = self._owners.pop(handle, None)
-        if link is not None:
-            link.num_in_flight -= 1
-
-    def _put(self, output: CoreOutput) -> None:
+    def _put(self, link: _EngineLink, output: CoreOutput) -> None:
+        link.num_running -= sum(handle in self._owners for handle in _ended(output))
         if len(self._unread) >= self._max_unread:
             raise StreamLost(f"{len(self._unread)} outputs are unread, the limit is {self._max_unread}")
         self._unread.append(output)
@@ -166,11 +162,11 @@ class AsyncEngineClient:
 
 
 class _EngineLink:
-    """One engine's stream, and how many requests it has."""
+    """One engine's stream, and how many requests it runs."""
 
     def __init__(self, address: str, connect: Callable[[str], grpc.aio.Channel], clock: Clock) -> None:
         self.address = address
-        self.num_in_flight = 0
+        self.num_running = 0  # requests whose end has not come, whether or not it was read
         self.is_ready = False
         self._connect = connect
         self._clock = clock
@@ -193,6 +189,11 @@ class _EngineLink:
         """End the session, if there is one."""
         if self._stream is not None:
             self._stream.close(engine_pb2.Goodbye(reason="the client closes"))
+
+
+def _ended(output: CoreOutput) -> list[int]:
+    """The requests of which nothing more comes."""
+    return [*(output.columns.handles[row] for row in output.columns.endings), *output.rejected]
 
 
 def _hello() -> session_pb2.Hello:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import pytest
 
@@ -9,7 +10,8 @@ from launcher.engines.core_client import EngineDead
 from service_kit.errors import InvalidArgument
 from tests.engine_svc.service_rig import ServiceRig, make_entry, serving
 from tests.launcher.engines.rig import Gathered, ScriptedEngine, answer_of
-from triptych.engine.v1 import engine_pb2
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import engine_pb2, step_pb2
 
 CLIENT = engine_pb2.ABORT_REASON_CLIENT
 WAIT_S = 20.0
@@ -74,6 +76,31 @@ async def test_requests_spread_and_an_abort_list_is_one_message_to_each_engine()
         for engine in scripted.engines
     ]
     assert [messages[0] for messages in aborted] == added
+
+
+def step_of(handle: int, *, is_last: bool = False) -> step_pb2.Step:
+    """One token of one request."""
+    column = array("I", [handle]).tobytes()
+    ending = step_pb2.StepFinished(row=0, reason=output_pb2.FINISH_REASON_LENGTH)
+    finished = [ending] if is_last else []
+    return step_pb2.Step(handles=column, num_tokens=b"\1", token_ids=column, finished=finished)
+
+
+async def test_a_request_is_in_flight_until_its_end_has_been_read() -> None:
+    async with Scripted(max_unread=3) as scripted:
+        answered, refused = (scripted.client.add(make_entry(number)) for number in (1, 2))
+        engine = scripted.engines[0]
+        engine.send(step=step_of(answered))
+        engine.send(step=step_of(answered, is_last=True))
+        engine.send(add_rejected=engine_pb2.AddRejected(handle=refused))
+        engine.send(step=step_of(answered))
+        async with asyncio.timeout(WAIT_S):
+            await _until_dead(scripted.client)  # by the fourth, so the three before it are there
+        in_flight = []
+        while scripted.client.num_in_flight:
+            in_flight.append(scripted.client.num_in_flight)
+            await asyncio.wait_for(scripted.client.get_output(), WAIT_S)
+        assert in_flight == [2, 2, 1]
 
 
 async def test_a_corrupt_frame_is_raised_in_every_waiter() -> None:
