@@ -58,7 +58,7 @@ class EngineConfig:
         "auto",
         choices=("auto", "on", "off"),
         help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU, where "
-        "they do with the native kernels; without them the log warns",
+        "they do with the native kernels; without them the log warns, and on is refused",
     )
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")

@@ -57,7 +57,8 @@ class LoadWishes:
     model_impl: "auto" takes the native decoder where there is one for the architecture.
     quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models alone.
     num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
-    is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU alone.
+    is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU, where
+        there are kernels for it, and not on a GPU.
     """
 
     dtype: str = "auto"
@@ -96,10 +97,6 @@ def load_model(
     is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
     ops = ops or ops_for(device, deterministic=is_deterministic)
     loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
-    # In half precision the references run on a CPU.
-    is_reference = device.type == "cpu" and loaded.facts.dtype == "float16"
-    if is_deterministic and (is_reference or not ops.is_batch_invariant):
-        logger.warning("logits may differ by rounding with batch and chunking", extra={"ops": ops.name})
     logger.info(
         "model loaded",
         extra={
@@ -149,6 +146,7 @@ def _load(
     reader = WeightReader(weight_files(folder), progress, device=device)
     dtype = _choose_dtype(wishes.dtype, config, reader)
     reader.set_dtype(dtype)
+    _check_determinism(wishes.is_deterministic, device, dtype, ops)
     facts = ModelFacts(
         architecture=config.architecture,
         kv_shapes=(),
@@ -173,6 +171,21 @@ def _load(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
     return LoadedModel(model, facts, ops, device)
+
+
+def _check_determinism(wish: bool | None, device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
+    """UnsupportedModel where it is asked for and no kernels keep it; a warning on a CPU, by default."""
+    # In half precision the references run on a CPU.
+    is_half = device.type == "cpu" and dtype is torch.float16
+    if ops.is_batch_invariant and not is_half:
+        return
+    differs = "logits may differ by rounding with batch and chunking"
+    if wish:
+        cure = "choose auto or off" if not ops.is_batch_invariant else "choose another dtype, auto or off"
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(f"deterministic is on, but {differs} in {name} on this machine: {cure}")
+    if wish is None and device.type == "cpu":
+        logger.warning(differs, extra={"ops": ops.name})
 
 
 def _read_config(folder: Path, wishes: LoadWishes | None = None) -> ModelConfig:

@@ -17,6 +17,7 @@ from engine_svc.model.facts import KVShape
 from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.prepacked import PackedProjection
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+from triptych_kernels import REFERENCE
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +235,18 @@ def test_a_broken_generation_config_is_refused(copy):
 
 def test_an_unknown_dtype_is_refused(llama):
     assert "choose auto, float32, bfloat16, float16" in refusal(llama, dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ops"), [("float32", REFERENCE), ("float16", None)], ids=["without kernels", "half precision"]
+)
+def test_determinism_that_is_asked_for_is_refused_where_it_cannot_be_had(llama, caplog, dtype, ops):
+    for is_deterministic in (None, False):
+        caplog.clear()
+        load_model(llama, LoadWishes(num_threads=1, dtype=dtype, is_deterministic=is_deterministic), ops=ops)
+        assert ("may differ by rounding" in caplog.text) is (is_deterministic is None)
+    with pytest.raises(UnsupportedModel, match=f"deterministic is on.*{dtype}"):
+        load_model(llama, LoadWishes(num_threads=1, dtype=dtype, is_deterministic=True), ops=ops)
 
 
 def test_quantized_weights_are_refused(copy):
