@@ -21,7 +21,9 @@ class ServeConfig:
         1, short="dp", help="engines to start, each with all of the model, or its share of the experts"
     )
     tensor_parallel_size: int = option(1, short="tp", help="ranks that share a model; only 1 so far")
-    ready_file: str | None = option(None, help="file for addresses and pids as JSON once all is ready")
+    ready_file: str | None = option(
+        None, help="file for addresses and pids as JSON, from when all is ready until the stop"
+    )
     startup_timeout_s: float = option(600.0, help="time for everything to get ready, in s")
     drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
 

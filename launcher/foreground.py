@@ -49,7 +49,7 @@ async def run_until_signal(
 
 
 def remove_ready_file(path: str | None) -> None:
-    """Remove what an earlier run has left: it would say ready too early."""
+    """Before anything starts, as a run that was killed leaves its own, and before anything stops."""
     if path is not None:
         Path(path).unlink(missing_ok=True)
 

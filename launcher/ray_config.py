@@ -49,7 +49,9 @@ class RayPlaceConfig:
         None, help="engines of the group, those placed elsewhere included (default: up to the last one here)"
     )
     env: tuple[str, ...] = option((), help="NAME=VALUE for the engines' environment")
-    ready_file: str | None = option(None, help="file for addresses and pids as JSON once all is ready")
+    ready_file: str | None = option(
+        None, help="file for addresses and pids as JSON, from when all is ready until the stop"
+    )
     startup_timeout_s: float = option(600.0, help="time for everything to be placed and ready, in s")
     drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
 

@@ -55,9 +55,14 @@ async def _place(placing: Placing) -> int:
         on_change=lambda: _write_ready_file(placing, placement),
         limits=limits_of(placing),
     )
+
+    async def stop() -> None:
+        remove_ready_file(placing.config.ready_file)
+        await placement.stop()
+
     return await run_until_signal(
         _run(placing, placement),
-        stop=placement.stop,
+        stop=stop,
         hurry=placement.hurry,
         failures=(EngineDied, HostLost, StartTimeout),
         report=_report,

@@ -97,6 +97,7 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
 
     async def stop() -> None:
         _report("stopping")
+        remove_ready_file(config.ready_file)
         await supervisor.stop()
 
     return await run_until_signal(

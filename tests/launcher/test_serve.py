@@ -120,6 +120,7 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         stack.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(stack.process.wait(), 60) == 0
         assert not [one["service"] for one in processes if is_running(one["pid"])]
+        assert not (tmp_path / "ready.json").exists()
 
 
 async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_so(tmp_path: Path) -> None:

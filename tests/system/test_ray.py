@@ -184,6 +184,7 @@ async def placement(cluster: Cluster, coordinator: str, *, num_engines: int) -> 
         yield PlacedEngines(engines, log_file)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), START_LIMIT_S) == 0, log_file.read_text()[-2000:]
+        assert not ready_file.exists()
     finally:
         if process.returncode is None:
             process.kill()
