@@ -164,7 +164,8 @@ def main() -> int:
     parser.add_argument("--lead-in", type=int, default=40, help="steps of a round that do not count")
     parser.add_argument("--interval-ms", type=float, default=1.0, help="between steps")
     parser.add_argument("--first-outputs", type=int, default=100, help="timed in a round")
-    parser.add_argument("--only", nargs="+", help="names of arrangements; all are measured otherwise")
+    names = [each.name for each in ARRANGEMENTS]
+    parser.add_argument("--only", nargs="+", choices=names, help="arrangements; all are measured otherwise")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     arguments = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.boundary import main
 from benchmarks.boundary_bridge import Frames, frame, read_step, write_step
 from benchmarks.boundary_figures import Arrangement, Round, shortfalls, summary
 from engine_svc.request import FinishReason
@@ -66,6 +67,13 @@ def test_each_broken_promise_is_named(changes, word):
 def test_only_the_judged_number_of_requests_is_judged():
     others = {**row(OURS, engine_us=1000.0), "requests": 1024}
     assert shortfalls([row(OURS), row(PEER), others], OURS, PEER) == []
+
+
+def test_an_arrangement_that_there_is_not_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["boundary", "--only", "zmq unix", "thread zmq unix"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "invalid choice: 'thread zmq unix'" in capsys.readouterr().err
 
 
 def test_a_step_survives_the_bridge():
