@@ -100,8 +100,9 @@ def measure_decode(
 
 def measure_prefill(decoder: RandomDecoder, lengths: Sequence[int], rate: float) -> Iterator[Row]:
     """A row a prompt length."""
-    runner = decoder.runner(num_rows=2, num_blocks=blocks_of(max(lengths)) + 1, graph_sizes=[])
     for length in lengths:
+        # One a length: the last prompt of the length before would still hold its row.
+        runner = decoder.runner(num_rows=1, num_blocks=blocks_of(length), graph_sizes=[])
         taken = time_prefill(runner, length, num_repeats=_PREFILL_REPEATS)
         floor = prefill_floor_ms(decoder, length, rate)
         yield {
@@ -111,6 +112,8 @@ def measure_prefill(decoder: RandomDecoder, lengths: Sequence[int], rate: float)
             "over_floor": taken / floor,
             "tokens_per_s": 1e3 * length / taken,
         }
+        del runner
+        torch.cuda.empty_cache()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

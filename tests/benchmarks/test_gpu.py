@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.gpu import decode_floor_ms, main, prefill_floor_ms
+from benchmarks.gpu import decode_floor_ms, main, measure_prefill, prefill_floor_ms
 from benchmarks.gpu_model import RandomDecoder, blocks_of, decode_plans, prefill_plan
 from benchmarks.gpu_steps import idle_shares, time_decode, time_prefill
 from benchmarks.gpu_text import write_markdown
@@ -15,21 +15,25 @@ from triptych_kernels import REFERENCE
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def decoder() -> RandomDecoder:
-    config = LlamaConfig(
+def tiny_llama(num_layers: int, max_model_len: int) -> LlamaConfig:
+    """In place of a shape of 8 billion parameters."""
+    return LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=1000,
-        max_position_embeddings=128,
+        max_position_embeddings=max_model_len,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=False,
     )
-    return RandomDecoder(config, REFERENCE, CPU, torch.float32, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> RandomDecoder:
+    return RandomDecoder(tiny_llama(2, 128), REFERENCE, CPU, torch.float32, max_model_len=128)
 
 
 def test_bytes_and_operations_are_those_of_the_weights_that_a_step_reads(decoder):
@@ -67,6 +71,12 @@ def test_prompts_follow_each_other_in_one_row(decoder):
     runner = decoder.runner(num_rows=1, num_blocks=blocks_of(50), graph_sizes=[])
     for step in range(3):
         assert len(runner.execute(prefill_plan(step, 50)).result().sampled[0]) == 1
+
+
+def test_prompts_of_several_lengths_are_timed_one_after_the_other(decoder):
+    rows = list(measure_prefill(decoder, [20, 50, 35], rate=1e9))
+    assert [row["prompt"] for row in rows] == [20, 50, 35]
+    assert all(row["prefill_ms"] > 0 for row in rows)
 
 
 def test_times_are_of_the_steps_that_ran(decoder):
