@@ -87,8 +87,9 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 	npm install --prefix $(VENV)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
 	touch $@
 
+# Two at a time whatever the machine: most tests wait for processes of their own, and some measure what those use.
 test: setup  ## the CPU suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 	$(BIN)/python -m pytest -m network

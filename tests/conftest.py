@@ -26,6 +26,11 @@ def _has_gpu() -> bool:
 if not _has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Workers that run tests side by side share the cores: OpenMP's threads wait for one another without sleeping.
+_NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _NUM_WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long those tests go on that may go on for as long as somebody wants."""

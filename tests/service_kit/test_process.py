@@ -85,6 +85,8 @@ def test_signals_of_other_processes_are_left_as_they_were(pid: str, role: str) -
     program = (
         "import os, signal\n"
         "from service_kit.process import prepare_process\n"
+        # A job in the background of a shell inherits that it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"pid = {pid}\n"
         "os.getpid = lambda: pid\n"
         f"prepare_process({role!r})\n"
