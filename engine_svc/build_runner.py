@@ -100,6 +100,7 @@ def load_wishes(config: EngineConfig) -> LoadWishes:
         quantization="" if config.quantization == "none" else config.quantization,
         num_threads=config.num_threads,
         is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
+        cpu_isa=config.cpu_isa,
     )
 
 

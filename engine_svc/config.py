@@ -60,6 +60,12 @@ class EngineConfig:
         help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU, where "
         "they do with the native kernels; without them the log warns, and on is refused",
     )
+    cpu_isa: str = option(
+        "auto",
+        choices=("auto", "avx512"),
+        help="widest instructions of CPU kernels; avx512: without AMX, whose roundings are others, so that "
+        "engines on CPUs with it and without take over each other's requests",
+    )
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")
     expert_parallel: bool = option(

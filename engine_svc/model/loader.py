@@ -59,6 +59,7 @@ class LoadWishes:
     num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
     is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU, where
         there are kernels for it, and not on a GPU.
+    cpu_isa: "auto" takes the widest instructions of the CPU; "avx512" leaves its matrix unit alone.
     """
 
     dtype: str = "auto"
@@ -67,6 +68,7 @@ class LoadWishes:
     quantization: str = ""
     num_threads: int | None = None
     is_deterministic: bool | None = None
+    cpu_isa: str = "auto"
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
@@ -95,7 +97,7 @@ def load_model(
     set_num_threads(num_threads)
     device = _choose_device(wishes.device)
     is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
-    ops = ops or ops_for(device, deterministic=is_deterministic)
+    ops = ops or ops_for(device, deterministic=is_deterministic, cpu_isa=wishes.cpu_isa)
     loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
     logger.info(
         "model loaded",

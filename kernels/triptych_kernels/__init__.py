@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
@@ -11,24 +12,30 @@ from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
     "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "PackLinear", "Penalised", "ops_for",
-    "set_num_threads",
+    "prefer_large_pages", "set_num_threads",
     "uniform_noise",
 ]  # fmt: skip
 
 
-def ops_for(device: torch.device, *, deterministic: bool = False) -> Ops:
+def ops_for(device: torch.device, *, deterministic: bool = False, cpu_isa: str = "auto") -> Ops:
     """The fastest ops that run on `device`; with `deterministic`, the fastest that are batch-invariant.
 
     On a CPU without native kernels these are the references, which are not quite.
+    cpu_isa: "avx512" leaves a CPU's matrix unit (AMX), with its own roundings, alone.
     """
     if device.type == "cuda":
         # Here and not above: triton need not be installed where there is no GPU.
         from triptych_kernels.triton import triton_ops
 
         return triton_ops(deterministic=deterministic)
-    return cpu.native_ops() or REFERENCE
+    return cpu.native_ops(with_amx=cpu_isa == "auto") or REFERENCE
 
 
 def set_num_threads(num_threads: int) -> None:
     """Compute threads of the native CPU kernels, the caller's included."""
     cpu.set_num_threads(num_threads)
+
+
+def prefer_large_pages(memory: Tensor) -> None:
+    """Ask for memory that is quicker to find and to get. memory: contiguous, on the CPU, not yet touched."""
+    cpu.prefer_large_pages(memory)

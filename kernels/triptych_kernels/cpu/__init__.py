@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from triptych_kernels.cpu.loader import can_run_native
+from torch import Tensor
+
+from triptych_kernels.cpu.loader import can_run_native, can_use_amx
 from triptych_kernels.ops import Ops
 from triptych_kernels.reference import REFERENCE
 
-__all__ = ["native_ops", "num_threads", "set_num_threads"]
+__all__ = ["native_ops", "num_threads", "prefer_large_pages", "set_num_threads"]
 
 
 @functools.cache
-def native_ops() -> Ops | None:
-    """The native ops, or None where the compiled module is missing or needs another CPU."""
+def native_ops(*, with_amx: bool = True) -> Ops | None:
+    """The native ops, or None where the compiled module is missing or needs another CPU.
+
+    with_amx: whether they use the matrix unit of a CPU that has one, with other roundings.
+    """
     if not can_run_native():
         return None
     # Here and not above: without the compiled module these cannot be imported.
@@ -31,14 +36,15 @@ def native_ops() -> Ops | None:
     from triptych_kernels.cpu.linear import greedy_linear, pack_gated_linear, pack_linear
     from triptych_kernels.cpu.penalties import penalise
 
+    has_amx = with_amx and can_use_amx()
     return dataclasses.replace(
         REFERENCE,
-        name="native-cpu",
+        name="native-cpu-amx" if has_amx else "native-cpu",
         is_batch_invariant=True,
         needs_clean_blocks=False,
-        pack_linear=pack_linear,
-        pack_gated_linear=pack_gated_linear,
-        pack_experts=pack_experts,
+        pack_linear=functools.partial(pack_linear, with_amx=has_amx),
+        pack_gated_linear=functools.partial(pack_gated_linear, with_amx=has_amx),
+        pack_experts=functools.partial(pack_experts, with_amx=has_amx),
         kv_write=kv_write,
         paged_attention=paged_attention,
         rms_norm=rms_norm,
@@ -51,9 +57,20 @@ def native_ops() -> Ops | None:
     )
 
 
+def prefer_large_pages(memory: Tensor) -> None:
+    """Ask for large pages, which are quicker to find and to get; nothing happens without native ops.
+
+    memory: contiguous, on the CPU, not yet touched.
+    """
+    if can_run_native():
+        from triptych_kernels.cpu import _native
+
+        _native.prefer_large_pages(memory.data_ptr(), memory.nbytes)
+
+
 def set_num_threads(num_threads: int) -> None:
     """Let each call use so many threads, the caller's included; nothing happens without native ops."""
-    if native_ops() is not None:
+    if can_run_native():
         from triptych_kernels.cpu import _native
 
         _native.set_num_threads(num_threads)
@@ -61,7 +78,7 @@ def set_num_threads(num_threads: int) -> None:
 
 def num_threads() -> int:
     """How many threads a native call may use: 1 until set."""
-    if native_ops() is None:
+    if not can_run_native():
         return 1
     from triptych_kernels.cpu import _native
 

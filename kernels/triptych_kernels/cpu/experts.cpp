@@ -120,8 +120,7 @@ void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32
         for (int r = 0; r < blocks.size(block); ++r) {
             rows[r] = row_at(first + start + r);
         }
-        pack_rows(rows, blocks.size(block), weight.row_bytes(), weight.num_units(),
-                  out + start * weight.num_units(), blocks.size(block));
+        lay_rows(weight, rows, blocks.size(block), out + start * weight.num_units());
     }
 }
 
@@ -304,17 +303,17 @@ void delete_plan(PyObject* capsule) {
 }
 
 PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[7];
-    if (!read_numbers("make_experts", arguments, count, numbers, 7)) {
+    int64_t numbers[8];
+    if (!read_numbers("make_experts", arguments, count, numbers, 8)) {
         return nullptr;
     }
-    const bool is_fp32 = numbers[0] != 0;
+    const bool is_fp32 = numbers[0] != 0, is_tiled = numbers[7] != 0;
     const auto kind = is_fp32 ? WeightKind::kFp32 : WeightKind::kBf16;
     const int64_t hidden = numbers[3], ffn = numbers[4];
     const int64_t padded_ffn = (ffn + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
     auto* plan = new ExpertsPlan{
-        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32},
-        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32}, numbers[1],
+        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32, is_tiled},
+        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32, is_tiled}, numbers[1],
         numbers[2]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
@@ -351,7 +350,7 @@ PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 PyMethodDef experts_methods[] = {
     TRIPTYCH_METHOD(make_experts,
-                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down) -> plan."),
+                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, is_tiled) -> plan."),
     TRIPTYCH_METHOD(experts, "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."),
     {nullptr, nullptr, 0, nullptr}};
 

@@ -18,7 +18,7 @@ _ID_DTYPES = (torch.int32, torch.int64)
 class NativeExperts:
     """Every chosen expert over the tokens that chose it; of the others nothing is read."""
 
-    __slots__ = ("_dtype", "_ffn", "_hidden", "_plan", "_tensors", "expert_range", "num_bytes")
+    __slots__ = ("_dtype", "_ffn", "_hidden", "_plan", "_tensors", "_with_amx", "expert_range", "num_bytes")
 
     def __init__(
         self,
@@ -29,12 +29,13 @@ class NativeExperts:
         hidden: int,
         ffn: int,
         first_expert: int,
+        with_amx: bool,
     ) -> None:
         """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, of what was [2 F, hidden]
-        and [hidden, F] of each expert.
+        and [hidden, F] of each expert.  with_amx: see linear.NativeLinear.
         """
         num_experts = len(down_panels)
-        self._dtype, self._hidden, self._ffn = dtype, hidden, ffn
+        self._dtype, self._hidden, self._ffn, self._with_amx = dtype, hidden, ffn, with_amx
         self._tensors = (gate_up_panels, down_panels)
         self.expert_range = (first_expert, first_expert + num_experts)
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
@@ -46,6 +47,7 @@ class NativeExperts:
             ffn,
             gate_up_panels.data_ptr(),
             down_panels.data_ptr(),
+            with_amx and dtype is torch.bfloat16,
         )
 
     def take(self, first: int, end: int) -> NativeExperts:
@@ -61,8 +63,8 @@ class NativeExperts:
         return self._like_these([list(pair) for pair in zip(self._tensors, more._tensors, strict=True)])
 
     @property
-    def _form(self) -> tuple[torch.dtype, int, int]:
-        return self._dtype, self._hidden, self._ffn
+    def _form(self) -> tuple[torch.dtype, int, int, bool]:
+        return self._dtype, self._hidden, self._ffn, self._with_amx
 
     def _like_these(self, parts: list[list[Tensor]], first_expert: int | None = None) -> NativeExperts:
         return NativeExperts(
@@ -71,6 +73,7 @@ class NativeExperts:
             hidden=self._hidden,
             ffn=self._ffn,
             first_expert=self.expert_range[0] if first_expert is None else first_expert,
+            with_amx=self._with_amx,
         )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
@@ -110,8 +113,11 @@ class NativeExperts:
         return out
 
 
-def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
-    """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference."""
+def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0, with_amx: bool = False) -> Experts:
+    """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference.
+
+    with_amx: see linear.NativeLinear.
+    """
     if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
         raise ValueError(
             f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, down {down.dtype} {tuple(down.shape)}: "
@@ -132,6 +138,7 @@ def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Exp
         hidden=hidden,
         ffn=ffn,
         first_expert=first_expert,
+        with_amx=with_amx,
     )
 
 

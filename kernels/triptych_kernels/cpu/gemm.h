@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "microkernel.h"
 #include "packing.h"
 #include "pool.h"
@@ -87,26 +88,31 @@ struct StoreRows {
 
     template <int R, int P>
     TRIPTYCH_INLINE void operator()(int64_t first_row, int64_t panel, const __m512 (&sums)[R][2 * P]) const {
-#pragma GCC unroll 8
-        for (int j = 0; j < 2 * P; ++j) {
-            const int64_t column = panel * kPanelColumns + 16 * j;
-            if (column >= num_columns) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            const int64_t column = (panel + p) * kPanelColumns, left = num_columns - column;
+            if (left <= 0) {
                 break;
             }
-            const int64_t left = num_columns - column;
-            const __mmask16 mask = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
-            const __m512 shift = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + column);
-            const __m512 scale = scales == nullptr ? _mm512_set1_ps(1.0f) : _mm512_loadu_ps(scales + column);
+            const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+            __m512 shift[2], scale[2];
+            for (int half = 0; half < 2; ++half) {
+                const int64_t place = column + 16 * half;
+                shift[half] = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + place);
+                scale[half] = scales == nullptr ? _mm512_set1_ps(1.0f) : _mm512_loadu_ps(scales + place);
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const int64_t row = row_of == nullptr ? first_row + r : row_of[first_row + r];
-                const __m512 value = _mm512_fmadd_ps(sums[r][j], scale, shift);
+                const __m512 low = _mm512_fmadd_ps(sums[r][2 * p], scale[0], shift[0]);
+                const __m512 high = _mm512_fmadd_ps(sums[r][2 * p + 1], scale[1], shift[1]);
                 if (is_bf16) {
                     uint16_t* place = reinterpret_cast<uint16_t*>(out) + row * out_stride + column;
-                    _mm256_mask_storeu_epi16(place, mask, (__m256i)_mm512_cvtneps_pbh(value));
+                    _mm512_mask_storeu_epi16(place, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
                 } else {
                     float* place = reinterpret_cast<float*>(out) + row * out_stride + column;
-                    _mm512_mask_storeu_ps(place, mask, value);
+                    _mm512_mask_storeu_ps(place, static_cast<__mmask16>(mask), low);
+                    _mm512_mask_storeu_ps(place + 16, static_cast<__mmask16>(mask >> 16), high);
                 }
             }
         }
@@ -227,6 +233,9 @@ bool multiply_widened(const Int8Pairs& pairs, const PackedWeight& weight, const 
 template <class Store>
 bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
                      int64_t end, const Store& store) {
+    if (weight.is_tiled) {
+        return multiply_by_tiles(weight, reinterpret_cast<const char*>(rows), blocks.num_rows, first, end, store);
+    }
     const auto multiply_as = [&](const auto& kind) {
         multiply_by_blocks(kind, blocks, rows, weight.panels, weight.panel_bytes(), weight.num_units(), first,
                            end, store);

@@ -69,11 +69,12 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
     }
 }
 
-// A chunk of rows as the microkernel reads them, in memory of the calling thread. nullptr when there is none.
+// A chunk of rows as the weight is multiplied with them, in memory of the calling thread. nullptr when there is none.
 const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
                              const RowBlocks& blocks) {
     const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
-    if (num_rows == 1 && row_bytes == 4 * num_units) {
+    const bool is_laid = num_rows == 1 || (weight.is_tiled && x_stride_bytes == row_bytes);
+    if (is_laid && row_bytes == 4 * num_units) {
         return reinterpret_cast<const uint32_t*>(x);
     }
     uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows));
@@ -90,7 +91,7 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
             for (int r = 0; r < size; ++r) {
                 pointers[r] = x + (first + r) * x_stride_bytes;
             }
-            pack_rows(pointers, size, row_bytes, num_units, packed + first * num_units, size);
+            lay_rows(weight, pointers, size, packed + first * num_units);
         }
     });
     return packed;
@@ -203,7 +204,7 @@ PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     if (!read_numbers("packed_bytes", arguments, count, numbers, 3)) {
         return nullptr;
     }
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false};
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false, false};
     return PyLong_FromLongLong(packed.num_panels() * packed.panel_bytes());
 }
 
@@ -213,7 +214,7 @@ PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         return nullptr;
     }
     const auto kind = static_cast<WeightKind>(numbers[0]);
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32};
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32, false};
     char* out = reinterpret_cast<char*>(numbers[5]);
     Py_BEGIN_ALLOW_THREADS
     if (kind == WeightKind::kInt8) {
@@ -227,13 +228,13 @@ PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[9];
-    if (!read_numbers("make_linear", arguments, count, numbers, 9)) {
+    int64_t numbers[10];
+    if (!read_numbers("make_linear", arguments, count, numbers, 10)) {
         return nullptr;
     }
     auto* plan =
         new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
-                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0},
+                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, numbers[9] != 0},
                        reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
                        numbers[2] != 0, numbers[8]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
@@ -301,7 +302,7 @@ PyMethodDef linear_methods[] = {
     TRIPTYCH_METHOD(pack_weight,
                     "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated) -> plan."),
+                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, is_tiled) -> plan."),
     TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
     TRIPTYCH_METHOD(greedy_linear,
                     "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),

@@ -43,10 +43,13 @@ class NativeLinear:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         num_gated: int = 0,
+        *,
+        with_amx: bool = False,
     ) -> None:
         """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight.
 
         num_gated: the number of gates, where weight, bias and scales are `alternating`.
+        with_amx: whether bf16 rows are multiplied by the CPU's matrix unit, with other roundings.
         """
         num_outputs, self.in_features = weight.shape
         self.out_features = num_gated or num_outputs
@@ -66,6 +69,7 @@ class NativeLinear:
             0 if bias is None else addresses[1],
             0 if scales is None else addresses[-1],
             num_gated,
+            with_amx and dtype is torch.bfloat16,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -132,13 +136,17 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    with_amx: bool = False,
 ) -> Linear:
-    """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes."""
+    """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes.
+
+    with_amx: see NativeLinear.
+    """
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization):
         return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
     narrow, scales = quantize_int8(weight) if quantization else (weight, None)
-    return NativeLinear(narrow, bias, scales, weight.dtype, out_dtype)
+    return NativeLinear(narrow, bias, scales, weight.dtype, out_dtype, with_amx=with_amx)
 
 
 def pack_gated_linear(
@@ -147,6 +155,7 @@ def pack_gated_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
+    with_amx: bool = False,
 ) -> Linear:
     """See ops.Ops.pack_gated_linear.  As pack_linear in all else."""
     out_dtype = weight.dtype if out_dtype is None else out_dtype
@@ -157,7 +166,9 @@ def pack_gated_linear(
     bias, scales = (
         None if vector is None else alternating(vector.detach()[:, None])[:, 0] for vector in (bias, scales)
     )
-    return NativeLinear(alternating(narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated)
+    return NativeLinear(
+        alternating(narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated, with_amx=with_amx
+    )
 
 
 def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quantization: str) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 logger = logging.getLogger(__name__)
 
 
+@functools.cache
 def can_run_native() -> bool:
-    """Whether the compiled kernels are here and this CPU runs them; logs why where the answer is no."""
+    """Whether the compiled kernels are here and this CPU runs them; logs once why they do not."""
     try:
         from triptych_kernels.cpu import _native
     except ImportError as error:
@@ -23,3 +25,10 @@ def can_run_native() -> bool:
         )
         return False
     return True
+
+
+def can_use_amx() -> bool:
+    """Whether this CPU has a matrix unit for bf16 and the system lets this process use it from now on."""
+    from triptych_kernels.cpu import _native
+
+    return _native.request_amx()

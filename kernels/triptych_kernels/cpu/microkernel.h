@@ -17,6 +17,7 @@ namespace {
 constexpr int kPanelColumns = 32;
 constexpr int64_t kUnitBytes = 128;     // of a panel, 32 columns of 32 bits
 constexpr int64_t kInt8UnitBytes = 64;  // the same pair of rows in int8
+constexpr int64_t kUnitsPerStep = 16;   // panels of pairs are padded to a multiple of it, for amx.h
 
 #define TRIPTYCH_INLINE [[gnu::always_inline]] inline
 

@@ -8,6 +8,11 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "pool.h"
 
@@ -32,6 +37,21 @@ bool can_run_kernels() {
     return false;
 #endif
 }
+
+// Whether this process may use the tile registers from now on, which it has to ask the kernel for.
+bool request_tile_registers() {
+#if defined(__linux__) && defined(__x86_64__)
+    constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; ARCH_REQ_XCOMP_PERM
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return can_run_kernels() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kBf16Bit) != 0 &&
+           (d & kTileBit) != 0 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+PyObject* request_amx(PyObject*, PyObject*) { return PyBool_FromLong(request_tile_registers()); }
 
 PyObject* is_supported(PyObject*, PyObject*) { return PyBool_FromLong(can_run_kernels()); }
 
@@ -92,6 +112,8 @@ PyObject* prefer_large_pages(PyObject*, PyObject* const* arguments, Py_ssize_t c
 
 PyMethodDef own_methods[] = {
     {"is_supported", is_supported, METH_NOARGS, "is_supported() -> whether this CPU can run the kernels."},
+    {"request_amx", request_amx, METH_NOARGS,
+     "request_amx() -> whether this process may multiply with AMX from now on."},
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(n): threads, the caller included, that a call uses."},
     {"num_threads", num_threads, METH_NOARGS, "num_threads() -> threads that a call uses; 1 until set."},

@@ -19,20 +19,22 @@ struct PackedWeight {
     int64_t in_features, out_features;
     WeightKind kind;
     bool rows_are_fp32;  // what it multiplies; bf16 otherwise
+    bool is_tiled;       // multiplied by AMX, which takes rows as they lie; of bf16 rows alone
 
     int64_t num_panels() const { return (out_features + 31) / 32; }
     int64_t panel_bytes() const {
-        const int64_t pairs = (in_features + 1) / 2;
-        return kind == WeightKind::kFp32 ? in_features * 128 : pairs * (kind == WeightKind::kBf16 ? 128 : 64);
+        return kind == WeightKind::kFp32 ? in_features * kUnitBytes
+                                         : padded_pairs() * (kind == WeightKind::kBf16 ? kUnitBytes : kInt8UnitBytes);
     }
     // Units of a packed row.
     int64_t num_units() const {
         const int64_t pairs = (in_features + 1) / 2;
         if (!rows_are_fp32) {
-            return pairs;
+            return is_tiled ? padded_pairs() : pairs;
         }
         return kind == WeightKind::kInt8 ? 2 * pairs : in_features;
     }
+    int64_t padded_pairs() const { return ((in_features + 1) / 2 + kUnitsPerStep - 1) / kUnitsPerStep * kUnitsPerStep; }
     int64_t row_bytes() const { return in_features * (rows_are_fp32 ? 4 : 2); }
 };
 
@@ -102,6 +104,30 @@ inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, 
         for (int64_t unit = 0; unit < units; ++unit) {
             _mm512_mask_storeu_epi32(out + (first + unit) * out_stride, stored, lanes[unit]);
         }
+    }
+}
+
+// At most 16 rows of a chunk as the weight is multiplied with them, at `out`.
+inline void lay_rows(const PackedWeight& weight, const char* const* rows, int num_rows, uint32_t* out) {
+    if (!weight.is_tiled) {
+        return pack_rows(rows, num_rows, weight.row_bytes(), weight.num_units(), out, num_rows);
+    }
+    const int64_t used = weight.row_bytes(), padded = weight.num_units() * 4;
+    for (int r = 0; r < num_rows; ++r) {
+        char* row = reinterpret_cast<char*>(out) + r * padded;
+        std::memcpy(row, rows[r], used);
+        std::memset(row + used, 0, padded - used);
+    }
+}
+
+// Units of int8 pairs as units of bf16 pairs.
+inline void widen_to_bf16(const Int8Pairs& pairs, const char* units, int64_t num_units, char* wide) {
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+        __m512i lanes[2];
+        pairs.load(units + unit * kInt8UnitBytes, lanes);
+        _mm_prefetch(units + unit * kInt8UnitBytes + 4096, _MM_HINT_T0);
+        _mm512_store_si512(wide + unit * kUnitBytes, lanes[0]);
+        _mm512_store_si512(wide + unit * kUnitBytes + 64, lanes[1]);
     }
 }
 

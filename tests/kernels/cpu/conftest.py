@@ -10,12 +10,12 @@ from triptych_kernels import cpu
 from triptych_kernels.ops import Ops
 
 
-@pytest.fixture
-def ops() -> Ops:
+@pytest.fixture(params=["native-cpu", "native-cpu-amx"])
+def ops(request: pytest.FixtureRequest) -> Ops:
     """The native ops; their tests are skipped where there are none: test_loader.py says where that may be."""
-    native = cpu.native_ops()
-    if native is None:
-        pytest.skip("no native CPU kernels on this machine")
+    native = cpu.native_ops(with_amx=request.param == "native-cpu-amx")
+    if native is None or native.name != request.param:
+        pytest.skip(f"no {request.param} on this machine")
     return native
 
 

@@ -164,7 +164,7 @@ def test_rows_may_lie_apart_and_what_lies_between_is_not_read(
         assert torch.equal(linear(apart[:size, 5:68]), linear(x))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 12, 13, 40])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 12, 13, 17, 40])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["to-bf16", "to-fp32"])
 def test_every_output_is_written_and_nothing_behind_it(
     ops: Ops, num_rows: int, out_dtype: torch.dtype
@@ -173,8 +173,10 @@ def test_every_output_is_written_and_nothing_behind_it(
     from triptych_kernels.cpu.linear import pack_panels
 
     weight = noise(65, 31, dtype=torch.bfloat16)
-    panels = pack_panels(weight)
-    plan = _native.make_linear(0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0)
+    panels, has_amx = pack_panels(weight), ops.name == "native-cpu-amx"
+    plan = _native.make_linear(
+        0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0, has_amx
+    )
     x = noise(num_rows, 31, dtype=torch.bfloat16)
     out = torch.full((num_rows + 2, 65), torch.nan, dtype=out_dtype)
     _native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows)

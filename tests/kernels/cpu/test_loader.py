@@ -33,11 +33,14 @@ def test_the_build_knows_every_source_and_header() -> None:
         assert {str(file.relative_to(ROOT)) for file in folder.glob(kind)} == set(names)
 
 
-def test_the_table_says_that_it_is_native_and_batch_invariant() -> None:
-    native = cpu.native_ops()
+@pytest.mark.parametrize("with_amx", [True, False])
+def test_the_table_says_what_it_runs_on_and_that_it_is_batch_invariant(with_amx: bool) -> None:
+    native = cpu.native_ops(with_amx=with_amx)
     if native is None:
         pytest.skip("no native CPU kernels on this machine")
-    assert (native.name, native.is_batch_invariant) == ("native-cpu", True)
+    has_amx = with_amx and {"amx_tile", "amx_bf16"} <= set(CPU_INFO.read_text().split())
+    name = "native-cpu-amx" if has_amx else "native-cpu"
+    assert (native.name, native.is_batch_invariant) == (name, True)
 
 
 def test_without_the_compiled_module_the_reference_runs_and_one_line_says_so(tmp_path: Path) -> None:
