@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_svc.model.context import LayerCache
 from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
+from triptych_kernels import prefer_large_pages
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,15 @@ class KVTensors:
         size = (count, shape.num_kv_heads, self.sizing.num_blocks, self.sizing.block_size, dim)
         try:
             # Not zeroed: memory that was never touched costs nothing, and `clear` comes before any use.
-            return torch.empty(size, dtype=dtype, device=self.device)
+            memory = torch.empty(size, dtype=dtype, device=self.device)
         except RuntimeError as error:
             num_bytes = math.prod(size) * dtype.itemsize
             raise KVCapacityError(
                 f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
                 "kv_cache_memory"
             ) from error
+        if memory.is_cpu:
+            prefer_large_pages(memory)
+            # The first page of each layer and head, which a first request would wait for.
+            memory[:, :, 0] = 0
+        return memory
