@@ -307,13 +307,14 @@ PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     if (!read_numbers("make_experts", arguments, count, numbers, 8)) {
         return nullptr;
     }
-    const bool is_fp32 = numbers[0] != 0, is_tiled = numbers[7] != 0;
+    const bool is_fp32 = numbers[0] != 0;
+    const auto form = numbers[7] != 0 ? RowForm::kTiles : RowForm::kUnits;
     const auto kind = is_fp32 ? WeightKind::kFp32 : WeightKind::kBf16;
     const int64_t hidden = numbers[3], ffn = numbers[4];
     const int64_t padded_ffn = (ffn + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
     auto* plan = new ExpertsPlan{
-        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32, is_tiled},
-        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32, is_tiled}, numbers[1],
+        PackedWeight{reinterpret_cast<const char*>(numbers[5]), hidden, 2 * padded_ffn, kind, is_fp32, form},
+        PackedWeight{reinterpret_cast<const char*>(numbers[6]), ffn, hidden, kind, is_fp32, form}, numbers[1],
         numbers[2]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
@@ -350,7 +351,7 @@ PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 PyMethodDef experts_methods[] = {
     TRIPTYCH_METHOD(make_experts,
-                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, is_tiled) -> plan."),
+                    "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, with_amx) -> plan."),
     TRIPTYCH_METHOD(experts, "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."),
     {nullptr, nullptr, 0, nullptr}};
 

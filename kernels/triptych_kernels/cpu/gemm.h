@@ -4,6 +4,8 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
+#include <type_traits>
 
 #include "amx.h"
 #include "microkernel.h"
@@ -211,9 +213,9 @@ void multiply_by_blocks(const Weight& weight, const RowBlocks& blocks, const uin
     }
 }
 
-// fp32 rows times int8 weights: each panel is widened once for all rows. False when there is no memory.
-template <class Store>
-bool multiply_widened(const Int8Pairs& pairs, const PackedWeight& weight, const RowBlocks& blocks,
+// fp32 rows times weights in pairs: each panel is widened once for all rows. False when there is no memory.
+template <bool kSecondFirst, class Pairs, class Store>
+bool multiply_widened(const Pairs& pairs, const PackedWeight& weight, const RowBlocks& blocks,
                       const uint32_t* rows, int64_t first, int64_t end, const Store& store) {
     const int64_t panel_bytes = weight.panel_bytes(), num_units = weight.num_units();
     char* wide = static_cast<char*>(scratch(kScratchGemmPanel, num_units * kUnitBytes));
@@ -222,21 +224,43 @@ bool multiply_widened(const Int8Pairs& pairs, const PackedWeight& weight, const 
     }
     for (int64_t index = first; index < end; ++index) {
         const char* panel = weight.panels + index * panel_bytes;
-        widen_to_fp32(pairs, panel, num_units / 2, wide);
+        widen_to_fp32<kSecondFirst>(pairs, panel, num_units / 2, wide);
         reuse_panel(Fp32Units{}, blocks, rows, wide, panel + panel_bytes, panel_bytes, num_units, index,
                     store);
     }
     return true;
 }
 
+// Products of bf16 pairs take numbers too small for fp32's full precision for 0; with this, those of fp32 do as well.
+class FlushDenormals {
+public:
+    FlushDenormals() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | kDenormalsAreZero); }
+    ~FlushDenormals() { _mm_setcsr(before_); }
+    FlushDenormals(const FlushDenormals&) = delete;
+    FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+private:
+    static constexpr unsigned kDenormalsAreZero = 0x0040;
+    const unsigned before_ = _mm_getcsr();
+};
+
 // Panels [first, end) of the weights times a chunk of packed rows. False when there is no memory.
 template <class Store>
 bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
                      int64_t end, const Store& store) {
-    if (weight.is_tiled) {
+    if (weight.form == RowForm::kTiles) {
         return multiply_by_tiles(weight, reinterpret_cast<const char*>(rows), blocks.num_rows, first, end, store);
     }
+    std::optional<FlushDenormals> flush;
+    if (!weight.rows_are_fp32) {
+        flush.emplace();
+    }
     const auto multiply_as = [&](const auto& kind) {
+        if constexpr (!std::is_same_v<decltype(kind), const Fp32Units&>) {
+            if (weight.form == RowForm::kWide) {
+                return multiply_widened<true>(kind, weight, blocks, rows, first, end, store);
+            }
+        }
         multiply_by_blocks(kind, blocks, rows, weight.panels, weight.panel_bytes(), weight.num_units(), first,
                            end, store);
         return true;
@@ -248,7 +272,7 @@ bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const 
             return multiply_as(Fp32Units{});
         case WeightKind::kInt8: {
             const Int8Pairs pairs(kBf16Tables.bytes);
-            return weight.rows_are_fp32 ? multiply_widened(pairs, weight, blocks, rows, first, end, store)
+            return weight.rows_are_fp32 ? multiply_widened<false>(pairs, weight, blocks, rows, first, end, store)
                                         : multiply_as(pairs);
         }
     }

@@ -73,7 +73,7 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
 const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
                              const RowBlocks& blocks) {
     const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
-    const bool is_laid = num_rows == 1 || (weight.is_tiled && x_stride_bytes == row_bytes);
+    const bool is_laid = num_rows == 1 || (weight.form == RowForm::kTiles && x_stride_bytes == row_bytes);
     if (is_laid && row_bytes == 4 * num_units) {
         return reinterpret_cast<const uint32_t*>(x);
     }
@@ -137,7 +137,7 @@ bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride
 template <class Dtype>
 bool run_gated(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
     const int64_t width = plan.num_gated;
-    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
+    return multiply_chunks(plan.weight.for_rows(num_rows), x, x_stride_bytes, num_rows, [&](int64_t first) {
         auto* place = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
         return StoreGated<Dtype>{plan.bias, plan.scales, place, width};
     });
@@ -149,7 +149,7 @@ bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, c
                                 : run_gated<Fp32>(plan, x, x_stride_bytes, out, num_rows);
     }
     const int64_t width = plan.weight.out_features, row_bytes = width * (plan.out_is_bf16 ? 2 : 4);
-    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
+    return multiply_chunks(plan.weight.for_rows(num_rows), x, x_stride_bytes, num_rows, [&](int64_t first) {
         return StoreRows{plan.bias, plan.scales, out + first * row_bytes, width, width, plan.out_is_bf16, nullptr};
     });
 }
@@ -165,7 +165,7 @@ struct GreedyCall {
 };
 
 bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
-    const PackedWeight& weight = plan.weight;
+    const PackedWeight weight = plan.weight.for_rows(call.num_rows);
     const int64_t step = chunk_rows(call.num_rows, weight.num_units());
     for (int64_t first = 0; first < call.num_rows; first += step) {
         const int64_t num_rows = std::min(step, call.num_rows - first);
@@ -204,7 +204,7 @@ PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     if (!read_numbers("packed_bytes", arguments, count, numbers, 3)) {
         return nullptr;
     }
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false, false};
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false, RowForm::kUnits};
     return PyLong_FromLongLong(packed.num_panels() * packed.panel_bytes());
 }
 
@@ -214,7 +214,7 @@ PyObject* pack_weight(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         return nullptr;
     }
     const auto kind = static_cast<WeightKind>(numbers[0]);
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32, false};
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, kind == WeightKind::kFp32, RowForm::kUnits};
     char* out = reinterpret_cast<char*>(numbers[5]);
     Py_BEGIN_ALLOW_THREADS
     if (kind == WeightKind::kInt8) {
@@ -234,7 +234,7 @@ PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     auto* plan =
         new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
-                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, numbers[9] != 0},
+                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, numbers[9] != 0 ? RowForm::kTiles : RowForm::kUnits},
                        reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
                        numbers[2] != 0, numbers[8]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
@@ -302,7 +302,7 @@ PyMethodDef linear_methods[] = {
     TRIPTYCH_METHOD(pack_weight,
                     "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, is_tiled) -> plan."),
+                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) -> plan."),
     TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
     TRIPTYCH_METHOD(greedy_linear,
                     "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),

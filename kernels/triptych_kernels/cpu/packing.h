@@ -13,13 +13,25 @@ namespace triptych {
 
 enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 
+// How rows are laid for a product: as units of the microkernel; bf16 widened to fp32, of each pair the second first; or,
+// for AMX, as they are.
+enum class RowForm { kUnits, kWide, kTiles };
+
+// On Intel's CPUs a product of bf16 pairs takes twice as long as two of fp32, and is the same as these, the
+// second of a pair first: many rows are worth widening.
+inline bool has_slow_pairs() {
+    static const bool is_intel = __builtin_cpu_is("intel") != 0;
+    return is_intel;
+}
+constexpr int64_t kWideRows = 32;
+
 // A weight [out_features, in_features] as panels, 64-byte aligned; padding is zero.
 struct PackedWeight {
     const char* panels;
     int64_t in_features, out_features;
     WeightKind kind;
     bool rows_are_fp32;  // what it multiplies; bf16 otherwise
-    bool is_tiled;       // multiplied by AMX, which takes rows as they lie; of bf16 rows alone
+    RowForm form;        // kWide and kTiles of bf16 rows alone
 
     int64_t num_panels() const { return (out_features + 31) / 32; }
     int64_t panel_bytes() const {
@@ -30,11 +42,19 @@ struct PackedWeight {
     int64_t num_units() const {
         const int64_t pairs = (in_features + 1) / 2;
         if (!rows_are_fp32) {
-            return is_tiled ? padded_pairs() : pairs;
+            return form == RowForm::kTiles ? padded_pairs() : form == RowForm::kWide ? 2 * pairs : pairs;
         }
         return kind == WeightKind::kInt8 ? 2 * pairs : in_features;
     }
     int64_t padded_pairs() const { return ((in_features + 1) / 2 + kUnitsPerStep - 1) / kUnitsPerStep * kUnitsPerStep; }
+    // With the form that so many rows are multiplied in; results have the same bits.
+    PackedWeight for_rows(int64_t num_rows) const {
+        PackedWeight weight = *this;
+        if (form == RowForm::kUnits && !rows_are_fp32 && num_rows >= kWideRows && has_slow_pairs()) {
+            weight.form = RowForm::kWide;
+        }
+        return weight;
+    }
     int64_t row_bytes() const { return in_features * (rows_are_fp32 ? 4 : 2); }
 };
 
@@ -107,10 +127,27 @@ inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, 
     }
 }
 
+// Pairs [num_pairs][num_rows] of bf16 as twice as many units of fp32; at most 16 rows.
+inline void widen_rows(const uint32_t* pairs, int64_t num_pairs, int num_rows, uint32_t* out) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    const __mmask16 mask = static_cast<__mmask16>((1u << num_rows) - 1);
+    for (int64_t pair = 0; pair < num_pairs; ++pair, pairs += num_rows, out += 2 * num_rows) {
+        const __m512i both = _mm512_maskz_loadu_epi32(mask, pairs);
+        _mm512_mask_storeu_epi32(out, mask, _mm512_and_si512(both, upper));
+        _mm512_mask_storeu_epi32(out + num_rows, mask, _mm512_slli_epi32(both, 16));
+    }
+}
+
 // At most 16 rows of a chunk as the weight is multiplied with them, at `out`.
 inline void lay_rows(const PackedWeight& weight, const char* const* rows, int num_rows, uint32_t* out) {
-    if (!weight.is_tiled) {
+    if (weight.form == RowForm::kUnits) {
         return pack_rows(rows, num_rows, weight.row_bytes(), weight.num_units(), out, num_rows);
+    }
+    if (weight.form == RowForm::kWide) {
+        const int64_t num_pairs = weight.num_units() / 2;
+        uint32_t* pairs = out + num_pairs * num_rows;  // read before they are written over
+        pack_rows(rows, num_rows, weight.row_bytes(), num_pairs, pairs, num_rows);
+        return widen_rows(pairs, num_pairs, num_rows, out);
     }
     const int64_t used = weight.row_bytes(), padded = weight.num_units() * 4;
     for (int r = 0; r < num_rows; ++r) {
@@ -131,17 +168,19 @@ inline void widen_to_bf16(const Int8Pairs& pairs, const char* units, int64_t num
     }
 }
 
-// A panel of int8 pairs as a panel of fp32, two units a pair.
-inline void widen_to_fp32(const Int8Pairs& pairs, const char* panel, int64_t num_pairs, char* wide) {
+// A panel of pairs as a panel of fp32, two units a pair, with kSecondFirst the second in front.
+template <bool kSecondFirst, class Pairs>
+inline void widen_to_fp32(const Pairs& pairs, const char* panel, int64_t num_pairs, char* wide) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
         __m512i lanes[2];
-        pairs.load(panel + pair * kInt8UnitBytes, lanes);
-        _mm_prefetch(panel + pair * kInt8UnitBytes + 2048, _MM_HINT_T0);
-        char* unit = wide + 2 * pair * kUnitBytes;
+        pairs.load(panel + pair * Pairs::kStep, lanes);
+        _mm_prefetch(panel + pair * Pairs::kStep + 2048, _MM_HINT_T0);
+        char* first = wide + (2 * pair + (kSecondFirst ? 1 : 0)) * kUnitBytes;
+        char* second = wide + (2 * pair + (kSecondFirst ? 0 : 1)) * kUnitBytes;
         for (int half = 0; half < 2; ++half) {
-            _mm512_store_si512(unit + 64 * half, _mm512_slli_epi32(lanes[half], 16));
-            _mm512_store_si512(unit + kUnitBytes + 64 * half, _mm512_and_si512(lanes[half], upper));
+            _mm512_store_si512(first + 64 * half, _mm512_slli_epi32(lanes[half], 16));
+            _mm512_store_si512(second + 64 * half, _mm512_and_si512(lanes[half], upper));
         }
     }
 }

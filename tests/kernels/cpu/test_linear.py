@@ -86,6 +86,13 @@ def test_the_number_of_threads_changes_no_bit(
             assert torch.equal(linear(x), alone), f"{size} rows, {num_threads} threads"
 
 
+def test_numbers_too_small_for_full_precision_have_the_same_bits_in_every_batch(ops: Ops) -> None:
+    weight, x = noise(33, 64, dtype=torch.bfloat16) * 1e-19, noise(48, 64, dtype=torch.bfloat16) * 1e-19
+    linear = ops.pack_linear(weight, out_dtype=torch.float32)
+    whole = linear(x)
+    assert all(torch.equal(linear(x[row : row + 1]), whole[row : row + 1]) for row in range(len(x)))
+
+
 def test_a_batch_larger_than_what_is_taken_at_once_is_complete(ops: Ops) -> None:
     weight, _ = weight_and_bias(2048, 40, torch.bfloat16)
     x = noise(500, 2048, dtype=torch.bfloat16)
