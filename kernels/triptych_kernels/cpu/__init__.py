@@ -46,7 +46,7 @@ def native_ops(*, with_amx: bool = True) -> Ops | None:
         pack_gated_linear=functools.partial(pack_gated_linear, with_amx=has_amx),
         pack_experts=functools.partial(pack_experts, with_amx=has_amx),
         kv_write=kv_write,
-        paged_attention=paged_attention,
+        paged_attention=functools.partial(paged_attention, with_amx=has_amx),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_kv_write=rotary_kv_write,

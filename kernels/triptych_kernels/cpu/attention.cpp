@@ -1,18 +1,23 @@
 // Attention over the paged cache, for rows that compute one token and for chunks alike.
 //
-// The sums of attention_kernels.h run in the order of the places, and a place that a token must not see takes no part
-// in its sums. So a token's result has the same bits whatever its row's chunks are, whatever else is in the step,
-// wherever its blocks lie and however many threads run.
+// Sums run in the order of the places, and a place that a token must not see takes no part in them, or that of a zero.
+// So a token's result has the same bits whatever its row's chunks are, whatever else is in the step, wherever its
+// blocks lie and however many threads run.
 
 #include "arguments.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "pool.h"
 
-#include "attention_task.h"
+#include "avx512.h"
+
+#include "attention_tiles.h"
+#include "attention_vectors.h"
 
 extern PyMethodDef attention_methods[];
 
@@ -49,17 +54,18 @@ const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
 
 // KV heads of a block of tokens, or of neighbouring blocks: tasks from first to end - 1. `following` is the task that
 // this thread will probably get next.
-template <class Kind>
+template <class Task>
 bool run_tasks_of(
     const Call& call, const std::vector<QueryBlock>& blocks, int64_t first, int64_t end, int64_t following) {
     const int64_t size = call.num_kv_heads, last = static_cast<int64_t>(blocks.size()) * size - 1;
     bool has_memory = true;
+    typename Task::Registers registers;
     for (int64_t index = first; index < end; ++index) {
         const int64_t next_index = std::min(index + 1 < end ? index + 1 : following, last);
         const QueryBlock& block = blocks[index / size];
         const Stream stream(call, block, index % size);
         const Stream next(call, blocks[next_index / size], next_index % size);
-        has_memory &= Task<Kind>(call, block, index % size, stream, next).run();
+        has_memory &= Task(call, block, index % size, stream, next).run(registers);
     }
     return has_memory;
 }
@@ -78,21 +84,23 @@ const char* attend(const Call& call) {
     const int64_t num_blocks = blocks.size(), num_threads = triptych::num_threads();
     // Whole blocks of tokens where there are enough for every thread: what is read next is then known.
     const int64_t run = num_blocks >= 4 * num_threads ? call.num_kv_heads : 1;
+    const auto run_tasks = !call.is_bf16   ? run_tasks_of<VectorTask<Fp32Attention>>
+                           : call.with_amx ? run_tasks_of<TileTask>
+                                           : run_tasks_of<VectorTask<Bf16Attention>>;
     parallel_for(num_blocks * call.num_kv_heads / run, [&](int64_t task) {
         const int64_t first = task * run, end = first + run, following = first + num_threads * run;
-        const bool is_done = call.is_bf16 ? run_tasks_of<Bf16Attention>(call, blocks, first, end, following)
-                                          : run_tasks_of<Fp32Attention>(call, blocks, first, end, following);
+        const bool is_done = run_tasks(call, blocks, first, end, following);
         if (!is_done) has_memory.store(false, std::memory_order_relaxed);
     });
     return has_memory.load() ? nullptr : "out of memory";
 }
 
 PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[22];
-    if (count < 2 || !read_numbers("paged_attention", arguments, count - 2, n, 22)) return nullptr;
+    int64_t n[23];
+    if (count < 2 || !read_numbers("paged_attention", arguments, count - 2, n, 23)) return nullptr;
     Call call;
-    call.scale = static_cast<float>(PyFloat_AsDouble(arguments[22]));
-    call.soft_cap = static_cast<float>(PyFloat_AsDouble(arguments[23]));
+    call.scale = static_cast<float>(PyFloat_AsDouble(arguments[23]));
+    call.soft_cap = static_cast<float>(PyFloat_AsDouble(arguments[24]));
     if (PyErr_Occurred()) return nullptr;
     call.query = reinterpret_cast<const char*>(n[0]);
     call.keys = reinterpret_cast<const char*>(n[1]);
@@ -101,13 +109,13 @@ PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     call.sinks = reinterpret_cast<const float*>(n[4]);
     call.token_stride = n[5], call.head_stride = n[6], call.num_tokens = n[7], call.num_heads = n[8];
     call.num_kv_heads = n[9], call.num_blocks = n[10], call.block_size = n[11];
-    call.key_dim = n[12], call.value_dim = n[13], call.is_bf16 = n[14] != 0;
+    call.key_dim = n[12], call.value_dim = n[13], call.is_bf16 = n[14] != 0, call.with_amx = n[15] != 0;
     // 0 is no window: one that no row outgrows, and that may be added to without overflow.
-    call.window = n[15] > 0 ? n[15] : int64_t{1} << 40;
-    call.tables = reinterpret_cast<const int32_t*>(n[16]);
-    call.starts = reinterpret_cast<const int32_t*>(n[17]);
-    call.totals = reinterpret_cast<const int32_t*>(n[18]);
-    call.num_rows = n[19], call.num_table_columns = n[20], call.table_stride = n[21];
+    call.window = n[16] > 0 ? n[16] : int64_t{1} << 40;
+    call.tables = reinterpret_cast<const int32_t*>(n[17]);
+    call.starts = reinterpret_cast<const int32_t*>(n[18]);
+    call.totals = reinterpret_cast<const int32_t*>(n[19]);
+    call.num_rows = n[20], call.num_table_columns = n[21], call.table_stride = n[22];
     call.derive();
     const char* fault = nullptr;
     Py_BEGIN_ALLOW_THREADS;

@@ -26,8 +26,11 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
+    with_amx: bool = False,
 ) -> Tensor:
     """See the reference. A token's result has the same bits in every batch, chunk and block order.
+
+    with_amx: whether bf16 is multiplied by the CPU's matrix unit, with other roundings.
 
     fp16, and layouts of which the kernel knows nothing, go to the reference. ValueError where the batch
     names tokens, lengths or blocks that do not fit the tensors.
@@ -75,6 +78,7 @@ def paged_attention(
         key_dim,
         value_dim,
         dtype is torch.bfloat16,
+        with_amx,
         window or 0,
         *(batch.derived.get(_ADDRESSES) or _addresses(batch))[0],  # type: ignore[index]  # Only _addresses writes it.
         scale,

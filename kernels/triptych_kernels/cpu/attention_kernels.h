@@ -58,7 +58,7 @@ inline void turn_chunk(const __m512i (&z)[4], int32_t* out) {
 
 // Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
 inline void prefetch_bytes(const char* from, int64_t num_bytes) {
-    for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(from[line]));
+    for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht1 %0" : : "m"(from[line]));
 }
 
 // 16 rows of num_chunks chunks of 4 units, 16 bytes, as out[unit][place].
@@ -257,15 +257,16 @@ inline void lay_tile(Fp32, const float* from, int64_t num_columns, int32_t* out,
     }
 }
 
-// out = sums / total, rounded, in the columns' own order.
+// out = sums / total, rounded, in the columns' own order. A sum that is zero has no sign: what it would be depends on
+// places that were added as zero.
 inline void store_result(Bf16, const float* sums, float total, int64_t num_columns, uint16_t* out) {
-    const __m512 divisor = _mm512_set1_ps(total);
+    const __m512 divisor = _mm512_set1_ps(total), zero = _mm512_setzero_ps();
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t column = 0; column < num_columns; column += 32) {
         const int64_t left = num_columns - column;
         const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-        const __m512 low = _mm512_div_ps(_mm512_load_ps(sums + column), divisor);
-        const __m512 high = _mm512_div_ps(_mm512_load_ps(sums + column + 16), divisor);
+        const __m512 low = _mm512_div_ps(_mm512_add_ps(_mm512_load_ps(sums + column), zero), divisor);
+        const __m512 high = _mm512_div_ps(_mm512_add_ps(_mm512_load_ps(sums + column + 16), zero), divisor);
         const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(high, low);
         _mm512_mask_storeu_epi16(out + column, mask, _mm512_permutexvar_epi64(order, pair));
     }

@@ -1,6 +1,7 @@
 // One task of attention: a KV head of a few neighbouring tokens of a row, with all query heads that read it.
 //
-// It goes over the places that the tokens see three times: scores, weights, values. Knows no Python and no threads.
+// It goes over the places that the tokens see three times: scores, weights, values. What is done to them but the
+// products, which are in attention_vectors.h and attention_tiles.h. Knows no Python and no threads.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ struct Call {
     const float* sinks;
     int64_t token_stride, head_stride, table_stride, num_table_columns;
     int64_t num_rows, num_tokens, num_heads, num_kv_heads, num_blocks, block_size, key_dim, value_dim, window;
-    bool is_bf16;
+    bool is_bf16, with_amx;
     float scale, soft_cap;
     // Derived.
     int64_t share, key_bytes, value_bytes, tiles_ahead;
@@ -98,59 +99,52 @@ private:
     const int64_t first_tile_, num_tiles_;
 };
 
+// How a task wants things to lie, for its inner loops.
+struct Shape {
+    int64_t units_together;  // of queries and keys, which are padded to a multiple of it with zeros
+    int64_t rows_together;   // of queries; there is memory for a multiple of it
+    int64_t tiles_together;  // of keys, or of values, that lie turned
+    int64_t first_weight;    // weights of the first tile lie that many tiles behind the row's start
+};
+
+// What tasks have in common, whatever multiplies: what they read laid out, scores hidden, weights, results.
 template <class Kind>
-class Task {
+class TaskParts {
     using Element = typename Kind::Element;
+
+protected:
     static constexpr int64_t kPlaces = Kind::kPlacesPerStep;
     static constexpr int64_t kSteps = kTile / kPlaces;  // of a tile
 
-public:
     // next: what this thread will probably read after it.
-    Task(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
-        : call_(call), block_(block), kv_head_(kv_head), stream_(stream), next_(next),
+    TaskParts(
+        const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next,
+        const Shape& shape)
+        : call_(call), block_(block), kv_head_(kv_head), stream_(stream), next_(next), shape_(shape),
           num_rows_(block.num_tokens * call.share), num_tiles_(stream.num_tiles()), first_tile_(stream.first_tile()),
-          num_chunks_((call.key_bytes + 15) / 16), num_units_(num_chunks_ * 4),
-          num_columns_((call.value_dim + 31) / 32 * 32),
-          num_vectors_(kPlaces == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16),
+          num_chunks_((call.key_bytes + 15) / 16),
+          num_units_(rounded_up(num_chunks_ * 4, shape.units_together)),
+          num_columns_(rounded_up(call.value_dim, 32)),
           // An odd number of lines keeps the rows of a group in different sets of the cache.
           stride_((num_tiles_ | 1) * kTile) {}
 
-    // False when there is no memory.
-    bool run() {
-        if (!find_memory()) return false;
-        lay_queries();
-        score();
-        weigh();
-        if (block_.num_tokens == 1 && call_.block_size % kTile == 0 && call_.value_dim % 32 == 0) {
-            add_from_cache();
-        } else {
-            add();
-        }
-        Element* out = reinterpret_cast<Element*>(call_.output) +
-                       (block_.token * call_.num_heads + kv_head_ * call_.share) * call_.value_dim;
-        for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
-            for (int64_t head = 0; head < call_.share; ++head, ++r)
-                store_result(
-                    Kind(), sums_ + r * num_columns_, totals_[r], call_.value_dim, out + head * call_.value_dim);
-            out += call_.num_heads * call_.value_dim;
-        }
-        return true;
-    }
+    static int64_t rounded_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
-private:
+    // False when there is none.
     bool find_memory() {
+        const int64_t num_rows = rounded_up(num_rows_, shape_.rows_together), num_tiles = shape_.tiles_together;
         int64_t size = 0;
         const auto reserve = [&](int64_t num_bytes) {
             const int64_t at = size;
-            size += (num_bytes + 63) / 64 * 64;
+            size += rounded_up(num_bytes, 64);
             return at;
         };
-        const int64_t queries = reserve(num_rows_ * num_units_ * 4), keys = reserve(kTilesTogether * num_units_ * 64);
+        const int64_t queries = reserve(num_rows * num_units_ * 4), keys = reserve(num_tiles * num_units_ * 64);
         const int64_t padded = reserve(kTile * num_chunks_ * 16);
-        const int64_t values = reserve(kTilesTogether * kSteps * num_columns_ * 4);
-        const int64_t sums = reserve(num_rows_ * num_columns_ * 4), highest = reserve(num_rows_ * 64);
+        const int64_t values = reserve(num_tiles * kSteps * num_columns_ * 4);
+        const int64_t sums = reserve(num_rows * num_columns_ * 4), highest = reserve(num_rows_ * 64);
         const int64_t totals = reserve(num_rows_ * 4), seen = reserve(num_rows_ * sizeof(Range));
-        const int64_t scores = reserve(num_rows_ * stride_ * 4);
+        const int64_t scores = reserve(num_rows * stride_ * 4);
         char* memory = static_cast<char*>(scratch(kScratchAttention, size));
         if (memory == nullptr) return false;
         queries_ = reinterpret_cast<int32_t*>(memory + queries);
@@ -174,8 +168,9 @@ private:
                                   (block_.token + token) * call_.token_stride +
                                   kv_head_ * call_.share * call_.head_stride;
             for (int64_t head = 0; head < call_.share; ++head, ++r) {
-                std::memset(queries_ + (r + 1) * num_units_ - 4, 0, 16);
-                std::memcpy(queries_ + r * num_units_, from + head * call_.head_stride, call_.key_bytes);
+                char* query = reinterpret_cast<char*>(queries_ + r * num_units_);
+                std::memcpy(query, from + head * call_.head_stride, call_.key_bytes);
+                std::memset(query + call_.key_bytes, 0, num_units_ * 4 - call_.key_bytes);
                 seen_[r] = seen;
                 _mm512_store_ps(highest_ + r * 16, lowest);
             }
@@ -226,26 +221,6 @@ private:
         return {seen_[r].first / kTile - first_tile_, (seen_[r + count - 1].end + kTile - 1) / kTile - first_tile_};
     }
 
-    void score() {
-        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
-            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t) lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
-                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
-                const Range tiles = tiles_of(r, count);
-                const int64_t from = std::max(tile, tiles.first), to = std::min(end_tile, tiles.end);
-                if (from >= to) continue;
-                const bool is_plain = call_.soft_cap == 0.0f &&
-                                      seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
-                                      seen_[r].end >= (first_tile_ + to) * kTile;
-                Loops<Kind>::kDotTiles[count - 1][to - from - 1](
-                    queries_ + r * num_units_, keys_ + (from - tile) * num_units_ * 16, num_units_, call_.scale,
-                    scores_ + r * stride_ + from * kTile, stride_, is_plain ? highest_ + r * 16 : nullptr);
-                for (int64_t i = r; i < r + count && !is_plain; ++i) finish_scores(i, from, to);
-            }
-        }
-    }
-
     // Caps and hides the scores of tiles from to to - 1, and keeps the highest of each lane.
     void finish_scores(int64_t r, int64_t from, int64_t to) {
         const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -264,7 +239,7 @@ private:
         _mm512_store_ps(highest_ + r * 16, highest);
     }
 
-    // Turns scores into weights, in place.
+    // Turns scores into weights, in place: those of a tile reach no score of the next.
     void weigh() {
         for (int64_t r = 0; r < num_rows_; ++r) {
             float highest = _mm512_reduce_max_ps(_mm512_load_ps(highest_ + r * 16));
@@ -278,101 +253,32 @@ private:
             const Range tiles = tiles_of(r, 1);
             for (int64_t t = tiles.first; t < tiles.end; ++t)
                 total = _mm512_add_ps(
-                    total, weigh_tile(Kind(), scores + t * kTile, subtracted, units + t * kSteps));
+                    total, weigh_tile(
+                               Kind(), scores + t * kTile, subtracted, units + (t + shape_.first_weight) * kSteps));
             totals_[r] = _mm512_reduce_add_ps(total);
             if (sink != nullptr)
                 totals_[r] += _mm512_cvtss_f32(exp16(_mm512_sub_ps(_mm512_set1_ps(*sink), subtracted)));
         }
     }
 
-    void add() {
-        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
-            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
-            for (int64_t t = tile; t < end_tile; ++t)
-                lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
-                add_to_group(r, std::min<int64_t>(kRowsTogether, num_rows_ - r), tile, end_tile);
+    void store_results() const {
+        Element* out = reinterpret_cast<Element*>(call_.output) +
+                       (block_.token * call_.num_heads + kv_head_ * call_.share) * call_.value_dim;
+        for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
+            for (int64_t head = 0; head < call_.share; ++head, ++r)
+                store_result(
+                    Kind(), sums_ + r * num_columns_, totals_[r], call_.value_dim, out + head * call_.value_dim);
+            out += call_.num_heads * call_.value_dim;
         }
-    }
-
-    // add() for a single token: tiles that it sees all of are not laid out first.
-    void add_from_cache() {
-        const Range seen = stream_.visible();
-        for (int64_t tile = 0; tile < num_tiles_;) {
-            CachedTiles tiles{{}, {}, 0};
-            for (int64_t t = tile; t < num_tiles_ && tiles.count < kTilesTogether; ++t, ++tiles.count) {
-                const int64_t place = (first_tile_ + t) * kTile;
-                if (place < seen.first || place + kTile > seen.end) break;
-                tiles.values[tiles.count] = stream_.value(place);
-                tiles.ahead[tiles.count] = stream_.after(num_tiles_ + t, next_, tiles.values[tiles.count]);
-            }
-            const int64_t end_tile = tile + std::max<int64_t>(tiles.count, 1);
-            if (tiles.count == 0) lay_values(first_tile_ + tile, values_);
-            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
-                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
-                if (tiles.count == 0) {
-                    add_to_group(r, count, tile, end_tile);
-                    continue;
-                }
-                const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
-                for (int64_t column = 0; column < call_.value_dim; column += 64)
-                    Loops<Kind>::kAddTiles[count - 1][column + 64 <= call_.value_dim](
-                        weights, stride_, tiles, column, call_.value_dim, sums_ + r * num_columns_ + column,
-                        num_columns_);
-            }
-            tile = end_tile;
-        }
-    }
-
-    // Adds the values of some tiles to neighbouring rows: steps that all see whole together, the others by row.
-    void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
-        const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
-        const auto clip = [&](int64_t place) { return std::min(std::max<int64_t>(place - base, 0), size); };
-        if (block_.num_tokens == 1) {
-            // All rows see the same, and values that they do not see are laid as zeros.
-            const int64_t first = clip(seen_[r].first) / kPlaces, end = (clip(seen_[r].end) + kPlaces - 1) / kPlaces;
-            add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
-            return;
-        }
-        // Later rows see later places.
-        const int64_t first = (clip(seen_[r + count - 1].first) + kPlaces - 1) / kPlaces;
-        const int64_t end = clip(seen_[r].end) / kPlaces;
-        if (first >= end) {
-            for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), clip(seen_[i].end));
-            return;
-        }
-        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), first * kPlaces);
-        add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
-        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPlaces, clip(seen_[i].end));
-    }
-
-    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step in bf16 may be hidden.
-    void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
-        if (from >= to) return;
-        int64_t step = from / kPlaces;
-        if (from % kPlaces != 0) {
-            add_steps(Loops<Kind>::kAddMasked, r, tile, step, step + 1, static_cast<int32_t>(0xffff0000));
-            ++step;
-        }
-        if (step < to / kPlaces) add_steps(Loops<Kind>::kAddValues[0], r, tile, step, to / kPlaces, -1);
-        if (to % kPlaces != 0 && to / kPlaces >= step)
-            add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPlaces, to / kPlaces + 1, 0x0000ffff);
-    }
-
-    void add_steps(const AddValues (&loops)[4], int64_t r, int64_t tile, int64_t first, int64_t end, int32_t kept) {
-        const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
-        for (int64_t v = 0; v < num_vectors_; v += 4)
-            loops[std::min<int64_t>(4, num_vectors_ - v) - 1](
-                weights, stride_, values_ + v * 16, num_columns_, first, end, kept,
-                sums_ + r * num_columns_ + v * 16, num_columns_);
     }
 
     const Call& call_;
     const QueryBlock& block_;
     const int64_t kv_head_;
     const Stream &stream_, &next_;
+    const Shape shape_;
     // Rows are tokens times heads, heads within a token.
-    const int64_t num_rows_, num_tiles_, first_tile_, num_chunks_, num_units_, num_columns_, num_vectors_, stride_;
+    const int64_t num_rows_, num_tiles_, first_tile_, num_chunks_, num_units_, num_columns_, stride_;
     int32_t *queries_, *keys_, *values_;
     char* padded_;
     float *sums_, *highest_, *totals_, *scores_;

@@ -27,6 +27,7 @@ SHAPES = [
     ((6, 3), 80, 24, 16),
     ((3, 3), 192, 128, 32),
     ((14, 2), 64, 96, 16),
+    ((20, 1), 64, 64, 16),
     ((5, 1), 5, 7, 3),
     ((2, 2), 17, 33, 1),
 ]
@@ -133,6 +134,7 @@ INVARIANCE = [
     pytest.param(((9, 3), 64, 64, 32), {"soft_cap": 0.7}, id="share-3-cap"),
     pytest.param(((4, 1), 40, 80, 4), {"sinks": torch.tensor([0.5, -2.0, 3.0, 0.0])}, id="share-4-sinks"),
     pytest.param(((8, 1), 128, 128, 16), {"window": 64}, id="share-8"),
+    pytest.param(((20, 1), 48, 96, 32), {"window": 39}, id="share-20"),
 ]
 
 

@@ -1,0 +1,287 @@
+// The products of attention in bf16 on the matrix unit of a CPU with AMX: see attention_task.h for the rest of a task.
+//
+// A register holds 32 numbers of up to 16 rows: of queries, or weights of 32 places; or else 16 units of 16 places'
+// keys, or of 16 columns of values. Scores are chains along the head, which zeros pad to steps of 32 numbers. Sums of
+// values are chains along the places in steps of 32, the first a multiple of 32. A place that a row does not see has
+// weight zero there, and a step of such places changes no sum. So a row has the same bits in every company. They are
+// others than those of attention_vectors.h, since the unit sums even and odd numbers of a step apart.
+//
+// Include pool.h and avx512.h before.
+#pragma once
+
+#include "amx.h"
+#include "attention_task.h"
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+
+constexpr int64_t kTilesOfStep = 2;    // tiles of places that are one step of weights
+constexpr int64_t kStepsTogether = 4;  // of values that lie interleaved in the first-level cache
+constexpr int64_t kTilesOfGroup = kTilesOfStep * kStepsTogether;
+constexpr int64_t kUnitsOfStep = 16;
+
+// Rows times units of neighbouring registers, of which there are at most four. Strides are in bytes.
+struct TileProduct {
+    const char* rows;    // 64 bytes a step, one step after the other
+    int64_t row_stride;  // 0 takes one row for all of them
+    const char* units;
+    int64_t unit_stride, step_stride, register_stride;
+    int64_t num_steps;
+    float* sums;  // 16 a register
+    int64_t sums_stride;
+};
+
+// sums = rows times N registers of units each step, or that added to them.
+template <int N, bool ADDS>
+[[gnu::noinline]] void multiply_tiles(const TileProduct& product) {
+    // The compiler does not know what tiles are read from.
+    asm volatile("" ::: "memory");
+    float* sums = product.sums;
+    const int64_t sums_stride = product.sums_stride, unit_stride = product.unit_stride;
+    if (ADDS) {
+        _tile_loadd(0, sums, sums_stride);
+        if (N > 1) _tile_loadd(1, sums + 16, sums_stride);
+        if (N > 2) _tile_loadd(2, sums + 32, sums_stride);
+        if (N > 3) _tile_loadd(3, sums + 48, sums_stride);
+    } else {
+        zero_sums();
+    }
+    const char *rows = product.rows, *units = product.units;
+    for (int64_t step = 0; step < product.num_steps; ++step, rows += kTileRowBytes, units += product.step_stride) {
+        _tile_loadd(4, rows, product.row_stride);
+        _tile_loadd(5, units, unit_stride);
+        _tile_dpbf16ps(0, 4, 5);
+        if (N > 1) {
+            _tile_loadd(6, units + product.register_stride, unit_stride);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if (N > 2) {
+            _tile_loadd(5, units + 2 * product.register_stride, unit_stride);
+            _tile_dpbf16ps(2, 4, 5);
+        }
+        if (N > 3) {
+            _tile_loadd(6, units + 3 * product.register_stride, unit_stride);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+    }
+    _tile_stored(0, sums, sums_stride);
+    if (N > 1) _tile_stored(1, sums + 16, sums_stride);
+    if (N > 2) _tile_stored(2, sums + 32, sums_stride);
+    if (N > 3) _tile_stored(3, sums + 48, sums_stride);
+}
+
+// By [registers - 1].
+template <bool ADDS>
+constexpr void (*kMultiplyTiles[4])(const TileProduct&) = {
+    multiply_tiles<1, ADDS>, multiply_tiles<2, ADDS>, multiply_tiles<3, ADDS>, multiply_tiles<4, ADDS>};
+
+// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products.
+class TileRegisters {
+public:
+    TileRegisters() = default;
+    TileRegisters(const TileRegisters&) = delete;
+    ~TileRegisters() {
+        if (num_rows_ > 0) _tile_release();
+    }
+
+    void hold(int64_t num_rows) {
+        if (num_rows == num_rows_) return;
+        configure_tiles(num_rows);
+        num_rows_ = num_rows;
+    }
+
+private:
+    int64_t num_rows_ = 0;  // of sums and of what makes them
+};
+
+class TileTask : TaskParts<Bf16Attention> {
+public:
+    using Registers = TileRegisters;
+
+    TileTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
+        : TaskParts(
+              call, block, kv_head, stream, next,
+              // A step more, for a row's own copy of values.
+              Shape{kUnitsOfStep, rows_of_group(block.num_tokens * call.share), kTilesOfGroup + kTilesOfStep,
+                    stream.first_tile() % kTilesOfStep}),
+          num_steps_(steps_of(Range{0, num_tiles_}).end) {}
+
+    // False when there is no memory.
+    bool run(Registers& registers) {
+        if (!find_memory()) return false;
+        registers.hold(shape_.rows_together);
+        lay_queries();
+        score();
+        weigh();
+        clear_unseen_weights();
+        add();
+        store_results();
+        return true;
+    }
+
+private:
+    // Groups of equal size, as few as hold all rows.
+    static int64_t rows_of_group(int64_t num_rows) {
+        const int64_t num_groups = (num_rows + kTileRows - 1) / kTileRows;
+        return (num_rows + num_groups - 1) / num_groups;
+    }
+
+    // Steps, counted from the task's first, that have any place of the tiles.
+    Range steps_of(Range tiles) const {
+        return {(tiles.first + shape_.first_weight) / kTilesOfStep,
+                (tiles.end + shape_.first_weight + kTilesOfStep - 1) / kTilesOfStep};
+    }
+
+    int64_t first_place(int64_t step) const {
+        return (first_tile_ - shape_.first_weight + step * kTilesOfStep) * kTile;
+    }
+
+    char* weights(int64_t r) const { return reinterpret_cast<char*>(scores_ + r * stride_); }
+
+    // body(first row, rows) for each group.
+    template <class Body>
+    void for_groups(const Body& body) const {
+        for (int64_t r = 0; r < num_rows_; r += shape_.rows_together)
+            body(r, std::min(shape_.rows_together, num_rows_ - r));
+    }
+
+    void score() {
+        const int64_t padding = num_units_ - num_chunks_ * 4;
+        for (int64_t t = 0; t < kTilesOfGroup && padding > 0; ++t)
+            std::memset(keys_ + ((t + 1) * num_units_ - padding) * 16, 0, padding * 64);
+        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesOfGroup) {
+            const int64_t end_tile = std::min(tile + kTilesOfGroup, num_tiles_);
+            for (int64_t t = tile; t < end_tile; ++t) lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
+            for_groups([&](int64_t r, int64_t count) {
+                const Range tiles = tiles_of(r, count);
+                const int64_t end = std::min(end_tile, tiles.end);
+                for (int64_t t = std::max(tile, tiles.first); t < end; t += 4)
+                    score_tiles(r, count, keys_ + (t - tile) * num_units_ * 16, t, std::min(t + 4, end));
+            });
+        }
+    }
+
+    // Scores of a group for at most four tiles.
+    void score_tiles(int64_t r, int64_t count, const int32_t* keys, int64_t from, int64_t to) {
+        kMultiplyTiles<false>[to - from - 1](TileProduct{
+            reinterpret_cast<const char*>(queries_ + r * num_units_), num_units_ * 4,
+            reinterpret_cast<const char*>(keys), 64, kUnitsOfStep * 64, num_units_ * 64, num_units_ / kUnitsOfStep,
+            scores_ + r * stride_ + from * kTile, stride_ * 4});
+        const bool is_plain = call_.soft_cap == 0.0f && seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
+                              seen_[r].end >= (first_tile_ + to) * kTile;
+        const __m512 scale = _mm512_set1_ps(call_.scale);
+        for (int64_t i = r; i < r + count; ++i) {
+            __m512 highest = _mm512_load_ps(highest_ + i * 16);
+            for (int64_t t = from; t < to; ++t) {
+                float* scores = scores_ + i * stride_ + t * kTile;
+                const __m512 score = mul(_mm512_load_ps(scores), scale);
+                _mm512_store_ps(scores, score);
+                highest = _mm512_max_ps(score, highest);
+            }
+            if (is_plain) {
+                _mm512_store_ps(highest_ + i * 16, highest);
+            } else {
+                finish_scores(i, from, to);
+            }
+        }
+    }
+
+    // Makes zeros of the weights of a group's steps that lie in none of a row's own tiles.
+    void clear_unseen_weights() {
+        constexpr int64_t kTileBytes = kTileRowBytes / kTilesOfStep;
+        for_groups([&](int64_t r, int64_t count) {
+            const Range steps = steps_of(tiles_of(r, count));
+            const int64_t first = steps.first * kTileRowBytes, end = steps.end * kTileRowBytes;
+            for (int64_t i = r; i < r + count; ++i) {
+                const Range tiles = tiles_of(i, 1);
+                const int64_t own = (tiles.first + shape_.first_weight) * kTileBytes;
+                const int64_t own_end = (tiles.end + shape_.first_weight) * kTileBytes;
+                std::memset(weights(i) + first, 0, own - first);
+                std::memset(weights(i) + own_end, 0, end - own_end);
+            }
+        });
+    }
+
+    void add() {
+        for (int64_t step = 0; step < num_steps_; step += kStepsTogether) {
+            const int64_t end_step = std::min(step + kStepsTogether, num_steps_);
+            bool is_harmless[kStepsTogether];  // even to rows that do not see all of it
+            for (int64_t s = step; s < end_step; ++s) is_harmless[s - step] = lay_step(s, values_of(s - step));
+            for_groups([&](int64_t r, int64_t count) {
+                const Range steps = steps_of(tiles_of(r, count));
+                const int64_t end = std::min(end_step, steps.end);
+                for (int64_t s = std::max(step, steps.first), next; s < end; s = next) {
+                    next = s;
+                    while (next < end && (is_harmless[next - step] || all_see(r, count, next))) ++next;
+                    if (next > s) {
+                        add_steps(r, shape_.rows_together, s, next - s, values_of(s - step));
+                        continue;
+                    }
+                    for (int64_t i = r; i < r + count; ++i) add_seen(i, s, values_of(s - step));
+                    ++next;
+                }
+            });
+        }
+    }
+
+    int32_t* values_of(int64_t step) const { return values_ + step * kUnitsOfStep * num_columns_; }
+
+    // Whether rows r to r + count - 1 see every place of a step.
+    bool all_see(int64_t r, int64_t count, int64_t step) const {
+        return seen_[r + count - 1].first <= first_place(step) &&
+               seen_[r].end >= first_place(step) + kTilesOfStep * kTile;
+    }
+
+    // Lays the values of a step, zeros for places that nobody sees. False where some row does not see all of them and
+    // one is no finite number: times a weight of zero that is no zero.
+    bool lay_step(int64_t step, int32_t* out) const {
+        for (int64_t i = 0; i < kTilesOfStep; ++i) {
+            const int64_t tile = step * kTilesOfStep + i - shape_.first_weight;
+            int32_t* tile_out = out + i * kSteps * num_columns_;
+            if (tile < 0 || tile >= num_tiles_) {
+                std::memset(tile_out, 0, kSteps * num_columns_ * 4);
+                continue;
+            }
+            const char* ahead = stream_.after(num_tiles_ + tile, next_, nullptr);
+            if (ahead != nullptr) prefetch_bytes(ahead, kTile * call_.value_bytes);
+            lay_values(first_tile_ + tile, tile_out);
+        }
+        if (block_.num_tokens == 1 || all_see(0, num_rows_, step)) return true;
+        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        __mmask32 found = 0;
+        for (int64_t i = 0; i < kUnitsOfStep * num_columns_; i += 16)
+            found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_load_si512(out + i), exponent), exponent);
+        return found == 0;
+    }
+
+    // Adds neighbouring steps to num_rows rows, or to one.
+    void add_steps(int64_t r, int64_t num_rows, int64_t step, int64_t num_steps, const int32_t* values) {
+        const bool is_one = num_rows == 1;
+        for (int64_t column = 0; column < num_columns_; column += 64)
+            kMultiplyTiles<true>[std::min<int64_t>(4, (num_columns_ - column) / 16) - 1](TileProduct{
+                weights(r) + step * kTileRowBytes, is_one ? 0 : stride_ * 4,
+                reinterpret_cast<const char*>(values + column), num_columns_ * 4, kUnitsOfStep * num_columns_ * 4, 64,
+                num_steps, sums_ + r * num_columns_ + column, is_one ? 0 : num_columns_ * 4});
+    }
+
+    // Adds one step to one row, with zeros for values that it does not see.
+    void add_seen(int64_t r, int64_t step, const int32_t* values) {
+        int32_t* cleared = values_of(kStepsTogether);
+        for (int64_t unit = 0; unit < kUnitsOfStep; ++unit) {
+            const int64_t place = first_place(step) + 2 * unit;
+            const auto sees = [&](int64_t p) { return p >= seen_[r].first && p < seen_[r].end; };
+            const __m512i kept =
+                _mm512_set1_epi32((sees(place) ? 0x0000ffff : 0) | (sees(place + 1) ? 0xffff0000 : 0));
+            for (int64_t column = unit * num_columns_; column < (unit + 1) * num_columns_; column += 16)
+                _mm512_store_si512(cleared + column, _mm512_and_si512(_mm512_load_si512(values + column), kept));
+        }
+        add_steps(r, 1, step, 1, cleared);
+    }
+
+    const int64_t num_steps_;
+};
+
+}  // namespace triptych
+
+#endif

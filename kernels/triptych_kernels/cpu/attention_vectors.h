@@ -1,0 +1,148 @@
+// The products of attention by vector instructions: see attention_task.h for the rest of a task.
+#pragma once
+
+#include "attention_task.h"
+
+#ifdef TRIPTYCH_AVX512
+
+namespace triptych {
+
+template <class Kind>
+class VectorTask : TaskParts<Kind> {
+    using Parts = TaskParts<Kind>;
+    using Parts::kPlaces, Parts::kSteps;
+    using Parts::block_, Parts::call_, Parts::first_tile_, Parts::next_, Parts::num_columns_, Parts::num_rows_,
+        Parts::num_tiles_, Parts::num_units_, Parts::stream_, Parts::stride_;
+    using Parts::highest_, Parts::keys_, Parts::queries_, Parts::scores_, Parts::seen_, Parts::sums_, Parts::values_;
+
+public:
+    struct Registers {};  // which the compiler sees to
+
+    VectorTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
+        : Parts(call, block, kv_head, stream, next, Shape{4, 1, kTilesTogether, 0}),
+          num_vectors_(kPlaces == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16) {}
+
+    // False when there is no memory.
+    bool run(Registers&) {
+        if (!this->find_memory()) return false;
+        this->lay_queries();
+        score();
+        this->weigh();
+        if (block_.num_tokens == 1 && call_.block_size % kTile == 0 && call_.value_dim % 32 == 0) {
+            add_from_cache();
+        } else {
+            add();
+        }
+        this->store_results();
+        return true;
+    }
+
+private:
+    void score() {
+        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
+            for (int64_t t = tile; t < end_tile; ++t) this->lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
+                const Range tiles = this->tiles_of(r, count);
+                const int64_t from = std::max(tile, tiles.first), to = std::min(end_tile, tiles.end);
+                if (from >= to) continue;
+                const bool is_plain = call_.soft_cap == 0.0f &&
+                                      seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
+                                      seen_[r].end >= (first_tile_ + to) * kTile;
+                Loops<Kind>::kDotTiles[count - 1][to - from - 1](
+                    queries_ + r * num_units_, keys_ + (from - tile) * num_units_ * 16, num_units_, call_.scale,
+                    scores_ + r * stride_ + from * kTile, stride_, is_plain ? highest_ + r * 16 : nullptr);
+                for (int64_t i = r; i < r + count && !is_plain; ++i) this->finish_scores(i, from, to);
+            }
+        }
+    }
+
+    void add() {
+        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesTogether) {
+            const int64_t end_tile = std::min(tile + kTilesTogether, num_tiles_);
+            for (int64_t t = tile; t < end_tile; ++t)
+                this->lay_values(first_tile_ + t, values_ + (t - tile) * kSteps * num_columns_);
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether)
+                add_to_group(r, std::min<int64_t>(kRowsTogether, num_rows_ - r), tile, end_tile);
+        }
+    }
+
+    // add() for a single token: tiles that it sees all of are not laid out first.
+    void add_from_cache() {
+        const Range seen = stream_.visible();
+        for (int64_t tile = 0; tile < num_tiles_;) {
+            CachedTiles tiles{{}, {}, 0};
+            for (int64_t t = tile; t < num_tiles_ && tiles.count < kTilesTogether; ++t, ++tiles.count) {
+                const int64_t place = (first_tile_ + t) * kTile;
+                if (place < seen.first || place + kTile > seen.end) break;
+                tiles.values[tiles.count] = stream_.value(place);
+                tiles.ahead[tiles.count] = stream_.after(num_tiles_ + t, next_, tiles.values[tiles.count]);
+            }
+            const int64_t end_tile = tile + std::max<int64_t>(tiles.count, 1);
+            if (tiles.count == 0) this->lay_values(first_tile_ + tile, values_);
+            for (int64_t r = 0; r < num_rows_; r += kRowsTogether) {
+                const int64_t count = std::min<int64_t>(kRowsTogether, num_rows_ - r);
+                if (tiles.count == 0) {
+                    add_to_group(r, count, tile, end_tile);
+                    continue;
+                }
+                const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
+                for (int64_t column = 0; column < call_.value_dim; column += 64)
+                    Loops<Kind>::kAddTiles[count - 1][column + 64 <= call_.value_dim](
+                        weights, stride_, tiles, column, call_.value_dim, sums_ + r * num_columns_ + column,
+                        num_columns_);
+            }
+            tile = end_tile;
+        }
+    }
+
+    // Adds the values of some tiles to neighbouring rows: steps that all see whole together, the others by row.
+    void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
+        const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
+        const auto clip = [&](int64_t place) { return std::min(std::max<int64_t>(place - base, 0), size); };
+        if (block_.num_tokens == 1) {
+            // All rows see the same, and values that they do not see are laid as zeros.
+            const int64_t first = clip(seen_[r].first) / kPlaces, end = (clip(seen_[r].end) + kPlaces - 1) / kPlaces;
+            add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
+            return;
+        }
+        // Later rows see later places.
+        const int64_t first = (clip(seen_[r + count - 1].first) + kPlaces - 1) / kPlaces;
+        const int64_t end = clip(seen_[r].end) / kPlaces;
+        if (first >= end) {
+            for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), clip(seen_[i].end));
+            return;
+        }
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), first * kPlaces);
+        add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPlaces, clip(seen_[i].end));
+    }
+
+    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step in bf16 may be hidden.
+    void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
+        if (from >= to) return;
+        int64_t step = from / kPlaces;
+        if (from % kPlaces != 0) {
+            add_steps(Loops<Kind>::kAddMasked, r, tile, step, step + 1, static_cast<int32_t>(0xffff0000));
+            ++step;
+        }
+        if (step < to / kPlaces) add_steps(Loops<Kind>::kAddValues[0], r, tile, step, to / kPlaces, -1);
+        if (to % kPlaces != 0 && to / kPlaces >= step)
+            add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPlaces, to / kPlaces + 1, 0x0000ffff);
+    }
+
+    void add_steps(const AddValues (&loops)[4], int64_t r, int64_t tile, int64_t first, int64_t end, int32_t kept) {
+        const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
+        for (int64_t v = 0; v < num_vectors_; v += 4)
+            loops[std::min<int64_t>(4, num_vectors_ - v) - 1](
+                weights, stride_, values_ + v * 16, num_columns_, first, end, kept,
+                sums_ + r * num_columns_ + v * 16, num_columns_);
+    }
+
+    const int64_t num_vectors_;  // of a row of sums
+};
+
+}  // namespace triptych
+
+#endif
