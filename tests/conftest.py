@@ -32,6 +32,12 @@ if _NUM_WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
 
 
+# An earlier test's event loop, closed while gRPC's poller had news for it, is told of in a later one's log.
+logging.getLogger("asyncio").addFilter(
+    lambda record: "PollerCompletionQueue._handle_events" not in record.getMessage()
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long those tests go on that may go on for as long as somebody wants."""
     parser.addoption(
