@@ -124,7 +124,7 @@ class KVTensors:
     def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
         size = (count, shape.num_kv_heads, self.sizing.num_blocks, self.sizing.block_size, dim)
         try:
-            # Not zeroed: memory that was never touched costs nothing, and `clear` comes before any use.
+            # Not zeroed: what was never touched takes no memory, and `clear` comes before any use.
             memory = torch.empty(size, dtype=dtype, device=self.device)
         except RuntimeError as error:
             num_bytes = math.prod(size) * dtype.itemsize
@@ -134,6 +134,6 @@ class KVTensors:
             ) from error
         if memory.is_cpu:
             prefer_large_pages(memory)
-            # The first page of each layer and head, which a first request would wait for.
-            memory[:, :, 0] = 0
+            # The first large page of each layer and head, which a first request would wait for.
+            memory[:, :, :2] = 0
         return memory

@@ -1,9 +1,9 @@
 // x W^T for packed weights on the matrix unit of a CPU with AMX: which tiles, in which order.
 //
-// A tile register holds 16 rows of 64 bytes. 16 units of half a panel, 32 by 16 weights, are one as they lie, and so are
-// 32 numbers of 16 rows. Every output is one chain of such products along the inner dimension in order, whatever the
-// number of rows: that is what makes results independent of the batch. They are others than the microkernel's, since
-// the unit sums even and odd places of a tile apart.
+// A tile register holds 16 rows of 64 bytes. 16 units of half a panel, 32 by 16 weights, are one as they lie, and so
+// are 32 numbers of 16 rows. Every output is one chain of such products along the inner dimension in order, whatever
+// the number of rows: that is what makes results independent of the batch. They are others than the microkernel's,
+// since the unit sums even and odd places of a tile apart.
 //
 // Include avx512.h before.
 #pragma once
@@ -148,6 +148,8 @@ template <int P, class Store>
                                   int64_t panel_bytes, LineStream stream, int64_t first_row, int64_t index,
                                   const Store& store) {
     alignas(64) float sums[2 * kTileRows * kPanelColumns * P];
+    // The compiler does not know what tiles are read from.
+    asm volatile("" ::: "memory");
     const int64_t num_steps = row_bytes / kTileRowBytes;
     if (num_rows > kTileRows) {
         for (int p = 0; p < P; ++p) {
@@ -169,6 +171,7 @@ struct TileGroup {
     int64_t num_rows, row_bytes;
     const char* panels;
     int64_t panel_bytes, num_panels, first_panel;
+    bool is_followed;  // by more panels, where these lie
     const Store& store;
 
     void multiply() const {
@@ -200,12 +203,14 @@ private:
         const int64_t num_blocks = (end - first) / block_rows, num_lines = P * panel_bytes / 64;
         // With several blocks for each panel, the next panels come meanwhile. With one, the CPU sees by itself what is
         // read next.
-        const int64_t share = num_blocks == 1 ? 0 : (num_lines + num_blocks - 1) / num_blocks;
+        const bool brings = is_followed && num_blocks > 1;
+        const int64_t share = brings ? (num_lines + num_blocks - 1) / num_blocks : 0;
+        const int64_t num_steps = P * row_bytes / kTileRowBytes;
         for (int64_t block = 0; block < num_blocks; ++block) {
             const int64_t row = first + block * block_rows;
+            const char* next = panel + P * panel_bytes + block * share * 64;
             tile_block<P>(rows + row * row_bytes, block_rows, row_bytes, panel, panel_bytes,
-                          LineStream(panel + P * panel_bytes + block * share * 64, share, P * row_bytes / kTileRowBytes),
-                          row, first_panel + p, store);
+                          LineStream(next, share, num_steps), row, first_panel + p, store);
         }
     }
 };
@@ -231,7 +236,7 @@ bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num
             widen_to_bf16(Int8Pairs(kBf16Tables.bytes), panels, count * weight.num_units(), wide);
             panels = wide;
         }
-        TileGroup<Store>{rows, num_rows, row_bytes, panels, wide_bytes, count, index, store}.multiply();
+        TileGroup<Store>{rows, num_rows, row_bytes, panels, wide_bytes, count, index, !is_int8, store}.multiply();
     }
     _tile_release();
     return true;

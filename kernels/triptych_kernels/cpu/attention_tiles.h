@@ -9,10 +9,11 @@
 // Include pool.h and avx512.h before.
 #pragma once
 
-#include "amx.h"
 #include "attention_task.h"
 
 #ifdef TRIPTYCH_AVX512
+
+#include "amx.h"
 
 namespace triptych {
 

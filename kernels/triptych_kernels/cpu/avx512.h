@@ -13,7 +13,8 @@
 #define TRIPTYCH_AVX512 1
 #include <immintrin.h>
 #pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"))), \
+    __attribute__((target( \
+        "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"))), \
     apply_to = function)
 #define TRIPTYCH_AVX512_END _Pragma("clang attribute pop")
 #endif

@@ -36,10 +36,11 @@ struct RowBlocks {
     int size(int64_t block) const { return static_cast<int>(small + (block < num_large ? 1 : 0)); }
 };
 
-// How many rows to take at once: all of a small batch, else what the cache keeps.
-inline int64_t chunk_rows(int64_t num_rows, int64_t num_units) {
-    const int64_t fitting = kRowsInCache / (4 * num_units) / kMaxTileRows * kMaxTileRows;
-    return std::min(num_rows, std::max<int64_t>(fitting, 4 * kMaxTileRows));
+// How many rows to take at once: all of a small batch, else what the cache keeps, in whole blocks.
+inline int64_t chunk_rows(int64_t num_rows, const PackedWeight& weight) {
+    const int64_t block = weight.form == RowForm::kTiles ? 2 * kTileRows : kMaxTileRows;
+    const int64_t fitting = kRowsInCache / (4 * weight.num_units()) / block * block;
+    return std::min(num_rows, std::max<int64_t>(fitting, 4 * block));
 }
 
 // How many panels a task of the pool takes: enough that taking it costs nothing, few enough that no thread

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -99,8 +101,9 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
 
 // One chunk of rows times the whole weight; store_of(task) is what becomes of a task's tiles.
 template <class StoreOf>
-bool multiply_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
+bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_stride_bytes, int64_t num_rows,
                     const StoreOf& store_of) {
+    const PackedWeight weight = any_form.for_rows(num_rows);
     const RowBlocks blocks(num_rows);
     const uint32_t* rows = packed_chunk(weight, x, x_stride_bytes, blocks);
     if (rows == nullptr) {
@@ -123,7 +126,7 @@ bool multiply_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_
 template <class StoreOf>
 bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
                      const StoreOf& store_of) {
-    const int64_t step = chunk_rows(num_rows, weight.num_units());
+    const int64_t step = chunk_rows(num_rows, weight.for_rows(num_rows));
     for (int64_t first = 0; first < num_rows; first += step) {
         const auto store = store_of(first);
         if (!multiply_chunk(weight, x + first * x_stride_bytes, x_stride_bytes, std::min(step, num_rows - first),
@@ -137,7 +140,7 @@ bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride
 template <class Dtype>
 bool run_gated(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
     const int64_t width = plan.num_gated;
-    return multiply_chunks(plan.weight.for_rows(num_rows), x, x_stride_bytes, num_rows, [&](int64_t first) {
+    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
         auto* place = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
         return StoreGated<Dtype>{plan.bias, plan.scales, place, width};
     });
@@ -149,7 +152,7 @@ bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, c
                                 : run_gated<Fp32>(plan, x, x_stride_bytes, out, num_rows);
     }
     const int64_t width = plan.weight.out_features, row_bytes = width * (plan.out_is_bf16 ? 2 : 4);
-    return multiply_chunks(plan.weight.for_rows(num_rows), x, x_stride_bytes, num_rows, [&](int64_t first) {
+    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
         return StoreRows{plan.bias, plan.scales, out + first * row_bytes, width, width, plan.out_is_bf16, nullptr};
     });
 }
@@ -165,8 +168,8 @@ struct GreedyCall {
 };
 
 bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
-    const PackedWeight weight = plan.weight.for_rows(call.num_rows);
-    const int64_t step = chunk_rows(call.num_rows, weight.num_units());
+    const PackedWeight& weight = plan.weight;
+    const int64_t step = chunk_rows(call.num_rows, weight.for_rows(call.num_rows));
     for (int64_t first = 0; first < call.num_rows; first += step) {
         const int64_t num_rows = std::min(step, call.num_rows - first);
         const int64_t task_panels = panels_a_task(weight, num_rows);
@@ -204,7 +207,8 @@ PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     if (!read_numbers("packed_bytes", arguments, count, numbers, 3)) {
         return nullptr;
     }
-    const PackedWeight packed{nullptr, numbers[2], numbers[1], static_cast<WeightKind>(numbers[0]), false, RowForm::kUnits};
+    const auto kind = static_cast<WeightKind>(numbers[0]);
+    const PackedWeight packed{nullptr, numbers[2], numbers[1], kind, false, RowForm::kUnits};
     return PyLong_FromLongLong(packed.num_panels() * packed.panel_bytes());
 }
 
@@ -232,9 +236,10 @@ PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!read_numbers("make_linear", arguments, count, numbers, 10)) {
         return nullptr;
     }
+    const RowForm form = numbers[9] != 0 ? RowForm::kTiles : RowForm::kUnits;
     auto* plan =
         new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
-                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, numbers[9] != 0 ? RowForm::kTiles : RowForm::kUnits},
+                                    static_cast<WeightKind>(numbers[0]), numbers[1] != 0, form},
                        reinterpret_cast<const float*>(numbers[6]), reinterpret_cast<const float*>(numbers[7]),
                        numbers[2] != 0, numbers[8]};
     return PyCapsule_New(plan, kPlanName, delete_plan);
@@ -302,7 +307,8 @@ PyMethodDef linear_methods[] = {
     TRIPTYCH_METHOD(pack_weight,
                     "pack_weight(kind, N, K, weight, row_stride, out): lay a weight out as panels."),
     TRIPTYCH_METHOD(make_linear,
-                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) -> plan."),
+                    "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) "
+                    "-> plan."),
     TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
     TRIPTYCH_METHOD(greedy_linear,
                     "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),

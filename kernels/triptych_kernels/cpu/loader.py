@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 logger = logging.getLogger(__name__)
 
@@ -31,4 +32,10 @@ def can_use_amx() -> bool:
     """Whether this CPU has a matrix unit for bf16 and the system lets this process use it from now on."""
     from triptych_kernels.cpu import _native
 
-    return _native.request_amx()
+    error = _native.request_amx()
+    if error > 0:
+        logger.warning(
+            "AMX of this CPU is not used: slower kernels run, which round differently",
+            extra={"reason": os.strerror(error)},
+        )
+    return error == 0

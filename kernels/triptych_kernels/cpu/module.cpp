@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #endif
 #if defined(__linux__) && defined(__x86_64__)
+#include <cerrno>
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,8 +26,8 @@ extern PyMethodDef penalties_methods[];
 namespace triptych {
 namespace {
 
-// Everything that the kernels' target pragma names. GCC's and clang's builtin also asks the system whether it
-// saves the wide registers.
+// Everything that the kernels' target pragma names but AMX, for which request_amx asks. GCC's and clang's builtin also
+// asks the system whether it saves the wide registers.
 bool can_run_kernels() {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
@@ -38,20 +39,24 @@ bool can_run_kernels() {
 #endif
 }
 
-// Whether this process may use the tile registers from now on, which it has to ask the kernel for.
-bool request_tile_registers() {
+// Asks the system for the tile registers, for this process from now on: 0 if it may use them, an error number if not,
+// -1 on a CPU without.
+int request_tile_registers() {
 #if defined(__linux__) && defined(__x86_64__)
     constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; ARCH_REQ_XCOMP_PERM
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return can_run_kernels() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kBf16Bit) != 0 &&
-           (d & kTileBit) != 0 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    if (!can_run_kernels() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kBf16Bit) == 0 ||
+        (d & kTileBit) == 0) {
+        return -1;
+    }
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
 #else
-    return false;
+    return -1;
 #endif
 }
 
-PyObject* request_amx(PyObject*, PyObject*) { return PyBool_FromLong(request_tile_registers()); }
+PyObject* request_amx(PyObject*, PyObject*) { return PyLong_FromLong(request_tile_registers()); }
 
 PyObject* is_supported(PyObject*, PyObject*) { return PyBool_FromLong(can_run_kernels()); }
 
@@ -113,7 +118,7 @@ PyObject* prefer_large_pages(PyObject*, PyObject* const* arguments, Py_ssize_t c
 PyMethodDef own_methods[] = {
     {"is_supported", is_supported, METH_NOARGS, "is_supported() -> whether this CPU can run the kernels."},
     {"request_amx", request_amx, METH_NOARGS,
-     "request_amx() -> whether this process may multiply with AMX from now on."},
+     "request_amx() -> 0 if this process may use AMX from now on, else why not: an error number, -1 for the CPU."},
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(n): threads, the caller included, that a call uses."},
     {"num_threads", num_threads, METH_NOARGS, "num_threads() -> threads that a call uses; 1 until set."},

@@ -13,8 +13,8 @@ namespace triptych {
 
 enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 
-// How rows are laid for a product: as units of the microkernel; bf16 widened to fp32, of each pair the second first; or,
-// for AMX, as they are.
+// How rows are laid for a product: as units of the microkernel; bf16 widened to fp32, of each pair the second first;
+// or, for AMX, as they are.
 enum class RowForm { kUnits, kWide, kTiles };
 
 // On Intel's CPUs a product of bf16 pairs takes twice as long as two of fp32, and is the same as these, the

@@ -41,7 +41,7 @@ void* scratch(int slot, size_t num_bytes);
 
 enum ScratchSlot : int {
     kScratchGemmRows = 0,      // rows packed for the microkernel; read by all threads of a call
-    kScratchGemmPanel = 1,     // a panel of int8 weights, widened
+    kScratchGemmPanel = 1,     // weights widened; what experts' gates and ups were, whose weights never are
     kScratchExperts = 2,       // what lies between the two projections of experts
     kScratchExpertsIndex = 3,  // which token is where
     kScratchAttention = 4,     // for attention.cpp

@@ -19,7 +19,8 @@ static inline __mmask16 first_lanes(int64_t count) {
     return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-// y 2^n, exactly 0 in the lanes that are not kept: a result too small for a normal number takes 25 times as long.
+// y 2^n, exactly 0 in the lanes that are not kept. A result that is too small takes the CPU 25 times as long, and
+// hidden places have nothing else.
 static inline __m512 scaled(__mmask16 kept, __m512 y, __m512 n) { return _mm512_maskz_scalef_ps(kept, y, n); }
 
 // e^x to about one unit in the last place; NaN stays NaN, below -104 it is exactly 0, above 89 infinity.

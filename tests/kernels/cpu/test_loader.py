@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import triptych_kernels
 from triptych_kernels import cpu
+from triptych_kernels.cpu.loader import can_use_amx
 
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
 CPU_INFO = Path("/proc/cpuinfo")
@@ -38,9 +40,16 @@ def test_the_table_says_what_it_runs_on_and_that_it_is_batch_invariant(with_amx:
     native = cpu.native_ops(with_amx=with_amx)
     if native is None:
         pytest.skip("no native CPU kernels on this machine")
-    has_amx = with_amx and {"amx_tile", "amx_bf16"} <= set(CPU_INFO.read_text().split())
+    has_amx = with_amx and can_use_amx()
     name = "native-cpu-amx" if has_amx else "native-cpu"
     assert (native.name, native.is_batch_invariant) == (name, True)
+
+
+def test_a_system_that_keeps_amx_to_itself_is_told_of(monkeypatch, caplog) -> None:
+    native = pytest.importorskip("triptych_kernels.cpu._native")
+    monkeypatch.setattr(native, "request_amx", lambda: errno.ENOSPC)
+    assert not can_use_amx()
+    assert "AMX of this CPU is not used" in caplog.text
 
 
 def test_without_the_compiled_module_the_reference_runs_and_one_line_says_so(tmp_path: Path) -> None:
