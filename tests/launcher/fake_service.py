@@ -16,7 +16,13 @@ from pathlib import Path
 
 async def serve(options: argparse.Namespace) -> int:
     ended = asyncio.Event()
-    server = await asyncio.start_server(lambda _, writer: greet(writer), "127.0.0.1", options.port)
+    # One that dies before it is ready does not listen: an event loop greets while it closes, too.
+    server = await asyncio.start_server(
+        lambda _, writer: greet(writer),
+        "127.0.0.1",
+        options.port,
+        start_serving=options.die_before_ready is None,
+    )
     address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
