@@ -62,9 +62,9 @@ class EngineConfig:
     )
     cpu_isa: str = option(
         "auto",
-        choices=("auto", "avx512"),
-        help="widest instructions of CPU kernels; avx512: without AMX, whose roundings are others, so that "
-        "engines on CPUs with it and without take over each other's requests",
+        choices=("auto", "avx512", "avx2"),
+        help="widest instructions of CPU kernels, each with roundings of its own: engines on CPUs of several "
+        "kinds take over each other's requests where all are held to the narrowest",
     )
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
     pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")

@@ -59,7 +59,7 @@ class LoadWishes:
     num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
     is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU, where
         there are kernels for it, and not on a GPU.
-    cpu_isa: "auto" takes the widest instructions of the CPU; "avx512" leaves its matrix unit alone.
+    cpu_isa: "auto" takes the widest instructions of the CPU; "avx512" and "avx2" leave wider ones alone.
     """
 
     dtype: str = "auto"

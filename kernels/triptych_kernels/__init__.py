@@ -21,14 +21,15 @@ def ops_for(device: torch.device, *, deterministic: bool = False, cpu_isa: str =
     """The fastest ops that run on `device`; with `deterministic`, the fastest that are batch-invariant.
 
     On a CPU without native kernels these are the references, which are not quite.
-    cpu_isa: "avx512" leaves a CPU's matrix unit (AMX), with its own roundings, alone.
+    cpu_isa: the widest instruction set of cpu.ISAS that a CPU's kernels use, or "auto"; each rounds
+    otherwise.
     """
     if device.type == "cuda":
         # Here and not above: triton need not be installed where there is no GPU.
         from triptych_kernels.triton import triton_ops
 
         return triton_ops(deterministic=deterministic)
-    return cpu.native_ops(with_amx=cpu_isa == "auto") or REFERENCE
+    return cpu.native_ops(cpu.ISAS[0] if cpu_isa == "auto" else cpu_isa) or REFERENCE
 
 
 def set_num_threads(num_threads: int) -> None:

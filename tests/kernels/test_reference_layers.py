@@ -100,4 +100,9 @@ def test_the_reference_has_no_quantization_and_says_so():
 
 
 def test_the_door_offers_ops_for_this_machine():
-    assert ops_for(torch.device("cpu")).name in ("reference", "native-cpu", "native-cpu-amx")
+    assert ops_for(torch.device("cpu")).name in (
+        "reference",
+        "native-cpu-avx2",
+        "native-cpu",
+        "native-cpu-amx",
+    )

@@ -122,6 +122,7 @@ class CoreDriver:
                 self.num_cached_tokens += output.num_cached_tokens or 0
 
 
-def load(folder: Path, model_impl: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load(folder: Path, model_impl: str = "auto", dtype: str = "auto", cpu_isa: str = "auto") -> LoadedModel:
     """The folder's model on one thread."""
-    return load_model(folder, LoadWishes(num_threads=1, model_impl=model_impl, dtype=dtype))
+    wishes = LoadWishes(num_threads=1, model_impl=model_impl, dtype=dtype, cpu_isa=cpu_isa)
+    return load_model(folder, wishes)

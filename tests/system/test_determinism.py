@@ -16,6 +16,7 @@ import torch
 from engine_svc.model.loader import LoadedModel
 from tests.system.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.system.core_driver import CoreDriver, load
+from triptych_kernels.cpu.loader import find_isa
 
 NUM_TOKENS = 24
 PROMPT_LENGTH = 300
@@ -55,13 +56,19 @@ def situations(loaded: LoadedModel) -> Iterator[tuple[str, Callable[[], CoreDriv
 
 @pytest.fixture(
     scope="module",
-    params=[(*road, dtype) for road in ROADS for dtype in ("float32", "bfloat16")],
+    params=[
+        *((*road, dtype, "auto") for road in ROADS for dtype in ("float32", "bfloat16")),
+        *(("llama", "native", "bfloat16", cpu_isa) for cpu_isa in ("avx512", "avx2")),
+    ],
     ids="-".join,
 )
 def loaded(request, tmp_path_factory) -> LoadedModel:
-    architecture, model_impl, dtype = request.param
+    architecture, model_impl, dtype, cpu_isa = request.param
+    found = None if cpu_isa == "auto" else find_isa(cpu_isa)
+    if cpu_isa != "auto" and (found is None or found.name != cpu_isa):
+        pytest.skip(f"this CPU has no {cpu_isa}")
     folder: Path = tmp_path_factory.mktemp(architecture)
-    model = load(make_checkpoint(architecture, folder), model_impl, dtype)
+    model = load(make_checkpoint(architecture, folder), model_impl, dtype, cpu_isa)
     if not model.ops.is_batch_invariant:
         pytest.skip("this machine has no native kernels")
     return model

@@ -7,53 +7,44 @@ import functools
 
 from torch import Tensor
 
-from triptych_kernels.cpu.loader import can_run_native, can_use_amx
+from triptych_kernels.cpu.loader import ISAS, find_isa, native_module
 from triptych_kernels.ops import Ops
 from triptych_kernels.reference import REFERENCE
 
-__all__ = ["native_ops", "num_threads", "prefer_large_pages", "set_num_threads"]
+__all__ = ["ISAS", "native_ops", "num_threads", "prefer_large_pages", "set_num_threads"]
+
+_NAMES = {"amx": "native-cpu-amx", "avx512": "native-cpu", "avx2": "native-cpu-avx2"}
 
 
 @functools.cache
-def native_ops(*, with_amx: bool = True) -> Ops | None:
+def native_ops(widest: str = "amx") -> Ops | None:
     """The native ops, or None where the compiled module is missing or needs another CPU.
 
-    with_amx: whether they use the matrix unit of a CPU that has one, with other roundings.
+    widest: of ISAS; what is wider is left alone. Each has its own roundings.
     """
-    if not can_run_native():
+    isa = find_isa(widest)
+    if isa is None:
         return None
     # Here and not above: without the compiled module these cannot be imported.
-    from triptych_kernels.cpu.attention import paged_attention
-    from triptych_kernels.cpu.elementwise import (
-        add_rms_norm,
-        greedy,
-        kv_write,
-        rms_norm,
-        rotary_kv_write,
-        silu_and_mul,
-    )
-    from triptych_kernels.cpu.experts import pack_experts
-    from triptych_kernels.cpu.linear import greedy_linear, pack_gated_linear, pack_linear
-    from triptych_kernels.cpu.penalties import penalise
+    from triptych_kernels.cpu import attention, elementwise, experts, linear, penalties
 
-    has_amx = with_amx and can_use_amx()
     return dataclasses.replace(
         REFERENCE,
-        name="native-cpu-amx" if has_amx else "native-cpu",
+        name=_NAMES[isa.name],
         is_batch_invariant=True,
         needs_clean_blocks=False,
-        pack_linear=functools.partial(pack_linear, with_amx=has_amx),
-        pack_gated_linear=functools.partial(pack_gated_linear, with_amx=has_amx),
-        pack_experts=functools.partial(pack_experts, with_amx=has_amx),
-        kv_write=kv_write,
-        paged_attention=functools.partial(paged_attention, with_amx=has_amx),
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
-        rotary_kv_write=rotary_kv_write,
-        silu_and_mul=silu_and_mul,
-        greedy=greedy,
-        greedy_linear=greedy_linear,
-        penalise=penalise,
+        pack_linear=functools.partial(linear.pack_linear, isa),
+        pack_gated_linear=functools.partial(linear.pack_gated_linear, isa),
+        pack_experts=functools.partial(experts.pack_experts, isa),
+        kv_write=functools.partial(elementwise.kv_write, isa),
+        paged_attention=functools.partial(attention.paged_attention, isa),
+        rms_norm=functools.partial(elementwise.rms_norm, isa),
+        add_rms_norm=functools.partial(elementwise.add_rms_norm, isa),
+        rotary_kv_write=functools.partial(elementwise.rotary_kv_write, isa),
+        silu_and_mul=functools.partial(elementwise.silu_and_mul, isa),
+        greedy=functools.partial(elementwise.greedy, isa),
+        greedy_linear=linear.greedy_linear,
+        penalise=penalties.penalise,
     )
 
 
@@ -62,24 +53,19 @@ def prefer_large_pages(memory: Tensor) -> None:
 
     memory: contiguous, on the CPU, not yet touched.
     """
-    if can_run_native():
-        from triptych_kernels.cpu import _native
-
-        _native.prefer_large_pages(memory.data_ptr(), memory.nbytes)
+    native = native_module()
+    if native is not None:
+        native.prefer_large_pages(memory.data_ptr(), memory.nbytes)
 
 
 def set_num_threads(num_threads: int) -> None:
     """Let each call use so many threads, the caller's included; nothing happens without native ops."""
-    if can_run_native():
-        from triptych_kernels.cpu import _native
-
-        _native.set_num_threads(num_threads)
+    native = native_module()
+    if native is not None:
+        native.set_num_threads(num_threads)
 
 
 def num_threads() -> int:
     """How many threads a native call may use: 1 until set."""
-    if not can_run_native():
-        return 1
-    from triptych_kernels.cpu import _native
-
-    return _native.num_threads()
+    native = native_module()
+    return 1 if native is None else native.num_threads()

@@ -14,14 +14,16 @@
 
 #include "pool.h"
 
-#include "avx512.h"
+#include "isa.h"
 
-#include "attention_tiles.h"
+extern PyMethodDef TRIPTYCH_METHODS(attention)[];
+
+#ifdef TRIPTYCH_KERNELS
+
 #include "attention_vectors.h"
-
-extern PyMethodDef attention_methods[];
-
-#ifdef TRIPTYCH_AVX512
+#ifndef TRIPTYCH_AVX2
+#include "avx512/attention_tiles.h"
+#endif
 
 namespace triptych {
 namespace {
@@ -84,9 +86,10 @@ const char* attend(const Call& call) {
     const int64_t num_blocks = blocks.size(), num_threads = triptych::num_threads();
     // Whole blocks of tokens where there are enough for every thread: what is read next is then known.
     const int64_t run = num_blocks >= 4 * num_threads ? call.num_kv_heads : 1;
-    const auto run_tasks = !call.is_bf16   ? run_tasks_of<VectorTask<Fp32Attention>>
-                           : call.with_amx ? run_tasks_of<TileTask>
-                                           : run_tasks_of<VectorTask<Bf16Attention>>;
+    auto run_tasks = call.is_bf16 ? run_tasks_of<VectorTask<Bf16Attention>> : run_tasks_of<VectorTask<Fp32Attention>>;
+#ifndef TRIPTYCH_AVX2
+    if (call.is_bf16 && call.with_amx) run_tasks = run_tasks_of<TileTask>;
+#endif
     parallel_for(num_blocks * call.num_kv_heads / run, [&](int64_t task) {
         const int64_t first = task * run, end = first + run, following = first + num_threads * run;
         const bool is_done = run_tasks(call, blocks, first, end, following);
@@ -131,16 +134,16 @@ PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 }  // namespace
 }  // namespace triptych
 
-PyMethodDef attention_methods[] = {
+PyMethodDef TRIPTYCH_METHODS(attention)[] = {
     TRIPTYCH_METHOD(paged_attention, "paged_attention(addresses, strides, sizes, scale, soft_cap): see attention.py."),
     {nullptr, nullptr, 0, nullptr}};
 
 #else
 
-PyMethodDef attention_methods[] = {{nullptr, nullptr, 0, nullptr}};
+PyMethodDef TRIPTYCH_METHODS(attention)[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
 
-#ifdef TRIPTYCH_AVX512_END
-TRIPTYCH_AVX512_END
+#ifdef TRIPTYCH_KERNELS_END
+TRIPTYCH_KERNELS_END
 #endif

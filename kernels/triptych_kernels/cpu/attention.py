@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
-from triptych_kernels.cpu import _native
+from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.reference import REFERENCE
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -17,6 +17,7 @@ _ADDRESSES = "cpu addresses"
 
 
 def paged_attention(
+    isa: Isa,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -26,11 +27,10 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
-    with_amx: bool = False,
 ) -> Tensor:
     """See the reference. A token's result has the same bits in every batch, chunk and block order.
 
-    with_amx: whether bf16 is multiplied by the CPU's matrix unit, with other roundings.
+    isa: whose kernels compute it.
 
     fp16, and layouts of which the kernel knows nothing, go to the reference. ValueError where the batch
     names tokens, lengths or blocks that do not fit the tensors.
@@ -62,7 +62,7 @@ def paged_attention(
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
     output = torch.empty((num_tokens, num_heads, value_dim), dtype=dtype)
-    _native.paged_attention(
+    isa.native.paged_attention(
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -78,7 +78,7 @@ def paged_attention(
         key_dim,
         value_dim,
         dtype is torch.bfloat16,
-        with_amx,
+        isa.with_amx,
         window or 0,
         *(batch.derived.get(_ADDRESSES) or _addresses(batch))[0],  # type: ignore[index]  # Only _addresses writes it.
         scale,

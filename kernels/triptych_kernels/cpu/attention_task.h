@@ -11,9 +11,8 @@
 
 #include "attention_kernels.h"
 
-#ifdef TRIPTYCH_AVX512
-
 namespace triptych {
+namespace {
 
 // How many bytes ahead of their use tiles are asked for: blocks lie anywhere, and no hardware guesses the next.
 constexpr int64_t kBytesAhead = 10 << 10;
@@ -123,7 +122,7 @@ protected:
         : call_(call), block_(block), kv_head_(kv_head), stream_(stream), next_(next), shape_(shape),
           num_rows_(block.num_tokens * call.share), num_tiles_(stream.num_tiles()), first_tile_(stream.first_tile()),
           num_chunks_((call.key_bytes + 15) / 16),
-          num_units_(rounded_up(num_chunks_ * 4, shape.units_together)),
+          num_units_(rounded_up(num_chunks_ * Kind::kUnitsPerChunk, shape.units_together)),
           num_columns_(rounded_up(call.value_dim, 32)),
           // An odd number of lines keeps the rows of a group in different sets of the cache.
           stride_((num_tiles_ | 1) * kTile) {}
@@ -160,7 +159,7 @@ protected:
     }
 
     void lay_queries() {
-        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        const Floats lowest = splat(-std::numeric_limits<float>::infinity());
         for (int64_t r = 0, token = 0; token < block_.num_tokens; ++token) {
             const int64_t position = block_.position + token;
             const Range seen{call_.first_visible(position), position + 1};
@@ -168,11 +167,11 @@ protected:
                                   (block_.token + token) * call_.token_stride +
                                   kv_head_ * call_.share * call_.head_stride;
             for (int64_t head = 0; head < call_.share; ++head, ++r) {
-                char* query = reinterpret_cast<char*>(queries_ + r * num_units_);
-                std::memcpy(query, from + head * call_.head_stride, call_.key_bytes);
-                std::memset(query + call_.key_bytes, 0, num_units_ * 4 - call_.key_bytes);
+                int32_t* query = queries_ + r * num_units_;
+                std::memset(query, 0, num_units_ * 4);
+                Kind::lay_query(from + head * call_.head_stride, call_.key_bytes, query);
                 seen_[r] = seen;
-                _mm512_store_ps(highest_ + r * 16, lowest);
+                store(highest_ + r * 16, lowest);
             }
         }
         std::memset(sums_, 0, num_rows_ * num_columns_ * 4);
@@ -184,7 +183,7 @@ protected:
         if (call_.block_size % kTile == 0 && num_bytes % 16 == 0) {
             const char* keys = stream_.key(place);
             prefetch_bytes(stream_.after(tile, next_, keys), kTile * num_bytes);
-            turn_tile(keys, num_bytes, num_chunks_, out);
+            turn_tile<Kind>(keys, num_bytes, num_chunks_, out);
             return;
         }
         // Scores of places that nobody sees are replaced: any of the row's keys will do there.
@@ -195,7 +194,7 @@ protected:
             std::memcpy(
                 padded_ + i * padded_bytes,
                 stream_.key(std::min(std::max(place + i, visible.first), visible.end - 1)), num_bytes);
-        turn_tile(padded_, padded_bytes, num_chunks_, out);
+        turn_tile<Kind>(padded_, padded_bytes, num_chunks_, out);
     }
 
     void lay_values(int64_t tile, int32_t* out) const {
@@ -223,41 +222,41 @@ protected:
 
     // Caps and hides the scores of tiles from to to - 1, and keeps the highest of each lane.
     void finish_scores(int64_t r, int64_t from, int64_t to) {
-        const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        const __m512 cap = _mm512_set1_ps(call_.soft_cap);
-        __m512 highest = _mm512_load_ps(highest_ + r * 16);
+        const Floats hidden = splat(-std::numeric_limits<float>::infinity());
+        const Floats cap = splat(call_.soft_cap);
+        Floats highest = load(highest_ + r * 16);
         for (int64_t t = from; t < to; ++t) {
             float* scores = scores_ + r * stride_ + t * kTile;
-            __m512 score = _mm512_load_ps(scores);
-            if (call_.soft_cap > 0.0f) score = mul(tanh16(_mm512_div_ps(score, cap)), cap);
+            Floats score = load(scores);
+            if (call_.soft_cap > 0.0f) score = mul(tanh16(div(score, cap)), cap);
             const int64_t place = (first_tile_ + t) * kTile;
-            const __mmask16 seen = first_lanes(seen_[r].end - place) & ~first_lanes(seen_[r].first - place);
-            score = _mm512_mask_mov_ps(hidden, seen, score);
-            highest = _mm512_max_ps(score, highest);
-            _mm512_store_ps(scores, score);
+            const Mask seen = first_lanes(seen_[r].end - place) & ~first_lanes(seen_[r].first - place);
+            score = where(seen, score, hidden);
+            highest = max(score, highest);
+            store(scores, score);
         }
-        _mm512_store_ps(highest_ + r * 16, highest);
+        store(highest_ + r * 16, highest);
     }
 
     // Turns scores into weights, in place: those of a tile reach no score of the next.
     void weigh() {
         for (int64_t r = 0; r < num_rows_; ++r) {
-            float highest = _mm512_reduce_max_ps(_mm512_load_ps(highest_ + r * 16));
+            float highest = highest_lane(load(highest_ + r * 16));
             const int64_t head = kv_head_ * call_.share + r % call_.share;
             const float* sink = call_.sinks == nullptr ? nullptr : call_.sinks + head;
             if (sink != nullptr) highest = std::max(highest, *sink);
-            const __m512 subtracted = _mm512_set1_ps(highest);
+            const Floats subtracted = splat(highest);
             float* scores = scores_ + r * stride_;
             int32_t* units = reinterpret_cast<int32_t*>(scores);
-            __m512 total = _mm512_setzero_ps();
+            Floats total = zeros();
             const Range tiles = tiles_of(r, 1);
             for (int64_t t = tiles.first; t < tiles.end; ++t)
-                total = _mm512_add_ps(
+                total = add(
                     total, weigh_tile(
                                Kind(), scores + t * kTile, subtracted, units + (t + shape_.first_weight) * kSteps));
-            totals_[r] = _mm512_reduce_add_ps(total);
+            totals_[r] = sum_of_lanes(total);
             if (sink != nullptr)
-                totals_[r] += _mm512_cvtss_f32(exp16(_mm512_sub_ps(_mm512_set1_ps(*sink), subtracted)));
+                totals_[r] += first_lane(exp16(sub(splat(*sink), subtracted)));
         }
     }
 
@@ -285,6 +284,5 @@ protected:
     Range* seen_;  // places, by row
 };
 
+}  // namespace
 }  // namespace triptych
-
-#endif

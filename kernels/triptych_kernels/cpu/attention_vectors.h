@@ -3,9 +3,8 @@
 
 #include "attention_task.h"
 
-#ifdef TRIPTYCH_AVX512
-
 namespace triptych {
+namespace {
 
 template <class Kind>
 class VectorTask : TaskParts<Kind> {
@@ -50,9 +49,10 @@ private:
                 const bool is_plain = call_.soft_cap == 0.0f &&
                                       seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
                                       seen_[r].end >= (first_tile_ + to) * kTile;
-                Loops<Kind>::kDotTiles[count - 1][to - from - 1](
-                    queries_ + r * num_units_, keys_ + (from - tile) * num_units_ * 16, num_units_, call_.scale,
-                    scores_ + r * stride_ + from * kTile, stride_, is_plain ? highest_ + r * 16 : nullptr);
+                for (int64_t t = from; t < to; t += kVectorsTogether)
+                    Loops<Kind>::kDotTiles[count - 1][std::min<int64_t>(kVectorsTogether, to - t) - 1](
+                        queries_ + r * num_units_, keys_ + (t - tile) * num_units_ * 16, num_units_, call_.scale,
+                        scores_ + r * stride_ + t * kTile, stride_, is_plain ? highest_ + r * 16 : nullptr);
                 for (int64_t i = r; i < r + count && !is_plain; ++i) this->finish_scores(i, from, to);
             }
         }
@@ -88,8 +88,9 @@ private:
                     continue;
                 }
                 const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
-                for (int64_t column = 0; column < call_.value_dim; column += 64)
-                    Loops<Kind>::kAddTiles[count - 1][column + 64 <= call_.value_dim](
+                constexpr int64_t kColumns = 16 * kVectorsTogether;
+                for (int64_t column = 0; column < call_.value_dim; column += kColumns)
+                    Loops<Kind>::kAddTiles[count - 1][column + kColumns <= call_.value_dim](
                         weights, stride_, tiles, column, call_.value_dim, sums_ + r * num_columns_ + column,
                         num_columns_);
             }
@@ -132,10 +133,11 @@ private:
             add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPlaces, to / kPlaces + 1, 0x0000ffff);
     }
 
-    void add_steps(const AddValues (&loops)[4], int64_t r, int64_t tile, int64_t first, int64_t end, int32_t kept) {
+    void add_steps(
+        const LoopsOfRows<AddValues>& loops, int64_t r, int64_t tile, int64_t first, int64_t end, int32_t kept) {
         const int32_t* weights = reinterpret_cast<const int32_t*>(scores_ + r * stride_) + tile * kSteps;
-        for (int64_t v = 0; v < num_vectors_; v += 4)
-            loops[std::min<int64_t>(4, num_vectors_ - v) - 1](
+        for (int64_t v = 0; v < num_vectors_; v += kVectorsTogether)
+            loops[std::min<int64_t>(kVectorsTogether, num_vectors_ - v) - 1](
                 weights, stride_, values_ + v * 16, num_columns_, first, end, kept,
                 sums_ + r * num_columns_ + v * 16, num_columns_);
     }
@@ -143,6 +145,5 @@ private:
     const int64_t num_vectors_;  // of a row of sums
 };
 
+}  // namespace
 }  // namespace triptych
-
-#endif

@@ -11,11 +11,13 @@
 
 #include "pool.h"
 
+#include "isa.h"
+
+extern PyMethodDef TRIPTYCH_METHODS(elementwise)[];
+
+#ifdef TRIPTYCH_KERNELS
+
 #include "vector_math.h"
-
-extern PyMethodDef elementwise_methods[];
-
-#ifdef TRIPTYCH_AVX512
 
 namespace triptych {
 namespace {
@@ -36,14 +38,14 @@ template <class Kind, bool ADD>
 void norm_row(
     const typename Kind::Element* x, typename Kind::Element* residual, const typename Kind::Element* weight,
     int64_t width, float eps, typename Kind::Element* out) {
-    __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    const auto add_square = [&](int64_t i, auto lanes, __m512& sum) {
-        __m512 value = Kind::load(x + i, lanes);
+    Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
+    const auto add_square = [&](int64_t i, auto lanes, Floats& sum) {
+        Floats value = Kind::load(x + i, lanes);
         if (ADD) {
-            value = Kind::rounded(_mm512_add_ps(Kind::load(residual + i, lanes), value));
+            value = Kind::rounded(add(Kind::load(residual + i, lanes), value));
             Kind::store(residual + i, lanes, value);
         }
-        sum = _mm512_fmadd_ps(value, value, sum);
+        sum = fmadd(value, value, sum);
     };
     int64_t start = 0;
     for (; start + 64 <= width; start += 64)
@@ -53,11 +55,11 @@ void norm_row(
         const int64_t i = start + 16 * k;
         if (i < width) add_square(i, first_lanes(width - i), sums[k]);
     }
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-    const float mean = _mm512_reduce_add_ps(sum) / static_cast<float>(width);
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+    const Floats sum = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
+    const float mean = sum_of_lanes(sum) / static_cast<float>(width);
+    const Floats scale = splat(1.0f / std::sqrt(mean + eps));
     for_vectors(width, [&](int64_t i, auto lanes) {
-        const __m512 value = Kind::load((ADD ? residual : x) + i, lanes);
+        const Floats value = Kind::load((ADD ? residual : x) + i, lanes);
         Kind::store(out + i, lanes, mul(mul(value, scale), Kind::load(weight + i, lanes)));
     });
 }
@@ -106,7 +108,7 @@ void silu_rows(int64_t from, int64_t to, int64_t num_rows, int64_t width, int64_
         const Element* gates = reinterpret_cast<const Element*>(from) + row * stride;
         Element* out = reinterpret_cast<Element*>(to) + row * width;
         for_vectors(width, [&](int64_t i, auto lanes) {
-            const __m512 gate = Kind::load(gates + i, lanes), up = Kind::load(gates + width + i, lanes);
+            const Floats gate = Kind::load(gates + i, lanes), up = Kind::load(gates + width + i, lanes);
             Kind::store(out + i, lanes, mul(Kind::silu(gate), up));
         });
     });
@@ -166,18 +168,18 @@ constexpr int64_t kMaxHeadDim = 1024;
 // (a, b) -> (a cos - b sin, b cos + a sin) of the vectors at i of both halves; `to` may be `from`.
 template <class Kind, class Lanes>
 void turn(
-    const typename Kind::Element* from, int64_t half, __m512 cosine, __m512 sine, Lanes lanes,
+    const typename Kind::Element* from, int64_t half, Floats cosine, Floats sine, Lanes lanes,
     typename Kind::Element* to) {
-    const __m512 a = Kind::load(from, lanes), b = Kind::load(from + half, lanes);
-    Kind::store(to, lanes, _mm512_sub_ps(mul(a, cosine), mul(b, sine)));
-    Kind::store(to + half, lanes, _mm512_add_ps(mul(b, cosine), mul(a, sine)));
+    const Floats a = Kind::load(from, lanes), b = Kind::load(from + half, lanes);
+    Kind::store(to, lanes, sub(mul(a, cosine), mul(b, sine)));
+    Kind::store(to + half, lanes, add(mul(b, cosine), mul(a, sine)));
 }
 
 void copy_bytes(const void* from, int64_t num_bytes, void* to) {
     const char* source = static_cast<const char*>(from);
     char* target = static_cast<char*>(to);
     int64_t i = 0;
-    for (; i + 64 <= num_bytes; i += 64) _mm512_storeu_si512(target + i, _mm512_loadu_si512(source + i));
+    for (; i + 64 <= num_bytes; i += 64) store_words(target + i, load_words(source + i));
     if (i < num_bytes) std::memcpy(target + i, source + i, num_bytes - i);
 }
 
@@ -195,7 +197,7 @@ void turn_head(
     }
     const int64_t half = call.rotary_dim / 2;
     for_vectors(half, [&](int64_t i, auto lanes) {
-        const __m512 cosine = Fp32::load(cosines + i, lanes), sine = Fp32::load(cosines + half + i, lanes);
+        const Floats cosine = Fp32::load(cosines + i, lanes), sine = Fp32::load(cosines + half + i, lanes);
         turn<Kind>(from + i, half, cosine, sine, lanes, to + i);
     });
     if (to != from && call.rotary_dim < call.head_dim)
@@ -260,38 +262,38 @@ void choose_row(const typename Kind::Element* logits, int64_t width, float* high
     int64_t best_chunk = 0;
     for (int64_t start = 0; start < width; start += kChunk) {
         const int64_t end = std::min(width, start + kChunk);
-        __m512 largest[4];
-        for (__m512& lanes : largest) lanes = _mm512_set1_ps(lowest);
-        __mmask16 nans[4] = {0, 0, 0, 0};
+        Floats largest[4];
+        for (Floats& lanes : largest) lanes = splat(lowest);
+        Mask nans[4] = {0, 0, 0, 0};
         int64_t i = start;
         for (; i + 64 <= end; i += 64) {
             for (int k = 0; k < 4; ++k) {
-                const __m512 x = Kind::load(logits + i + 16 * k);
-                largest[k] = _mm512_max_ps(x, largest[k]);
-                nans[k] |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+                const Floats x = Kind::load(logits + i + 16 * k);
+                largest[k] = max(x, largest[k]);
+                nans[k] |= is_nan(x);
             }
         }
         for (; i < end; i += 16) {
-            const __mmask16 mask = first_lanes(end - i);
-            const __m512 x = Kind::load(logits + i, mask);
-            largest[0] = _mm512_mask_max_ps(largest[0], mask, x, largest[0]);
-            nans[0] |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+            const Mask mask = first_lanes(end - i);
+            const Floats x = Kind::load(logits + i, mask);
+            largest[0] = max_part(mask, x, largest[0]);
+            nans[0] |= is_nan(x);
         }
         if (nans[0] | nans[1] | nans[2] | nans[3]) {
             *highest = std::numeric_limits<float>::quiet_NaN();
             *token = start;
             return;
         }
-        const __m512 lanes =
-            _mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3]));
-        const float chunk_highest = _mm512_reduce_max_ps(lanes);
+        const Floats lanes =
+            max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+        const float chunk_highest = highest_lane(lanes);
         if (chunk_highest > best) best = chunk_highest, best_chunk = start;
     }
     *highest = best;
     for (int64_t i = best_chunk; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        const __mmask16 equal =
-            _mm512_mask_cmp_ps_mask(mask, Kind::load(logits + i, mask), _mm512_set1_ps(best), _CMP_EQ_OQ);
+        const Mask mask = first_lanes(width - i);
+        const Mask equal =
+            is_equal(mask, Kind::load(logits + i, mask), splat(best));
         if (equal != 0) {
             *token = i + __builtin_ctz(equal);
             return;
@@ -320,7 +322,7 @@ PyObject* greedy(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }  // namespace
 }  // namespace triptych
 
-PyMethodDef elementwise_methods[] = {
+PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
     TRIPTYCH_METHOD(rms_norm, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."),
     TRIPTYCH_METHOD(silu_and_mul, "silu_and_mul(addresses, sizes, stride): see elementwise.py."),
     TRIPTYCH_METHOD(kv_write, "kv_write(addresses, strides and sizes in bytes): see elementwise.py."),
@@ -330,10 +332,10 @@ PyMethodDef elementwise_methods[] = {
 
 #else
 
-PyMethodDef elementwise_methods[] = {{nullptr, nullptr, 0, nullptr}};
+PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
 
-#ifdef TRIPTYCH_AVX512_END
-TRIPTYCH_AVX512_END
+#ifdef TRIPTYCH_KERNELS_END
+TRIPTYCH_KERNELS_END
 #endif

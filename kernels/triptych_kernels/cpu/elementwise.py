@@ -2,7 +2,7 @@
 
 Each does what its reference says, for bf16 and fp32 rows; other dtypes and layouts go to the reference
 itself. A row's result has the same bits in every batch. Knows tensors and addresses; the arithmetic is in
-elementwise.cpp.
+elementwise.cpp, compiled for each instruction set (isa).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu import _native
+from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.reference import REFERENCE
 
 _BF16, _FP32, _INT64 = torch.bfloat16, torch.float32, torch.int64
@@ -18,7 +18,7 @@ _DTYPES = (_BF16, _FP32)
 _MAX_HEAD_DIM = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the reference.  x: [..., hidden]; rows, and the heads of [T, H, hidden], may lie apart."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or weight.dtype is not dtype or not weight.is_contiguous():
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check_weight(weight, width)
     out = torch.empty(shape, dtype=dtype)
     if out.numel():
-        _native.rms_norm(
+        isa.native.rms_norm(
             x.data_ptr(),
             0,
             weight.data_ptr(),
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(isa: Isa, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the reference; residual is written.  x, residual: [T, hidden], rows may lie apart."""
     dtype = x.dtype
     (num_rows, width), (x_stride, x_last), (stride, last) = x.shape, x.stride(), residual.stride()
@@ -68,7 +68,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     _check_weight(weight, width)
     out = torch.empty((num_rows, width), dtype=dtype)
     if num_rows:
-        _native.rms_norm(
+        isa.native.rms_norm(
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -90,19 +90,19 @@ def _check_weight(weight: Tensor, width: int) -> None:
         raise ValueError(f"weight has {weight.numel()} numbers, a row {width}")
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(isa: Isa, x: Tensor) -> Tensor:
     """See the reference.  x: [T, 2 F], rows may lie apart."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or len(shape) != 2 or strides[1] != 1 or shape[1] % 2:
         return REFERENCE.silu_and_mul(x)
     num_rows, width = shape[0], shape[1] // 2
     out = torch.empty((num_rows, width), dtype=dtype)
-    _native.silu_and_mul(x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16)
+    isa.native.silu_and_mul(x.data_ptr(), out.data_ptr(), num_rows, width, strides[0], dtype is _BF16)
     return out
 
 
 def kv_write(
-    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    isa: Isa, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """See the reference, for any dtype.  IndexError, and nothing stored, where a slot is behind the cache."""
     num_kv_heads, num_blocks, block_size, key_dim = key_cache.shape
@@ -127,7 +127,7 @@ def kv_write(
         values = values.contiguous()
     slots = _int64(slot_mapping, num_tokens, "slot_mapping")
     (key_stride, key_head_stride, _), (value_stride, value_head_stride, _) = keys.stride(), values.stride()
-    _native.kv_write(
+    isa.native.kv_write(
         keys.data_ptr(),
         key_stride * num_bytes,
         key_head_stride * num_bytes,
@@ -156,6 +156,7 @@ def _int64(numbers: Tensor, count: int, name: str) -> Tensor:
 
 
 def rotary_kv_write(
+    isa: Isa,
     qkv: Tensor,
     positions: Tensor,
     cos_sin: Tensor,
@@ -203,7 +204,7 @@ def rotary_kv_write(
         raise ValueError(f"query_norm and key_norm are not of {head_dim} numbers")
     slots = _int64(slot_mapping, num_tokens, "slot_mapping")
     positions = _int64(positions, num_tokens, "positions")
-    _native.rotary_kv_write(
+    isa.native.rotary_kv_write(
         qkv.data_ptr(),
         positions.data_ptr(),
         cos_sin.data_ptr(),
@@ -226,13 +227,13 @@ def rotary_kv_write(
     return None
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy(isa: Isa, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference.  logits: [N, V], rows may lie apart. The token of a row with NaN means nothing."""
     dtype, (num_rows, width), (row_stride, stride) = logits.dtype, logits.shape, logits.stride()
     if dtype not in _DTYPES or stride != 1 or width == 0:
         return REFERENCE.greedy(logits)
     highest, tokens = torch.empty(num_rows, dtype=_FP32), torch.empty(num_rows, dtype=_INT64)
-    _native.greedy(
+    isa.native.greedy(
         logits.data_ptr(), highest.data_ptr(), tokens.data_ptr(), num_rows, width, row_stride, dtype is _BF16
     )
     return highest, tokens

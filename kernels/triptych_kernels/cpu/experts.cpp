@@ -12,13 +12,14 @@
 #include <type_traits>
 
 #include "pool.h"
-#include "avx512.h"
+#include "isa.h"
 
-extern PyMethodDef experts_methods[];
+extern PyMethodDef TRIPTYCH_METHODS(experts)[];
 
-#ifdef TRIPTYCH_AVX512
+#ifdef TRIPTYCH_KERNELS
 
-#include "gemm.h"
+#include TRIPTYCH_OF_ISA(products.h)
+
 #include "vector_math.h"
 
 namespace triptych {
@@ -29,7 +30,7 @@ constexpr int64_t kGroupPanels = 4;               // of one task: two of gates, 
 constexpr int64_t kChunkRows = 8 * kMaxTileRows;  // whose gates and ups stay in the first caches
 constexpr int64_t kMaxPlaces = 4096;              // tokens times experts a token that are taken at once
 
-// gate_up: [E] panels that alternate, 32 gates and the same columns' 32 ups; F padded with zeros to whole
+// gate_up: [E] panels that alternate, gates and the same columns' ups; F padded with zeros to whole
 // panels.
 struct ExpertsPlan {
     PackedWeight gate_up, down;  // of the first expert
@@ -129,8 +130,8 @@ void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32
 template <class Dtype>
 void silu_times_up(const float* gate, const float* up, typename Dtype::Element* out) {
     for (int64_t column = 0; column < kPanelColumns; column += 16) {
-        const __m512 silu = Dtype::silu(_mm512_loadu_ps(gate + column));
-        Dtype::store(out + column, mul(silu, _mm512_loadu_ps(up + column)));
+        const Floats silu = Dtype::silu(load(gate + column));
+        Dtype::store(out + column, mul(silu, load(up + column)));
     }
 }
 
@@ -219,16 +220,16 @@ template <class Dtype>
 void sum_parts(const ExpertsPlan& plan, const Call& call, const Workspace& space, int64_t token) {
     auto* out = reinterpret_cast<typename Dtype::Element*>(call.out) + token * plan.hidden();
     for (int64_t column = 0; column < plan.hidden(); column += 16) {
-        const __mmask16 mask = first_lanes(plan.hidden() - column);
-        __m512 sum = _mm512_setzero_ps();
+        const Mask mask = first_lanes(plan.hidden() - column);
+        Floats sum = zeros();
         for (int64_t place = token * call.experts_a_token; place < (token + 1) * call.experts_a_token;
              ++place) {
             const int64_t expert = call.id(place) - plan.first_expert;
             if (expert < 0 || expert >= plan.num_experts) {
                 continue;
             }
-            const __m512 part = _mm512_maskz_loadu_ps(mask, space.parts + place * plan.hidden() + column);
-            sum = _mm512_fmadd_ps(_mm512_set1_ps(call.weights[place]), part, sum);
+            const Floats part = load_part(mask, space.parts + place * plan.hidden() + column);
+            sum = fmadd(splat(call.weights[place]), part, sum);
         }
         Dtype::store(out + column, mask, sum);
     }
@@ -310,7 +311,7 @@ PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
         return nullptr;
     }
     const bool is_fp32 = numbers[0] != 0;
-    const auto form = numbers[7] != 0 ? RowForm::kTiles : RowForm::kUnits;
+    const RowForm form = form_of_few_rows(is_fp32, numbers[7] != 0);
     const auto kind = is_fp32 ? WeightKind::kFp32 : WeightKind::kBf16;
     const int64_t hidden = numbers[3], ffn = numbers[4];
     const int64_t padded_ffn = (ffn + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
@@ -351,7 +352,7 @@ PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }  // namespace
 }  // namespace triptych
 
-PyMethodDef experts_methods[] = {
+PyMethodDef TRIPTYCH_METHODS(experts)[] = {
     TRIPTYCH_METHOD(make_experts,
                     "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, with_amx) -> plan."),
     TRIPTYCH_METHOD(experts, "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."),
@@ -359,10 +360,10 @@ PyMethodDef experts_methods[] = {
 
 #else
 
-PyMethodDef experts_methods[] = {{nullptr, nullptr, 0, nullptr}};
+PyMethodDef TRIPTYCH_METHODS(experts)[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
 
-#ifdef TRIPTYCH_AVX512_END
-TRIPTYCH_AVX512_END
+#ifdef TRIPTYCH_KERNELS_END
+TRIPTYCH_KERNELS_END
 #endif

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu import _native
 from triptych_kernels.cpu.linear import alternating, empty_panels, pack_panels
+from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.ops import Experts
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.moe import check_follows, places_of
@@ -18,10 +18,11 @@ _ID_DTYPES = (torch.int32, torch.int64)
 class NativeExperts:
     """Every chosen expert over the tokens that chose it; of the others nothing is read."""
 
-    __slots__ = ("_dtype", "_ffn", "_hidden", "_plan", "_tensors", "_with_amx", "expert_range", "num_bytes")
+    __slots__ = ("_dtype", "_ffn", "_hidden", "_isa", "_plan", "_tensors", "expert_range", "num_bytes")
 
     def __init__(
         self,
+        isa: Isa,
         gate_up_panels: Tensor,
         down_panels: Tensor,
         *,
@@ -29,17 +30,16 @@ class NativeExperts:
         hidden: int,
         ffn: int,
         first_expert: int,
-        with_amx: bool,
     ) -> None:
         """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, of what was [2 F, hidden]
-        and [hidden, F] of each expert.  with_amx: see linear.NativeLinear.
+        and [hidden, F] of each expert.  isa: whose kernels compute it.
         """
         num_experts = len(down_panels)
-        self._dtype, self._hidden, self._ffn, self._with_amx = dtype, hidden, ffn, with_amx
+        self._isa, self._dtype, self._hidden, self._ffn = isa, dtype, hidden, ffn
         self._tensors = (gate_up_panels, down_panels)
         self.expert_range = (first_expert, first_expert + num_experts)
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
-        self._plan = _native.make_experts(
+        self._plan = isa.native.make_experts(
             dtype is torch.float32,
             num_experts,
             first_expert,
@@ -47,7 +47,7 @@ class NativeExperts:
             ffn,
             gate_up_panels.data_ptr(),
             down_panels.data_ptr(),
-            with_amx and dtype is torch.bfloat16,
+            isa.with_amx and dtype is torch.bfloat16,
         )
 
     def take(self, first: int, end: int) -> NativeExperts:
@@ -63,17 +63,17 @@ class NativeExperts:
         return self._like_these([list(pair) for pair in zip(self._tensors, more._tensors, strict=True)])
 
     @property
-    def _form(self) -> tuple[torch.dtype, int, int, bool]:
-        return self._dtype, self._hidden, self._ffn, self._with_amx
+    def _form(self) -> tuple[torch.dtype, int, int, Isa]:
+        return self._dtype, self._hidden, self._ffn, self._isa
 
     def _like_these(self, parts: list[list[Tensor]], first_expert: int | None = None) -> NativeExperts:
         return NativeExperts(
+            self._isa,
             *(_stacked(part) for part in parts),
             dtype=self._dtype,
             hidden=self._hidden,
             ffn=self._ffn,
             first_expert=self.expert_range[0] if first_expert is None else first_expert,
-            with_amx=self._with_amx,
         )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class NativeExperts:
             )
         expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
         out = torch.empty((num_tokens, width), dtype=self._dtype)
-        _native.experts(
+        self._isa.native.experts(
             self._plan,
             x.data_ptr(),
             row_stride,
@@ -113,10 +113,10 @@ class NativeExperts:
         return out
 
 
-def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0, with_amx: bool = False) -> Experts:
+def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
     """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference.
 
-    with_amx: see linear.NativeLinear.
+    isa: whose kernels compute it.
     """
     if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
         raise ValueError(
@@ -132,13 +132,13 @@ def pack_experts(gate_up: Tensor, down: Tensor, *, first_expert: int = 0, with_a
     if gate_up.dtype not in _DTYPES or not gate_up.is_cpu:
         return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
     return NativeExperts(
-        _stacked([pack_panels(alternating(weight))[None] for weight in gate_up.detach()]),
-        _stacked([pack_panels(weight)[None] for weight in down.detach()]),
+        isa,
+        _stacked([pack_panels(isa, alternating(isa, weight))[None] for weight in gate_up.detach()]),
+        _stacked([pack_panels(isa, weight)[None] for weight in down.detach()]),
         dtype=gate_up.dtype,
         hidden=hidden,
         ffn=ffn,
         first_expert=first_expert,
-        with_amx=with_amx,
     )
 
 

@@ -1,6 +1,6 @@
 // What becomes of a finished tile of gates and ups: silu(gate) * up, without the projection in between.
 //
-// Panels alternate: 32 gates, then the same columns' 32 ups. Include avx512.h before.
+// Panels alternate: one of gates, then one of the same columns' ups. Include isa.h before.
 #pragma once
 
 #include <algorithm>
@@ -34,43 +34,43 @@ struct StoreGated {
     }
 
     template <int R, int P>
-    TRIPTYCH_INLINE void operator()(int64_t first_row, int64_t panel, const __m512 (&sums)[R][2 * P]) const {
+    TRIPTYCH_INLINE void operator()(int64_t first_row, int64_t panel, const Floats (&sums)[R][kVectors * P]) const {
         static_assert(P == 1 || P % 2 == 0, "a tile of more than one panel holds whole pairs");
 #pragma GCC unroll 4
         for (int p = 0; p < P; p += 2) {
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                const int64_t column = (panel + p) / 2 * kPanelColumns + 16 * half;
+            for (int v = 0; v < kVectors; ++v) {
+                const int64_t column = (panel + p) / 2 * kPanelColumns + 16 * v;
                 if (column >= num_columns) {
                     break;
                 }
-                const __mmask16 mask = first_lanes(num_columns - column);
+                const Mask mask = first_lanes(num_columns - column);
                 Element* place = out + first_row * num_columns + column;
                 if constexpr (P == 1) {
-                    store_half<R>(place, mask, panel, half, sums);
+                    store_half<R>(place, mask, panel, v, sums);
                 } else {
-                    store_pair<R, P>(place, mask, panel + p, p, half, sums);
+                    store_pair<R, P>(place, mask, panel + p, p, v, sums);
                 }
             }
         }
     }
 
 private:
-    TRIPTYCH_INLINE __m512 finished(__m512 sum, int64_t panel, int half) const {
-        const int64_t place = panel * kPanelColumns + 16 * half;
-        const __m512 shift = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + place);
-        const __m512 scale = scales == nullptr ? _mm512_set1_ps(1.0f) : _mm512_loadu_ps(scales + place);
-        return Dtype::rounded(_mm512_fmadd_ps(sum, scale, shift));
+    TRIPTYCH_INLINE Floats finished(Floats sum, int64_t panel, int v) const {
+        const int64_t place = panel * kPanelColumns + 16 * v;
+        const Floats shift = bias == nullptr ? zeros() : load(bias + place);
+        const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + place);
+        return Dtype::rounded(fmadd(sum, scale, shift));
     }
 
     // Of one panel: gates wait for their ups where the result will be.
     template <int R>
-    TRIPTYCH_INLINE void store_half(Element* place, __mmask16 mask, int64_t panel, int half,
-                                    const __m512 (&sums)[R][2]) const {
+    TRIPTYCH_INLINE void store_half(Element* place, Mask mask, int64_t panel, int v,
+                                    const Floats (&sums)[R][kVectors]) const {
         const bool is_gate = panel % 2 == 0;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r, place += num_columns) {
-            __m512 value = finished(sums[r][half], panel, half);
+            Floats value = finished(sums[r][v], panel, v);
             if (!is_gate) {
                 value = mul(Dtype::silu(Dtype::load(place, mask)), value);
             }
@@ -80,12 +80,12 @@ private:
 
     // Of neighbouring panels, the gates in front.
     template <int R, int P>
-    TRIPTYCH_INLINE void store_pair(Element* place, __mmask16 mask, int64_t panel, int p, int half,
-                                    const __m512 (&sums)[R][2 * P]) const {
+    TRIPTYCH_INLINE void store_pair(Element* place, Mask mask, int64_t panel, int p, int v,
+                                    const Floats (&sums)[R][kVectors * P]) const {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r, place += num_columns) {
-            const __m512 gate = finished(sums[r][2 * p + half], panel, half);
-            const __m512 up = finished(sums[r][2 * p + 2 + half], panel + 1, half);
+            const Floats gate = finished(sums[r][kVectors * p + v], panel, v);
+            const Floats up = finished(sums[r][kVectors * (p + 1) + v], panel + 1, v);
             Dtype::store(place, mask, mul(Dtype::silu(gate), up));
         }
     }

@@ -1,7 +1,7 @@
 // The largest of each row of x W^T, found while a tile's sums are still in registers: most rows of a step are
 // asked for nothing else, and then their products are never written.
 //
-// Include avx512.h before.
+// Include isa.h before.
 #pragma once
 
 #include <cmath>
@@ -19,17 +19,16 @@ struct Largest {
     int32_t column = 0;
 
     // Columns [first, first + 16) where mask is set; they lie behind those seen before.
-    void see(int64_t first, __m512 values, __mmask16 mask) {
-        const __mmask16 raising = _mm512_mask_cmp_ps_mask(mask, values, _mm512_set1_ps(value), _CMP_NLE_UQ);
+    void see(int64_t first, Floats values, Mask mask) {
+        const Mask raising = is_above_or_nan(mask, values, splat(value));
         // Nothing is above NaN.
         if (raising == 0 || std::isnan(value)) {
             return;
         }
-        const bool has_nan = _mm512_mask_cmp_ps_mask(mask, values, values, _CMP_UNORD_Q) != 0;
+        const bool has_nan = is_nan(mask, values) != 0;
         const float highest =
-            has_nan ? std::numeric_limits<float>::quiet_NaN() : _mm512_mask_reduce_max_ps(mask, values);
-        const __mmask16 equal =
-            _mm512_mask_cmp_ps_mask(mask, values, _mm512_set1_ps(highest), _CMP_EQ_OQ);
+            has_nan ? std::numeric_limits<float>::quiet_NaN() : highest_lane(mask, values);
+        const Mask equal = is_equal(mask, values, splat(highest));
         column = static_cast<int32_t>(first + (equal == 0 ? 0 : __builtin_ctz(equal)));
         value = highest;
     }
@@ -47,8 +46,8 @@ struct Largest {
     for (int r = 0; r < num_rows; ++r) {
         for (int64_t i = 0; i < width && first_column + i < num_columns; i += 16) {
             const int64_t left = num_columns - first_column - i;
-            const __mmask16 mask = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
-            largest[r].see(first_column + i, _mm512_loadu_ps(values + r * width + i), mask);
+            const Mask mask = left >= 16 ? 0xFFFF : static_cast<Mask>((1u << left) - 1);
+            largest[r].see(first_column + i, load(values + r * width + i), mask);
         }
     }
 }
@@ -70,7 +69,7 @@ struct KeepLargest {
         for (int r = 0; r < R; ++r) {
             if (place_of[first_row + r] >= 0) {
                 const float* place = out + place_of[first_row + r] * num_columns + panel * kPanelColumns;
-                for (int p = 0; p < 2 * P; ++p) {
+                for (int p = 0; p < kVectors * P; ++p) {
                     __builtin_prefetch(place + 16 * p, 1);
                 }
             }
@@ -78,39 +77,39 @@ struct KeepLargest {
     }
 
     template <int R, int P>
-    TRIPTYCH_INLINE void operator()(int64_t first_row, int64_t panel, const __m512 (&sums)[R][2 * P]) const {
-        __m512 values[R][2 * P];
+    TRIPTYCH_INLINE void operator()(int64_t first_row, int64_t panel, const Floats (&sums)[R][kVectors * P]) const {
+        Floats values[R][kVectors * P];
         unsigned raising = 0;
         const int64_t first_column = panel * kPanelColumns;
 #pragma GCC unroll 8
-        for (int j = 0; j < 2 * P; ++j) {
+        for (int j = 0; j < kVectors * P; ++j) {
             const int64_t column = first_column + 16 * j;
             const int64_t left = num_columns - column;
-            const __mmask16 mask =
-                left >= 16 ? 0xFFFF : left <= 0 ? 0 : static_cast<__mmask16>((1u << left) - 1);
-            const __m512 shift = bias == nullptr ? _mm512_setzero_ps() : _mm512_loadu_ps(bias + column);
-            const __m512 scale = scales == nullptr ? _mm512_set1_ps(1.0f) : _mm512_loadu_ps(scales + column);
+            const Mask mask =
+                left >= 16 ? 0xFFFF : left <= 0 ? 0 : static_cast<Mask>((1u << left) - 1);
+            const Floats shift = bias == nullptr ? zeros() : load(bias + column);
+            const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + column);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                values[r][j] = _mm512_fmadd_ps(sums[r][j], scale, shift);
-                const __m512 highest = _mm512_set1_ps(largest[first_row + r].value);
-                raising |= _mm512_mask_cmp_ps_mask(mask, values[r][j], highest, _CMP_NLE_UQ);
+                values[r][j] = fmadd(sums[r][j], scale, shift);
+                const Floats highest = splat(largest[first_row + r].value);
+                raising |= is_above_or_nan(mask, values[r][j], highest);
                 if (place_of != nullptr && place_of[first_row + r] >= 0) {
-                    _mm512_mask_storeu_ps(out + place_of[first_row + r] * num_columns + column, mask, values[r][j]);
+                    store_part(out + place_of[first_row + r] * num_columns + column, mask, values[r][j]);
                 }
             }
         }
         if (raising != 0) {
             // Stored first, so that nothing has to stay in a register over the call.
-            alignas(64) float stored[R * 32 * P];
+            alignas(64) float stored[R * kPanelColumns * P];
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-                for (int j = 0; j < 2 * P; ++j) {
-                    _mm512_store_ps(stored + 32 * P * r + 16 * j, values[r][j]);
+                for (int j = 0; j < kVectors * P; ++j) {
+                    store(stored + kPanelColumns * P * r + 16 * j, values[r][j]);
                 }
             }
-            see_tile(largest + first_row, R, first_column, num_columns, stored, 32 * P);
+            see_tile(largest + first_row, R, first_column, num_columns, stored, kPanelColumns * P);
         }
     }
 };

@@ -13,14 +13,15 @@
 #include <vector>
 
 #include "pool.h"
-#include "avx512.h"
+#include "isa.h"
 
-extern PyMethodDef linear_methods[];
+extern PyMethodDef TRIPTYCH_METHODS(linear)[];
 
-#ifdef TRIPTYCH_AVX512
+#ifdef TRIPTYCH_KERNELS
+
+#include TRIPTYCH_OF_ISA(products.h)
 
 #include "gated.h"
-#include "gemm.h"
 #include "largest.h"
 
 namespace triptych {
@@ -36,17 +37,12 @@ struct LinearPlan {
     int64_t num_gated;  // columns of silu(gate) * up where panels of gates and ups alternate; 0 where they do not
 };
 
-// Where int8 pair (k, k + 1) of a column lies within its unit, so that widening leaves columns in order.
-inline int int8_place(int column) { return 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4); }
-
 void pack_int8(const int8_t* weight, int64_t row_stride, const PackedWeight& packed, char* out) {
     std::memset(out, 0, packed.num_panels() * packed.panel_bytes());
     for (int64_t n = 0; n < packed.out_features; ++n) {
-        char* column =
-            out + n / kPanelColumns * packed.panel_bytes() + int8_place(static_cast<int>(n % kPanelColumns));
+        char* panel = out + n / kPanelColumns * packed.panel_bytes();
         for (int64_t k = 0; k < packed.in_features; ++k) {
-            const int value = weight[n * row_stride + k];
-            column[k / 2 * kInt8UnitBytes + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
+            put_int8(panel, static_cast<int>(n % kPanelColumns), k, weight[n * row_stride + k]);
         }
     }
 }
@@ -61,7 +57,7 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
             rows[r] = weight + (first + r) * row_stride_bytes;
         }
         uint32_t* column =
-            reinterpret_cast<uint32_t*>(out + first / kPanelColumns * packed.panel_bytes()) + first % 32;
+            reinterpret_cast<uint32_t*>(out + first / kPanelColumns * packed.panel_bytes()) + first % kPanelColumns;
         if (num_rows < 16) {
             for (int64_t unit = 0; unit < num_units; ++unit) {
                 std::memset(column + unit * kPanelColumns, 0, 64);
@@ -236,7 +232,7 @@ PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!read_numbers("make_linear", arguments, count, numbers, 10)) {
         return nullptr;
     }
-    const RowForm form = numbers[9] != 0 ? RowForm::kTiles : RowForm::kUnits;
+    const RowForm form = form_of_few_rows(numbers[1] != 0, numbers[9] != 0);
     auto* plan =
         new LinearPlan{PackedWeight{reinterpret_cast<const char*>(numbers[5]), numbers[4], numbers[3],
                                     static_cast<WeightKind>(numbers[0]), numbers[1] != 0, form},
@@ -301,7 +297,7 @@ PyObject* greedy_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count)
 }  // namespace
 }  // namespace triptych
 
-PyMethodDef linear_methods[] = {
+PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_METHOD(packed_bytes,
                     "packed_bytes(kind, N, K) -> bytes of a packed weight; kind: 0 bf16, 1 fp32, 2 int8."),
     TRIPTYCH_METHOD(pack_weight,
@@ -316,10 +312,10 @@ PyMethodDef linear_methods[] = {
 
 #else
 
-PyMethodDef linear_methods[] = {{nullptr, nullptr, 0, nullptr}};
+PyMethodDef TRIPTYCH_METHODS(linear)[] = {{nullptr, nullptr, 0, nullptr}};
 
 #endif
 
-#ifdef TRIPTYCH_AVX512_END
-TRIPTYCH_AVX512_END
+#ifdef TRIPTYCH_KERNELS_END
+TRIPTYCH_KERNELS_END
 #endif

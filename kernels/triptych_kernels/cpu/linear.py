@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels.cpu import _native
+from triptych_kernels.cpu.loader import Isa, native_module
 from triptych_kernels.ops import Linear
 from triptych_kernels.reference import REFERENCE
 
-PANEL_COLUMNS = 32  # of a panel of packed weights
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _MAX_INT8 = 127
 _CACHE_LINE = 64
@@ -26,6 +25,7 @@ class NativeLinear:
 
     __slots__ = (
         "_dtype",
+        "_greedy_linear",
         "_linear",
         "_out_dtype",
         "_plan",
@@ -37,29 +37,28 @@ class NativeLinear:
 
     def __init__(
         self,
+        isa: Isa,
         weight: Tensor,
         bias: Tensor | None,
         scales: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         num_gated: int = 0,
-        *,
-        with_amx: bool = False,
     ) -> None:
         """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight.
 
         num_gated: the number of gates, where weight, bias and scales are `alternating`.
-        with_amx: whether bf16 rows are multiplied by the CPU's matrix unit, with other roundings.
+        isa: whose kernels compute it.
         """
         num_outputs, self.in_features = weight.shape
         self.out_features = num_gated or num_outputs
-        panels = pack_panels(weight)
-        self._tensors = [panels, *(_padded(vector) for vector in (bias, scales) if vector is not None)]
+        panels = pack_panels(isa, weight)
+        self._tensors = [panels, *(_padded(isa, vector) for vector in (bias, scales) if vector is not None)]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._dtype, self._out_dtype = dtype, out_dtype
-        self._linear = _native.linear
-        self._plan = _native.make_linear(
+        self._linear, self._greedy_linear = isa.native.linear, isa.native.greedy_linear
+        self._plan = isa.native.make_linear(
             _KIND_OF[weight.dtype],
             dtype is torch.float32,
             out_dtype is torch.bfloat16,
@@ -69,7 +68,7 @@ class NativeLinear:
             0 if bias is None else addresses[1],
             0 if scales is None else addresses[-1],
             num_gated,
-            with_amx and dtype is torch.bfloat16,
+            isa.with_amx and dtype is torch.bfloat16,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ class NativeLinear:
         if num_kept:
             places = torch.full((num_rows,), -1, dtype=torch.int32)
             places[kept] = torch.arange(num_kept, dtype=torch.int32)
-        _native.greedy_linear(
+        self._greedy_linear(
             self._plan,
             x.data_ptr(),
             row_stride,
@@ -131,31 +130,31 @@ def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tens
 
 
 def pack_linear(
+    isa: Isa,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
-    with_amx: bool = False,
 ) -> Linear:
     """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes.
 
-    with_amx: see NativeLinear.
+    isa: whose kernels compute it.
     """
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization):
         return REFERENCE.pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
     narrow, scales = quantize_int8(weight) if quantization else (weight, None)
-    return NativeLinear(narrow, bias, scales, weight.dtype, out_dtype, with_amx=with_amx)
+    return NativeLinear(isa, narrow, bias, scales, weight.dtype, out_dtype)
 
 
 def pack_gated_linear(
+    isa: Isa,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
-    with_amx: bool = False,
 ) -> Linear:
     """See ops.Ops.pack_gated_linear.  As pack_linear in all else."""
     out_dtype = weight.dtype if out_dtype is None else out_dtype
@@ -164,10 +163,11 @@ def pack_gated_linear(
     num_gated = weight.shape[0] // 2
     narrow, scales = quantize_int8(weight) if quantization else (weight, None)
     bias, scales = (
-        None if vector is None else alternating(vector.detach()[:, None])[:, 0] for vector in (bias, scales)
+        None if vector is None else alternating(isa, vector.detach()[:, None])[:, 0]
+        for vector in (bias, scales)
     )
     return NativeLinear(
-        alternating(narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated, with_amx=with_amx
+        isa, alternating(isa, narrow.detach()), bias, scales, weight.dtype, out_dtype, num_gated
     )
 
 
@@ -186,11 +186,12 @@ def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quan
     return weight.dtype in served and out_dtype in served and weight.is_cpu
 
 
-def alternating(gate_up: Tensor) -> Tensor:
+def alternating(isa: Isa, gate_up: Tensor) -> Tensor:
     """[2 F, K] as panels of gates and of the same columns' ups in turn, F padded to whole panels."""
+    width = isa.native.panel_columns
     halves = gate_up.unflatten(0, (2, -1))
-    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % PANEL_COLUMNS))
-    return halves.unflatten(1, (-1, PANEL_COLUMNS)).transpose(0, 1).flatten(0, 2)
+    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % width))
+    return halves.unflatten(1, (-1, width)).transpose(0, 1).flatten(0, 2)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,15 +211,17 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def pack_panels(weight: Tensor) -> Tensor:
+def pack_panels(isa: Isa, weight: Tensor) -> Tensor:
     """[N, K] in bf16, fp32 or int8 as the kernels read it: bytes, 64-byte aligned."""
     weight = weight.detach()
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         weight = weight.contiguous()
     kind = _KIND_OF[weight.dtype]
     num_rows, num_columns = weight.shape
-    panels = empty_panels(_native.packed_bytes(kind, num_rows, num_columns))
-    _native.pack_weight(kind, num_rows, num_columns, weight.data_ptr(), weight.stride(0), panels.data_ptr())
+    panels = empty_panels(isa.native.packed_bytes(kind, num_rows, num_columns))
+    isa.native.pack_weight(
+        kind, num_rows, num_columns, weight.data_ptr(), weight.stride(0), panels.data_ptr()
+    )
     return panels
 
 
@@ -227,13 +230,14 @@ def empty_panels(num_bytes: int) -> Tensor:
     alignment = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _CACHE_LINE
     memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
     panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
-    _native.prefer_large_pages(panels.data_ptr(), num_bytes)
+    native_module().prefer_large_pages(panels.data_ptr(), num_bytes)
     return panels
 
 
-def _padded(vector: Tensor) -> Tensor:
+def _padded(isa: Isa, vector: Tensor) -> Tensor:
     """[N] as fp32, with zeros to whole panels."""
-    padded = torch.zeros(-(-vector.numel() // PANEL_COLUMNS) * PANEL_COLUMNS, dtype=torch.float32)
+    width = isa.native.panel_columns
+    padded = torch.zeros(-(-vector.numel() // width) * width, dtype=torch.float32)
     padded[: vector.numel()] = vector.detach()
     return padded
 

@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triptych_kernels.cpu._native import Kernels
 
 logger = logging.getLogger(__name__)
 
+ISAS = ("amx", "avx512", "avx2")
+"""Instruction sets that there are kernels for, the widest first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Isa:
+    """An instruction set of this CPU, and the compiled kernels that use it."""
+
+    name: str
+    native: Kernels
+
+    @property
+    def with_amx(self) -> bool:
+        """Whether bf16 is multiplied by the CPU's matrix unit, with other roundings."""
+        return self.name == "amx"
+
 
 @functools.cache
-def can_run_native() -> bool:
-    """Whether the compiled kernels are here and this CPU runs them; logs once why they do not."""
+def native_module() -> Any:
+    """The compiled module, or None where it is missing or has nothing for this CPU; logs once why."""
     try:
         from triptych_kernels.cpu import _native
     except ImportError as error:
         logger.warning(
             "native CPU kernels are missing: the slower reference runs", extra={"reason": str(error)}
         )
-        return False
-    if not _native.is_supported():
+        return None
+    if not _native.supports("avx2"):
         logger.warning(
             "native CPU kernels cannot run: the slower reference runs",
-            extra={"reason": "they need AVX-512 with VBMI and BF16, which this CPU lacks"},
+            extra={"reason": "they need AVX2 with FMA, which this CPU lacks"},
         )
-        return False
-    return True
+        return None
+    return _native
+
+
+@functools.cache
+def find_isa(widest: str) -> Isa | None:
+    """The widest instruction set of ISAS, from `widest` on, that this CPU and its system let kernels use."""
+    native = native_module()
+    if native is None:
+        return None
+    for name in ISAS[ISAS.index(widest) :]:
+        module = "avx512" if name == "amx" else name
+        if native.supports(module) and (name != "amx" or can_use_amx()):
+            return Isa(name, getattr(native, module))
+    return None
 
 
 def can_use_amx() -> bool:
     """Whether this CPU has a matrix unit for bf16 and the system lets this process use it from now on."""
-    from triptych_kernels.cpu import _native
-
-    error = _native.request_amx()
+    error = native_module().request_amx()
     if error > 0:
         logger.warning(
             "AMX of this CPU is not used: slower kernels run, which round differently",

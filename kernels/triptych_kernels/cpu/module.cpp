@@ -3,7 +3,7 @@
 
 #include "arguments.h"
 
-#include <initializer_list>
+#include <cstring>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -17,21 +17,30 @@
 
 #include "pool.h"
 
-extern PyMethodDef linear_methods[];
-extern PyMethodDef experts_methods[];
-extern PyMethodDef attention_methods[];
-extern PyMethodDef elementwise_methods[];
+extern PyMethodDef linear_avx512_methods[], linear_avx2_methods[];
+extern PyMethodDef experts_avx512_methods[], experts_avx2_methods[];
+extern PyMethodDef attention_avx512_methods[], attention_avx2_methods[];
+extern PyMethodDef elementwise_avx512_methods[], elementwise_avx2_methods[];
 extern PyMethodDef penalties_methods[];
 
 namespace triptych {
 namespace {
 
-// Everything that the kernels' target pragma names but AMX, for which request_amx asks. GCC's and clang's builtin also
+// Everything that the kernels' target pragmas name but AMX, for which request_amx asks. GCC's and clang's builtin also
 // asks the system whether it saves the wide registers.
-bool can_run_kernels() {
+bool has_avx2() {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2");
+#else
+    return false;
+#endif
+}
+
+bool has_avx512() {
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
 #else
@@ -46,7 +55,7 @@ int request_tile_registers() {
     constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; ARCH_REQ_XCOMP_PERM
     unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!can_run_kernels() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kBf16Bit) == 0 ||
+    if (!has_avx512() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kBf16Bit) == 0 ||
         (d & kTileBit) == 0) {
         return -1;
     }
@@ -58,7 +67,53 @@ int request_tile_registers() {
 
 PyObject* request_amx(PyObject*, PyObject*) { return PyLong_FromLong(request_tile_registers()); }
 
-PyObject* is_supported(PyObject*, PyObject*) { return PyBool_FromLong(can_run_kernels()); }
+// Kernels for one instruction set: a module within this one, with the number of columns of a panel of its weights.
+struct Kernels {
+    const char *name, *full_name;
+    long panel_columns;
+    bool (*can_run)();
+    PyMethodDef* methods[4];
+};
+
+const Kernels kKernels[] = {
+    {"avx512", "triptych_kernels.cpu._native.avx512", 32, has_avx512,
+     {linear_avx512_methods, experts_avx512_methods, attention_avx512_methods, elementwise_avx512_methods}},
+    {"avx2", "triptych_kernels.cpu._native.avx2", 16, has_avx2,
+     {linear_avx2_methods, experts_avx2_methods, attention_avx2_methods, elementwise_avx2_methods}},
+};
+
+PyObject* supports(PyObject*, PyObject* argument) {
+    const char* name = PyUnicode_AsUTF8(argument);
+    if (name == nullptr) {
+        return nullptr;
+    }
+    for (const Kernels& kernels : kKernels) {
+        if (std::strcmp(kernels.name, name) == 0) {
+            return PyBool_FromLong(kernels.can_run());
+        }
+    }
+    return PyErr_Format(PyExc_ValueError, "there are no kernels for %R", argument);
+}
+
+bool add_kernels(PyObject* module, const Kernels& kernels) {
+    PyObject* added = PyModule_New(kernels.full_name);
+    if (added == nullptr) {
+        return false;
+    }
+    for (PyMethodDef* methods : kernels.methods) {
+        if (PyModule_AddFunctions(added, methods) < 0) {
+            Py_DECREF(added);
+            return false;
+        }
+    }
+    if (PyModule_AddIntConstant(added, "panel_columns", kernels.panel_columns) < 0 ||
+        PyModule_AddObjectRef(module, kernels.name, added) < 0) {
+        Py_DECREF(added);
+        return false;
+    }
+    Py_DECREF(added);
+    return true;
+}
 
 PyObject* set_num_threads(PyObject*, PyObject* argument) {
     const long wanted = PyLong_AsLong(argument);
@@ -116,7 +171,7 @@ PyObject* prefer_large_pages(PyObject*, PyObject* const* arguments, Py_ssize_t c
 }
 
 PyMethodDef own_methods[] = {
-    {"is_supported", is_supported, METH_NOARGS, "is_supported() -> whether this CPU can run the kernels."},
+    {"supports", supports, METH_O, "supports(name) -> whether this CPU can run the kernels in that module of this."},
     {"request_amx", request_amx, METH_NOARGS,
      "request_amx() -> 0 if this process may use AMX from now on, else why not: an error number, -1 for the CPU."},
     {"set_num_threads", set_num_threads, METH_O,
@@ -145,12 +200,13 @@ PyMODINIT_FUNC PyInit__native() {
     if (module == nullptr) {
         return nullptr;
     }
-    for (PyMethodDef* methods : {linear_methods, experts_methods, attention_methods, elementwise_methods,
-                                 penalties_methods}) {
-        if (PyModule_AddFunctions(module, methods) < 0) {
-            Py_DECREF(module);
-            return nullptr;
-        }
+    bool is_complete = PyModule_AddFunctions(module, penalties_methods) == 0;
+    for (const triptych::Kernels& kernels : triptych::kKernels) {
+        is_complete = is_complete && triptych::add_kernels(module, kernels);
+    }
+    if (!is_complete) {
+        Py_DECREF(module);
+        return nullptr;
     }
     return module;
 }

@@ -7,15 +7,24 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from triptych_kernels import cpu
+from triptych_kernels.cpu.loader import Isa, find_isa
 from triptych_kernels.ops import Ops
 
 
-@pytest.fixture(params=["native-cpu", "native-cpu-amx"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    """The native ops; their tests are skipped where there are none: test_loader.py says where that may be."""
-    native = cpu.native_ops(with_amx=request.param == "native-cpu-amx")
-    if native is None or native.name != request.param:
-        pytest.skip(f"no {request.param} on this machine")
+@pytest.fixture(params=cpu.ISAS)
+def isa(request: pytest.FixtureRequest) -> Isa:
+    """Each instruction set of this CPU; skipped for the others: test_loader.py says which may be."""
+    found = find_isa(request.param)
+    if found is None or found.name != request.param:
+        pytest.skip(f"no kernels for {request.param} on this machine")
+    return found
+
+
+@pytest.fixture
+def ops(isa: Isa) -> Ops:
+    """The native ops of an instruction set."""
+    native = cpu.native_ops(isa.name)
+    assert native is not None
     return native
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.ops import Ops
 
 SHAPES = [(1, 1), (2, 33), (63, 129), (129, 63), (31, 500), (320, 640), (576, 96)]
@@ -174,19 +175,18 @@ def test_rows_may_lie_apart_and_what_lies_between_is_not_read(
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 12, 13, 17, 40])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["to-bf16", "to-fp32"])
 def test_every_output_is_written_and_nothing_behind_it(
-    ops: Ops, num_rows: int, out_dtype: torch.dtype
+    isa: Isa, num_rows: int, out_dtype: torch.dtype
 ) -> None:
-    from triptych_kernels.cpu import _native
     from triptych_kernels.cpu.linear import pack_panels
 
     weight = noise(65, 31, dtype=torch.bfloat16)
-    panels, has_amx = pack_panels(weight), ops.name == "native-cpu-amx"
-    plan = _native.make_linear(
-        0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0, has_amx
+    panels = pack_panels(isa, weight)
+    plan = isa.native.make_linear(
+        0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0, isa.with_amx
     )
     x = noise(num_rows, 31, dtype=torch.bfloat16)
     out = torch.full((num_rows + 2, 65), torch.nan, dtype=out_dtype)
-    _native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows)
+    isa.native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows)
     assert out[0].isnan().all() and out[-1].isnan().all()
     torch.testing.assert_close(
         out[1:-1].double(), exact(x, weight), atol=BF16_TOLERANCE * 16, rtol=BF16_TOLERANCE

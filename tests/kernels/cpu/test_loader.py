@@ -14,17 +14,24 @@ import pytest
 
 import triptych_kernels
 from triptych_kernels import cpu
-from triptych_kernels.cpu.loader import can_use_amx
+from triptych_kernels.cpu.loader import can_use_amx, find_isa
 
-NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
+AVX2 = {"avx2", "fma", "bmi1", "bmi2"}
+NEEDED = {
+    "avx2": AVX2,
+    "avx512": AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"},
+}
 CPU_INFO = Path("/proc/cpuinfo")
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler on this machine")
-def test_an_installation_with_a_compiler_has_native_ops_where_the_cpu_runs_them() -> None:
+@pytest.mark.parametrize("name", NEEDED)
+def test_an_installation_with_a_compiler_has_native_ops_where_the_cpu_runs_them(name: str) -> None:
     flags = set(CPU_INFO.read_text().split()) if CPU_INFO.exists() else set()
-    assert (cpu.native_ops() is not None) == (flags >= NEEDED), "install again: pip install -e ."
+    found = find_isa(name)
+    has_kernels = found is not None and found.name == name
+    assert has_kernels == (flags >= NEEDED[name]), "install again: pip install -e ."
 
 
 def test_the_build_knows_every_source_and_header() -> None:
@@ -32,17 +39,23 @@ def test_the_build_knows_every_source_and_header() -> None:
     (extension,) = settings["tool"]["setuptools"]["ext-modules"]
     folder = ROOT / "kernels/triptych_kernels/cpu"
     for kind, names in (("*.cpp", extension["sources"]), ("*.h", extension["depends"])):
-        assert {str(file.relative_to(ROOT)) for file in folder.glob(kind)} == set(names)
+        assert {str(file.relative_to(ROOT)) for file in folder.rglob(kind)} == set(names)
 
 
-@pytest.mark.parametrize("with_amx", [True, False])
-def test_the_table_says_what_it_runs_on_and_that_it_is_batch_invariant(with_amx: bool) -> None:
-    native = cpu.native_ops(with_amx=with_amx)
-    if native is None:
+@pytest.mark.parametrize("widest", cpu.ISAS)
+def test_the_table_says_what_it_runs_on_and_that_it_is_batch_invariant(widest: str) -> None:
+    native, found = cpu.native_ops(widest), find_isa(widest)
+    if native is None or found is None:
         pytest.skip("no native CPU kernels on this machine")
-    has_amx = with_amx and can_use_amx()
-    name = "native-cpu-amx" if has_amx else "native-cpu"
-    assert (native.name, native.is_batch_invariant) == (name, True)
+    names = {"amx": "native-cpu-amx", "avx512": "native-cpu", "avx2": "native-cpu-avx2"}
+    assert (native.name, native.is_batch_invariant) == (names[found.name], True)
+    assert cpu.ISAS.index(found.name) >= cpu.ISAS.index(widest)
+
+
+def test_a_module_tells_kernels_that_it_has_from_others() -> None:
+    native = pytest.importorskip("triptych_kernels.cpu._native")
+    with pytest.raises(ValueError, match="there are no kernels for 'neon'"):
+        native.supports("neon")
 
 
 def test_a_system_that_keeps_amx_to_itself_is_told_of(monkeypatch, caplog) -> None:

@@ -6,16 +6,15 @@
 // weight zero there, and a step of such places changes no sum. So a row has the same bits in every company. They are
 // others than those of attention_vectors.h, since the unit sums even and odd numbers of a step apart.
 //
-// Include pool.h and avx512.h before.
+// Include pool.h and isa.h before.
 #pragma once
 
-#include "attention_task.h"
-
-#ifdef TRIPTYCH_AVX512
+#include "../attention_task.h"
 
 #include "amx.h"
 
 namespace triptych {
+namespace {
 
 constexpr int64_t kTilesOfStep = 2;    // tiles of places that are one step of weights
 constexpr int64_t kStepsTogether = 4;  // of values that lie interleaved in the first-level cache
@@ -283,6 +282,5 @@ private:
     const int64_t num_steps_;
 };
 
+}  // namespace
 }  // namespace triptych
-
-#endif

@@ -5,20 +5,19 @@
 // the number of rows: that is what makes results independent of the batch. They are others than the microkernel's,
 // since the unit sums even and odd places of a tile apart.
 //
-// Include avx512.h before.
+// Include isa.h before.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "microkernel.h"
-#include "packing.h"
-#include "pool.h"
+#include "../microkernel.h"
+#include "../packing.h"
+#include "../pool.h"
 
 namespace triptych {
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileRowBytes = 64;
 constexpr int64_t kStepBytes = kUnitsPerStep * kUnitBytes;  // of a panel that two registers hold
 constexpr int64_t kGroupBytes = 512 << 10;                  // of panels that stay near for all blocks of rows
@@ -129,7 +128,7 @@ template <int R, int P, class Store>
 TRIPTYCH_INLINE int64_t store_sums(const float* sums, int64_t num_rows, int64_t done, int64_t first_row,
                                    int64_t panel, const Store& store) {
     for (; done + R <= num_rows; done += R) {
-        __m512 values[R][2 * P];
+        Floats values[R][kVectors * P];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -233,7 +232,7 @@ bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num
         const int64_t count = std::min(group, end - index);
         const char* panels = weight.panels + index * weight.panel_bytes();
         if (is_int8) {
-            widen_to_bf16(Int8Pairs(kBf16Tables.bytes), panels, count * weight.num_units(), wide);
+            widen_to_bf16(Int8Pairs(), panels, count * weight.num_units(), wide);
             panels = wide;
         }
         TileGroup<Store>{rows, num_rows, row_bytes, panels, wide_bytes, count, index, !is_int8, store}.multiply();

@@ -1,0 +1,139 @@
+// How weights lie for 16 registers of eight numbers, and how a unit of them is multiplied: numbers of bf16 and int8 are
+// widened to fp32 as they are read, rows before.
+//
+// Include isa.h before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace triptych {
+namespace {
+
+constexpr int kPanelColumns = 16;
+constexpr int kVectors = 1;             // of a panel's columns
+constexpr int64_t kUnitBytes = 64;      // of a panel, 16 columns of 32 bits
+constexpr int64_t kInt8UnitBytes = 32;  // the same pair of rows in int8
+constexpr int64_t kUnitsPerStep = 1;    // panels of pairs are not padded
+constexpr int kUnroll = 1;              // of loops over units
+constexpr int kPanelsLoaded = 1;        // of neighbouring panels, at a time
+
+constexpr int kMaxTileRows = 6;  // twelve registers of sums
+#define TRIPTYCH_EACH_TILE_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+// How many panels a tile of so many rows takes at once: enough sums to hide the latency of a multiply-add.
+constexpr int panels_at_once(int num_rows) { return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1; }
+
+inline bool widens_rows(int64_t) { return true; }
+
+// What compilers make of the sums of a tile in another order than this needs more registers than there are: these are
+// not moved. The upper or the lower of each two numbers of bf16, as fp32:
+TRIPTYCH_INLINE __m256i upper_of(const __m256i* pairs) {
+    alignas(32) static constexpr uint32_t kUpper[8] = {0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000,
+                                                       0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000};
+    __m256i upper;
+    asm volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(upper) : "m"(*pairs), "m"(kUpper));
+    return upper;
+}
+TRIPTYCH_INLINE __m256i lower_of(const __m256i* pairs) {
+    __m256i lower;
+    asm volatile("vmovdqu %1, %0\n\tvpslld $16, %0, %0" : "=x"(lower) : "m"(*pairs));
+    return lower;
+}
+TRIPTYCH_INLINE Floats add_in_place(Floats sum, Words x, Words w) {
+    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum.low) : "x"(x.low), "x"(w.low));
+    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum.high) : "x"(x.high), "x"(w.high));
+    return sum;
+}
+
+// Pairs of bf16, the second in front, as AVX-512 multiplies them.
+struct Bf16Pairs {
+    static constexpr int64_t kStep = kUnitBytes;
+    static constexpr int kRowUnits = 2;
+
+    TRIPTYCH_INLINE void load(const char* unit, int part, Words (&lanes)[kVectors]) const {
+        const auto* pairs = reinterpret_cast<const __m256i*>(unit);
+        lanes[0] = part == 0 ? Words{upper_of(pairs), upper_of(pairs + 1)}
+                             : Words{lower_of(pairs), lower_of(pairs + 1)};
+    }
+    TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
+};
+
+struct Fp32Units {
+    static constexpr int64_t kStep = kUnitBytes;
+    static constexpr int kRowUnits = 1;
+
+    TRIPTYCH_INLINE void load(const char* unit, int, Words (&lanes)[kVectors]) const { lanes[0] = load_words(unit); }
+    TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
+};
+
+// Pairs of int8: sixteen columns' first numbers, then their second. The second is in front where rows are bf16.
+template <bool kSecondFirst>
+struct Int8Pairs {
+    static constexpr int64_t kStep = kInt8UnitBytes;
+    static constexpr int kRowUnits = 2;
+
+    TRIPTYCH_INLINE void load(const char* unit, int part, Words (&lanes)[kVectors]) const {
+        const char* from = unit + 16 * ((part == 0) == kSecondFirst ? 1 : 0);
+        lanes[0] = as_words(Floats{widened(from), widened(from + 8)});
+    }
+    TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
+
+private:
+    TRIPTYCH_INLINE static __m256 widened(const char* from) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    }
+};
+
+// Unit u of row r goes to out[u * out_stride + r], for rows of row_bytes bytes each; units beyond are zero.
+inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_units, uint32_t* out,
+                      int64_t out_stride) {
+    const int64_t whole = row_bytes / 4;
+    for (int r = 0; r < num_rows; ++r) {
+        for (int64_t unit = 0; unit < whole; ++unit) {
+            std::memcpy(out + unit * out_stride + r, rows[r] + 4 * unit, 4);
+        }
+        if (whole < num_units) {
+            uint32_t last = 0;
+            std::memcpy(&last, rows[r] + 4 * whole, row_bytes - 4 * whole);
+            out[whole * out_stride + r] = last;
+        }
+        for (int64_t unit = whole + 1; unit < num_units; ++unit) {
+            out[unit * out_stride + r] = 0;
+        }
+    }
+}
+
+// Rows of bf16 as 2 num_pairs units of fp32 each, of a pair the second first.
+inline void pack_wide_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_pairs, uint32_t* out) {
+    const int64_t whole = row_bytes / 4;
+    for (int r = 0; r < num_rows; ++r) {
+        uint32_t* place = out + r;
+        for (int64_t pair = 0; pair < num_pairs; ++pair, place += 2 * num_rows) {
+            uint32_t units = 0;
+            std::memcpy(&units, rows[r] + 4 * pair, pair < whole ? 4 : row_bytes - 4 * whole);
+            place[0] = units & 0xFFFF0000u;
+            place[num_rows] = units << 16;
+        }
+    }
+}
+
+// The first `count` columns of a panel, of which there is one at least.
+using PanelMask = Mask;
+TRIPTYCH_INLINE PanelMask panel_mask(int64_t count) {
+    return count >= kPanelColumns ? Mask{0xFFFF} : static_cast<Mask>((1u << count) - 1);
+}
+TRIPTYCH_INLINE void store_panel(uint16_t* to, PanelMask mask, const Floats (&values)[kVectors]) {
+    mask == 0xFFFF ? store_halves(to, narrow_floats(values[0])) : store_halves_part(to, mask, narrow_floats(values[0]));
+}
+TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&values)[kVectors]) {
+    mask == 0xFFFF ? store(to, values[0]) : store_part(to, mask, values[0]);
+}
+
+// Puts number k of a column into a panel of int8 pairs.
+inline void put_int8(char* panel, int column, int64_t k, int value) {
+    panel[k / 2 * kInt8UnitBytes + k % 2 * 16 + column] = static_cast<char>(value);
+}
+
+}  // namespace
+}  // namespace triptych

@@ -1,0 +1,37 @@
+// Turns the instructions on that a file of kernels is compiled for: include it after every header that is not one of
+// kernels. Only code behind supports() may be reached then; the module itself loads on any CPU.
+//
+// Such files are compiled twice: for AVX-512 with BF16 (and AMX), and by way of the folder avx2 for AVX2 with FMA. What
+// differs lies in the folders of these names: vectors of sixteen numbers, and what is made of each CPU's registers.
+// All that headers of kernels define lies in an unnamed namespace, or the linker would take one of both for the other.
+//
+// TRIPTYCH_KERNELS is defined where the compiler can do it. A file guards its kernels with it and leaves its table of
+// methods empty otherwise.
+#pragma once
+
+#ifdef TRIPTYCH_AVX2
+#define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx2/header)
+#define TRIPTYCH_METHODS(name) name##_avx2_methods
+#define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
+#else
+#define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx512/header)
+#define TRIPTYCH_METHODS(name) name##_avx512_methods
+#define TRIPTYCH_TARGET \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"
+#endif
+#define TRIPTYCH_TEXT(text) #text
+#define TRIPTYCH_PRAGMA(text) _Pragma(#text)
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TRIPTYCH_KERNELS 1
+#include <immintrin.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target(TRIPTYCH_TARGET))), apply_to = function)
+#define TRIPTYCH_KERNELS_END _Pragma("clang attribute pop")
+#else
+#define TRIPTYCH_GCC_TARGET(names) TRIPTYCH_PRAGMA(GCC target(names))
+TRIPTYCH_GCC_TARGET(TRIPTYCH_TARGET)
+#endif
+#define TRIPTYCH_INLINE [[gnu::always_inline]] inline
+#include TRIPTYCH_OF_ISA(vectors.h)
+#endif
