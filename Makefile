@@ -26,7 +26,7 @@ BUF_VERSION := 1.75.0
 BUF := $(VENV)/node/node_modules/.bin/buf
 BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 # Edited C++ is compiled again.
-NATIVE := $(wildcard kernels/triptych_kernels/cpu/*.cpp kernels/triptych_kernels/cpu/*.h)
+NATIVE := $(wildcard $(foreach folder,. avx2 avx512,kernels/triptych_kernels/cpu/$(folder)/*.cpp kernels/triptych_kernels/cpu/$(folder)/*.h))
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 

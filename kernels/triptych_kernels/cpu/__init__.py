@@ -25,7 +25,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
     isa = find_isa(widest)
     if isa is None:
         return None
-    # Here and not above: without the compiled module these cannot be imported.
+    # Here and not above: without the compiled module not all of these can be imported.
     from triptych_kernels.cpu import attention, elementwise, experts, linear, penalties
 
     return dataclasses.replace(

@@ -10,6 +10,8 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "pool.h"

@@ -1,8 +1,8 @@
 // The inner loops of attention: tiles of 16 places turned to lanes, scores, and weighted sums of values.
 //
 // A place is a token's position in its row; a tile is 16 places, the first a multiple of 16. A unit is 32 bits: one
-// fp32 number or two neighbours in bf16. Keys are multiplied unit by unit along the head, values step by step along the
-// places, a step being the places of one unit. Every sum runs over these in order, whatever the number of queries or
+// fp32 number, as such or widened from bf16, or two neighbours in bf16. Keys are multiplied unit by unit along the head, values step by step along the
+// places, a step being those of one unit. Every sum runs over these in order, whatever the number of queries or
 // tiles that share a loop: a query's result has the same bits in every company.
 // Knows no rows, blocks or masks but those it is handed.
 #pragma once
@@ -175,8 +175,7 @@ public:
     static constexpr auto kAddMasked = sums<1, true>(kVectors);
 };
 
-// One step of values as units, in the order that `store_result` undoes. A row is nullptr for a place that must count as
-// zero. out: columns rounded up to 32.
+// One step of values as units. A row is nullptr for a place that must count as zero. out: columns rounded up to 16.
 template <class Kind>
 void lay_step(Kind, const typename Kind::Element* const* rows, int64_t num_columns, int32_t* out) {
     for_vectors(num_columns, [&](int64_t column, auto lanes) {

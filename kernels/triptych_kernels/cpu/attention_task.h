@@ -1,7 +1,7 @@
 // One task of attention: a KV head of a few neighbouring tokens of a row, with all query heads that read it.
 //
 // It goes over the places that the tokens see three times: scores, weights, values. What is done to them but the
-// products, which are in attention_vectors.h and attention_tiles.h. Knows no Python and no threads.
+// products, which are in attention_vectors.h and avx512/attention_tiles.h. Knows no Python and no threads.
 #pragma once
 
 #include <algorithm>

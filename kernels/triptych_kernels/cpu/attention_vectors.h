@@ -120,7 +120,7 @@ private:
         for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPlaces, clip(seen_[i].end));
     }
 
-    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step in bf16 may be hidden.
+    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step of two may be hidden.
     void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
         if (from >= to) return;
         int64_t step = from / kPlaces;

@@ -171,13 +171,14 @@ void reuse_panel(const Weight& weight, const RowBlocks& blocks, const uint32_t* 
                  const char* next_panel, int64_t next_bytes, int64_t num_units, int64_t index,
                  const Store& store) {
     const int64_t panel_units = num_units / Weight::kRowUnits;
+    constexpr int64_t kLine = Weight::kStep < 64 ? Weight::kStep : 64;
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
         const int64_t first_row = blocks.first_row(block);
         const uint32_t* block_rows = rows + first_row * num_units;
         // The first block or two bring a line a unit; later ones ask again for a line that is there.
-        const int64_t brought = block * panel_units * 64;
+        const int64_t brought = block * panel_units * kLine;
         const bool brings = brought < next_bytes;
-        const Prefetch prefetch{0, 0, 0, brings ? next_panel + brought : panel, brings ? 64 : 0};
+        const Prefetch prefetch{0, 0, 0, brings ? next_panel + brought : panel, brings ? kLine : 0};
         switch (blocks.size(block)) {
 #define TRIPTYCH_CASE(R)                                                                                 \
     case R:                                                                                              \

@@ -26,7 +26,9 @@
 #define TRIPTYCH_KERNELS 1
 #include <immintrin.h>
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target(TRIPTYCH_TARGET))), apply_to = function)
+#define TRIPTYCH_CLANG_TARGET(names) \
+    TRIPTYCH_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+TRIPTYCH_CLANG_TARGET(TRIPTYCH_TARGET)
 #define TRIPTYCH_KERNELS_END _Pragma("clang attribute pop")
 #else
 #define TRIPTYCH_GCC_TARGET(names) TRIPTYCH_PRAGMA(GCC target(names))

@@ -51,20 +51,28 @@ def native_module() -> Any:
 
 @functools.cache
 def find_isa(widest: str) -> Isa | None:
-    """The widest instruction set of ISAS, from `widest` on, that this CPU and its system let kernels use."""
+    """The widest instruction set of ISAS, from `widest` on, that this CPU and its system let kernels use.
+
+    ValueError for another `widest`.
+    """
+    if widest not in ISAS:
+        raise ValueError(f"the instruction set is {widest!r}, not one of {ISAS}")
     native = native_module()
     if native is None:
         return None
     for name in ISAS[ISAS.index(widest) :]:
         module = "avx512" if name == "amx" else name
-        if native.supports(module) and (name != "amx" or can_use_amx()):
+        if native.supports(module) and (name != "amx" or can_use_amx(native)):
             return Isa(name, getattr(native, module))
     return None
 
 
-def can_use_amx() -> bool:
-    """Whether this CPU has a matrix unit for bf16 and the system lets this process use it from now on."""
-    error = native_module().request_amx()
+def can_use_amx(native: Any) -> bool:
+    """Whether this CPU has a matrix unit for bf16 and the system lets this process use it from now on.
+
+    native: the compiled module.
+    """
+    error = native.request_amx()
     if error > 0:
         logger.warning(
             "AMX of this CPU is not used: slower kernels run, which round differently",

@@ -20,8 +20,9 @@ enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 // or, for AMX, as they are.
 enum class RowForm { kUnits, kWide, kTiles };
 
+// with_amx: of bf16 rows alone, and where there are kernels for it.
 inline RowForm form_of_few_rows(bool rows_are_fp32, bool with_amx) {
-    if (with_amx) {
+    if (kHasTiles && with_amx) {
         return RowForm::kTiles;
     }
     return !rows_are_fp32 && widens_rows(1) ? RowForm::kWide : RowForm::kUnits;

@@ -71,7 +71,7 @@ inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, i
     }
 }
 
-// One step of values as units, in the order that `store_result` undoes: bf16 rows of two places are interleaved.
+// One step of values as units, in the order that `store_result` undoes: rows of two places are interleaved.
 // A row is nullptr for a place that must count as zero. out: columns rounded up to 32.
 inline void lay_step(Bf16Attention, const uint16_t* const* rows, int64_t num_columns, int32_t* out) {
     for (int64_t column = 0; column < num_columns; column += 32) {

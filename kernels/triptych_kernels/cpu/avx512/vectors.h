@@ -52,7 +52,7 @@ TRIPTYCH_INLINE Floats to_nearest(Floats x) { return _mm512_roundscale_ps(x, 8);
 TRIPTYCH_INLINE Floats either(Floats a, Floats b) { return _mm512_or_ps(a, b); }
 TRIPTYCH_INLINE Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
 TRIPTYCH_INLINE Words both(Words a, Words b) { return _mm512_and_si512(a, b); }
-// y 2^n where x is limit at least, or NaN; exactly 0 elsewhere. What is too small takes the CPU 25 times as long.
+// y 2^n where x is above limit, or NaN; exactly 0 elsewhere. What is too small takes the CPU 25 times as long.
 TRIPTYCH_INLINE Floats scale_from(Floats limit, Floats x, Floats y, Floats n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLE_UQ), y, n);
 }
