@@ -1,9 +1,9 @@
 // The inner loops of attention: tiles of 16 places turned to lanes, scores, and weighted sums of values.
 //
 // A place is a token's position in its row; a tile is 16 places, the first a multiple of 16. A unit is 32 bits: one
-// fp32 number, as such or widened from bf16, or two neighbours in bf16. Keys are multiplied unit by unit along the head, values step by step along the
-// places, a step being those of one unit. Every sum runs over these in order, whatever the number of queries or
-// tiles that share a loop: a query's result has the same bits in every company.
+// fp32 number, as such or widened from bf16, or two neighbours in bf16. Keys are multiplied unit by unit along the
+// head, values step by step along the places, a step being those of one unit. Every sum runs over these in order,
+// whatever the number of queries or tiles that share a loop: a query's result has the same bits in every company.
 // Knows no rows, blocks or masks but those it is handed.
 #pragma once
 
