@@ -16,7 +16,7 @@ constexpr int kVectors = 1;             // of a panel's columns
 constexpr int64_t kUnitBytes = 64;      // of a panel, 16 columns of 32 bits
 constexpr int64_t kInt8UnitBytes = 32;  // the same pair of rows in int8
 constexpr int64_t kUnitsPerStep = 1;    // panels of pairs are not padded
-constexpr bool kHasTiles = false;
+constexpr bool kHasTiles = false;       // as AMX has them
 constexpr int kUnroll = 1;              // of loops over units
 constexpr int kPanelsLoaded = 1;        // of neighbouring panels, at a time
 

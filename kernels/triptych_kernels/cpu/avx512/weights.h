@@ -14,7 +14,7 @@ constexpr int kVectors = 2;             // of a panel's columns
 constexpr int64_t kUnitBytes = 128;     // of a panel, 32 columns of 32 bits
 constexpr int64_t kInt8UnitBytes = 64;  // the same pair of rows in int8
 constexpr int64_t kUnitsPerStep = 16;   // panels of pairs are padded to a multiple of it, for amx.h
-constexpr bool kHasTiles = true;         // see amx.h
+constexpr bool kHasTiles = true;        // see amx.h
 constexpr int kUnroll = 2;              // of loops over units
 constexpr int kPanelsLoaded = 4;        // of neighbouring panels, at a time
 
