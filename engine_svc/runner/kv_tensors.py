@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from engine_svc.model.context import LayerCache
 from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
-from triptych_kernels import prefer_large_pages
+from engine_svc.runner.prefault import Prefault
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,25 @@ class KVTensors:
             self.layers.append(
                 LayerCache(group_of[layer], self._keys[shape][place], self._values[shape][place])
             )
+        self._prefault: Prefault | None = None
+        if self.device.type == "cpu":
+            self._prefault = Prefault(self.stacks, ThreadPoolExecutor(1, "kv-prefault").submit)
+            self._prefault.restart()
 
     @property
     def stacks(self) -> list[Tensor]:
         """All of the memory, as tensors [layers, G, B, S, D or E]."""
         return [*self._keys.values(), *self._values.values()]
+
+    def renew(self) -> None:
+        """The tensors have other memory than before, not yet touched."""
+        if self._prefault is not None:
+            self._prefault.restart()
+
+    def reach(self, block_id: int) -> None:
+        """A block enters a block table without KV: be ready for the next ones."""
+        if self._prefault is not None:
+            self._prefault.reach(block_id)
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
@@ -125,15 +140,10 @@ class KVTensors:
         size = (count, shape.num_kv_heads, self.sizing.num_blocks, self.sizing.block_size, dim)
         try:
             # Not zeroed: what was never touched takes no memory, and `clear` comes before any use.
-            memory = torch.empty(size, dtype=dtype, device=self.device)
+            return torch.empty(size, dtype=dtype, device=self.device)
         except RuntimeError as error:
             num_bytes = math.prod(size) * dtype.itemsize
             raise KVCapacityError(
                 f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
                 "kv_cache_memory"
             ) from error
-        if memory.is_cpu:
-            prefer_large_pages(memory)
-            # The first large page of each layer and head, which a first request would wait for.
-            memory[:, :, :2] = 0
-        return memory

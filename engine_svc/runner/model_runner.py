@@ -226,6 +226,8 @@ class ModelRunner:
             self._sampler.enter(row, admitted)
             self._embedded.enter(row, admitted.prompt_embeds)
         fresh = self._batch.extend(plan)
+        if fresh:
+            self._kv.reach(max(fresh))
         if self._needs_clean_blocks:
             self._kv.clear(fresh)
 

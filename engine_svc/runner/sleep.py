@@ -126,6 +126,7 @@ class Resident:
         wanted = self.asleep.intersection(tags)
         if WakeTag.KV_CACHE in wanted:
             self._restore(WakeTag.KV_CACHE)
+            self._kv.renew()
         if WakeTag.WEIGHTS in wanted:
             try:
                 self._bring_back_weights()

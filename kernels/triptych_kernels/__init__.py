@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
+from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, populate, prefer_large_pages
 from triptych_kernels.ops import Experts, Linear, Ops, PackLinear, Penalised
 from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
-    "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "PackLinear", "Penalised", "ops_for",
-    "prefer_large_pages", "set_num_threads",
-    "uniform_noise",
+    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "Experts", "Linear", "Ops", "PackLinear", "Penalised",
+    "ops_for", "populate", "prefer_large_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 
 
@@ -35,8 +34,3 @@ def ops_for(device: torch.device, *, deterministic: bool = False, cpu_isa: str =
 def set_num_threads(num_threads: int) -> None:
     """Compute threads of the native CPU kernels, the caller's included."""
     cpu.set_num_threads(num_threads)
-
-
-def prefer_large_pages(memory: Tensor) -> None:
-    """Ask for memory that is quicker to find and to get. memory: contiguous, on the CPU, not yet touched."""
-    cpu.prefer_large_pages(memory)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from torch import Tensor
-
 from triptych_kernels.cpu.loader import ISAS, find_isa, native_module
 from triptych_kernels.ops import Ops
 from triptych_kernels.reference import REFERENCE
 
-__all__ = ["ISAS", "native_ops", "num_threads", "prefer_large_pages", "set_num_threads"]
+__all__ = ["ISAS", "native_ops", "num_threads", "set_num_threads"]
 
 _NAMES = {"amx": "native-cpu-amx", "avx512": "native-cpu", "avx2": "native-cpu-avx2"}
 
@@ -46,16 +44,6 @@ def native_ops(widest: str = "amx") -> Ops | None:
         greedy_linear=linear.greedy_linear,
         penalise=penalties.penalise,
     )
-
-
-def prefer_large_pages(memory: Tensor) -> None:
-    """Ask for large pages, which are quicker to find and to get; nothing happens without native ops.
-
-    memory: contiguous, on the CPU, not yet touched.
-    """
-    native = native_module()
-    if native is not None:
-        native.prefer_large_pages(memory.data_ptr(), memory.nbytes)
 
 
 def set_num_threads(num_threads: int) -> None:

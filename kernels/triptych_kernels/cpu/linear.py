@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels.cpu.loader import Isa, native_module
+from triptych_kernels.cpu.loader import Isa
+from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, prefer_large_pages
 from triptych_kernels.ops import Linear
 from triptych_kernels.reference import REFERENCE
 
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _MAX_INT8 = 127
 _CACHE_LINE = 64
-_LARGE_PAGE = 2 << 20
 _QUANTIZED_AT_ONCE = 1 << 16
 
 
@@ -227,10 +227,10 @@ def pack_panels(isa: Isa, weight: Tensor) -> Tensor:
 
 def empty_panels(num_bytes: int) -> Tensor:
     """Uninitialised bytes at a 64-byte boundary; many of them in large pages, which are quicker to find."""
-    alignment = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _CACHE_LINE
+    alignment = LARGE_PAGE_BYTES if num_bytes >= LARGE_PAGE_BYTES else _CACHE_LINE
     memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
     panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
-    native_module().prefer_large_pages(panels.data_ptr(), num_bytes)
+    prefer_large_pages(panels.data_ptr(), num_bytes)
     return panels
 
 

@@ -7,12 +7,12 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 #if defined(__linux__) && defined(__x86_64__)
 #include <cerrno>
 #include <cpuid.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #include "pool.h"
@@ -170,6 +170,29 @@ PyObject* prefer_large_pages(PyObject*, PyObject* const* arguments, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
+// Since Linux 5.14; older headers lack it, and older kernels refuse it.
+#if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23
+#endif
+
+PyObject* populate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[2];
+    if (!read_numbers("populate", arguments, count, numbers, 2)) {
+        return nullptr;
+    }
+#if defined(__linux__)
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t first = (numbers[0] + page - 1) / page * page;
+    const int64_t end = (numbers[0] + numbers[1]) / page * page;
+    if (first < end) {
+        Py_BEGIN_ALLOW_THREADS
+        (void)madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first), MADV_POPULATE_WRITE);
+        Py_END_ALLOW_THREADS
+    }
+#endif
+    Py_RETURN_NONE;
+}
+
 PyMethodDef own_methods[] = {
     {"supports", supports, METH_O, "supports(name) -> whether this CPU can run the kernels in that module of this."},
     {"request_amx", request_amx, METH_NOARGS,
@@ -180,6 +203,7 @@ PyMethodDef own_methods[] = {
     {"count_task_runs", count_task_runs, METH_O,
      "count_task_runs(n) -> how often each of n tasks of the pool ran."},
     TRIPTYCH_METHOD(prefer_large_pages, "prefer_large_pages(address, num_bytes): of memory not yet touched."),
+    TRIPTYCH_METHOD(populate, "populate(address, num_bytes): find memory for what is mapped there."),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

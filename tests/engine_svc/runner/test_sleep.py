@@ -267,7 +267,7 @@ def test_a_wake_that_fails_leaves_it_asleep_and_can_be_tried_again(rig):
 def test_a_wake_without_room_leaves_it_asleep_and_can_be_tried_again(rig):
     model, facts = rig.load(rig.folder)
     memory = FullDevice()
-    kv = SimpleNamespace(stacks=[memory], device=torch.device("cpu"))
+    kv = SimpleNamespace(stacks=[memory], device=torch.device("cpu"), renew=lambda: None)
     resident = Resident(model, facts, kv)  # type: ignore[arg-type]  # What is asked of a cache.
     resident.sleep(1)
     with pytest.raises(NoRoom):

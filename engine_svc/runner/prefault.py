@@ -1,0 +1,61 @@
+"""Gets a CPU's memory for the KV cache from the system before blocks are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from triptych_kernels import LARGE_PAGE_BYTES, populate, prefer_large_pages
+
+_FIRST_BLOCKS = 64
+
+
+class Prefault:
+    """Sees to it that blocks have memory when they are first used; those far from use take none.
+
+    Who first stores to a page waits until the system has found and zeroed it, which takes virtual machines
+    up to 2 ms for a large page, and a step enters those of all layers and heads at once. So a thread goes
+    ahead: a few blocks first, then as many as there are, at most a large page of each plane [B, S, D].
+    """
+
+    def __init__(self, stacks: Sequence[Tensor], submit: Callable[[Callable[[], None]], object]) -> None:
+        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made later, in order."""
+        self._stacks = tuple(stacks)
+        self._submit = submit
+        self._num_blocks = stacks[0].shape[2]
+        self._most = max(-(-LARGE_PAGE_BYTES // stack[0, 0, 0].nbytes) for stack in stacks)
+        self._part = self._end = 0
+
+    def restart(self) -> None:
+        """Begin with the first block: the memory is new."""
+        # Large pages are quicker to find and to get. The first blocks do without: a single request should
+        # neither wait for that many bytes nor take them.
+        for address, num_bytes in self._planes(self._most, self._num_blocks):
+            prefer_large_pages(address, num_bytes)
+        self._part = self._end = 0
+        self.reach(0)
+
+    def reach(self, block_id: int) -> None:
+        """Have memory for `block_id`, and for more where it lies in the second half of what there is."""
+        while self._end < self._num_blocks and block_id >= self._end - self._part // 2:
+            start = self._end
+            self._part = min(max(start, _FIRST_BLOCKS), self._most)
+            self._end = min(start + self._part, self._num_blocks)
+            self._submit(partial(self._populate, start, self._end))
+
+    def _populate(self, start: int, end: int) -> None:
+        for address, num_bytes in self._planes(start, end):
+            populate(address, num_bytes)
+
+    def _planes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Where blocks `start` to `end` lie in every plane: address and number of bytes."""
+        for stack in self._stacks:
+            num_planes = stack.shape[0] * stack.shape[1]
+            for plane in range(num_planes):
+                # Asked each time: a cache that sleeps has no memory, and other memory when it wakes.
+                storage = stack.untyped_storage()
+                block_bytes = storage.nbytes() // (num_planes * self._num_blocks)
+                first = plane * self._num_blocks + start
+                yield storage.data_ptr() + first * block_bytes, (end - start) * block_bytes

@@ -1,0 +1,91 @@
+"""Memory of the KV cache that is there before its blocks are used."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from engine_svc.runner.parked_memory import ParkedMemory
+from engine_svc.runner.prefault import Prefault
+from triptych_kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.native_ops() is None, reason="needs the compiled kernels")
+
+_MIB = 1 << 20
+# Four planes of 64 MiB, of blocks of 2 KiB each: 1,024 of them fill a large page.
+_NUM_BLOCKS = 1 << 15
+_BLOCK_MIB = 4 * 2 / 1024
+
+
+def resident_mib() -> float:
+    return psutil.Process().memory_info().rss / _MIB
+
+
+class Rig:
+    """A cache, whose calls for elsewhere are made at once."""
+
+    def __init__(self) -> None:
+        self.stacks = [torch.empty(2, 1, _NUM_BLOCKS, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
+        self.calls = 0
+        self.prefault = Prefault(self.stacks, self.call)
+
+    def call(self, call):
+        self.calls += 1
+        call()
+
+    def grows_by(self, block_id: int) -> float:
+        before = resident_mib()
+        self.prefault.reach(block_id)
+        return resident_mib() - before
+
+
+def test_memory_is_there_before_blocks_are_used_and_not_long_before():
+    rig = Rig()
+    before = resident_mib()
+    rig.prefault.restart()
+    assert resident_mib() - before == pytest.approx(64 * _BLOCK_MIB, abs=0.3)
+    assert rig.grows_by(31) < 0.3
+    assert rig.grows_by(32) == pytest.approx(64 * _BLOCK_MIB, abs=0.3)
+    # A long prompt: what it uses, and as much again.
+    assert rig.grows_by(700) == pytest.approx((1024 - 128) * _BLOCK_MIB, abs=2)
+    before = resident_mib()
+    for stack in rig.stacks:
+        stack[:, :, :1024] = 1
+    assert resident_mib() - before < 3  # of 8, with what threads take that fill
+    # From here on a large page of each plane.
+    assert rig.grows_by(1024 + 511) == pytest.approx(1024 * _BLOCK_MIB, abs=9)
+    assert rig.grows_by(1024 + 511) < 0.3
+
+
+def test_what_is_stored_stays():
+    rig = Rig()
+    for stack in rig.stacks:
+        stack[:, :, :200] = 7
+        stack[:, :, -1] = 7
+    rig.prefault.restart()
+    rig.prefault.reach(_NUM_BLOCKS - 1)
+    for stack in rig.stacks:
+        assert (stack[:, :, :200] == 7).all()
+        assert (stack[:, :, -1] == 7).all()
+
+
+def test_nothing_is_asked_for_twice_or_beyond_the_end():
+    rig = Rig()
+    rig.prefault.restart()
+    rig.prefault.reach(_NUM_BLOCKS - 1)
+    # 64, 64, 128, ... 512, and then 1,024 each.
+    assert rig.calls == 5 + 31
+    rig.prefault.reach(_NUM_BLOCKS - 1)
+    assert rig.calls == 5 + 31
+
+
+def test_a_cache_that_sleeps_has_nothing_to_get_and_begins_anew_when_it_wakes():
+    rig = Rig()
+    rig.prefault.restart()
+    parked = ParkedMemory(rig.stacks, keep=False)
+    assert rig.grows_by(5000) < 0.3
+    parked.restore()
+    before = resident_mib()
+    rig.prefault.restart()
+    assert resident_mib() - before == pytest.approx(64 * _BLOCK_MIB, abs=0.3)
