@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,61 @@ class PackExperts(Protocol):
         """
 
 
+class LayerCache(Protocol):
+    """Where an attention layer keeps its KV."""
+
+    @property
+    def group(self) -> int:
+        """Of layers that share block tables."""
+
+    @property
+    def key_cache(self) -> Tensor:
+        """[G, B, S, D]."""
+
+    @property
+    def value_cache(self) -> Tensor:
+        """[G, B, S, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A decoder layer whose feed-forward network is one: what it computes with, all of it on this rank."""
+
+    input_norm: Tensor  # [hidden], like the other one
+    qkv: Linear
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None
+    out: Linear
+    post_attention_norm: Tensor
+    gate_up: Linear  # of pack_gated_linear
+    down: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    eps: float
+
+
+class FusedLayers(Protocol):
+    """All layers of a decoder as one op, with the same bits as their ops one by one."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        caches: Sequence[LayerCache],
+        slot_mappings: Sequence[Tensor],
+        attention: Sequence[AttentionBatch],
+    ) -> Tensor:
+        """Hidden states [N, hidden] of the tokens at `rows`, normed for the head; KV is stored.
+
+        x: [T, hidden], embedded tokens, written.  positions: [T] int64.  rows: [N] int64, places in the step.
+        caches: of every layer.  slot_mappings: [T] int64 of every group, like attention.  IndexError and
+        ValueError as the ops raise them, where the cache may hold a part of the step.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Penalised:
     """P of a step's rows and what they asked for. On the device of the logits, contiguous: else ValueError.
@@ -126,6 +181,13 @@ class Ops:
     penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]
     lora_shrink: Callable[..., Tensor]
     lora_expand: Callable[..., None]
+    # Of layers, final_norm and cos_sin. None where they, or this device, are not for it: then op by op.
+    fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
+        lambda layers, final_norm, cos_sin: None
+    )
 
 
-__all__ = ["AttentionBatch", "Experts", "Linear", "Ops", "PackExperts", "PackLinear", "Penalised"]
+__all__ = [
+    "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "Linear", "Ops", "PackExperts",
+    "PackLinear", "Penalised",
+]  # fmt: skip

@@ -22,7 +22,7 @@ from engine_svc.model.native.layers import (
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
 from engine_svc.model.weights import WeightReader
-from triptych_kernels import Experts, Linear, Ops, PackLinear
+from triptych_kernels import Experts, FusedLayers, Linear, Ops, PackLinear
 
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
@@ -74,6 +74,7 @@ class DecoderBuilder:
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
         embedding = self._embedding() if is_first else None
         layers = [self._layer(index, index - first) for index in range(first, end)]
+        final_norm = self._vector("model.norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
         return NativeDecoder(
             name=name,
@@ -81,7 +82,7 @@ class DecoderBuilder:
             parallel=parallel,
             embedding=embedding,
             layers=layers,
-            final_norm=self._vector("model.norm.weight", spec.hidden_size) if is_last else None,
+            final_norm=final_norm,
             head=self._head() if is_last else None,
             cos_sin=cos_sin,
             kv_shapes=tuple(
@@ -92,8 +93,18 @@ class DecoderBuilder:
             dtype=self.dtype,
             num_parameters=self.num_parameters,
             num_bytes=self.num_bytes,
+            fused=self._fused(layers, final_norm, cos_sin),
             exchange=NoExchange() if self.share is None else self.share.exchange,
         )
+
+    def _fused(
+        self, layers: list[DecoderLayer], final_norm: Tensor | None, cos_sin: Tensor
+    ) -> FusedLayers | None:
+        dense = [layer.as_dense() for layer in layers]
+        is_whole = self.parallel.tp_size == self.parallel.pp_size == 1
+        if not is_whole or final_norm is None or not all(dense):
+            return None
+        return self.ops.fuse_layers([layer for layer in dense if layer is not None], final_norm, cos_sin)
 
     def read_experts(self, layer: int, first: int, end: int) -> Experts:
         """Experts first to end - 1 of a layer that has a mixture, packed."""

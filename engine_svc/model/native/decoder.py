@@ -14,7 +14,7 @@ from engine_svc.model.facts import KVShape
 from engine_svc.model.native.exchange import ExpertExchange, NoExchange
 from engine_svc.model.native.layers import DecoderLayer, SharedMixture
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Linear, Ops
+from triptych_kernels import FusedLayers, Linear, Ops
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class NativeDecoder:
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
+    fused: FusedLayers | None = None  # all layers as one op, where there is one
     exchange: ExpertExchange = field(default_factory=NoExchange)
 
     @property
@@ -108,6 +109,9 @@ class NativeDecoder:
         """[N, hidden] that the head reads. A stage that is not the last has sent on what it computed."""
         self.exchange.begin(token_ids.shape[0], logit_rows.shape[0])
         residual = self._enter(token_ids, context)
+        if self.fused is not None:
+            layers, slots, attention = context.layers, context.slot_mappings, context.attention
+            return self.fused(residual, positions, logit_rows, layers, slots, attention)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None
         last = len(self.layers) - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.native.exchange import ExpertExchange
 from engine_svc.model.parallel import Parallel
-from triptych_kernels import Experts, Linear, Ops
+from triptych_kernels import DenseLayer, Experts, Linear, Ops
 
 
 class FeedForward(Protocol):
@@ -126,6 +126,27 @@ class DecoderLayer:
     post_attention_norm: Tensor
     feed_forward: FeedForward
     eps: float
+
+    def as_dense(self) -> DenseLayer | None:
+        """This layer for ops that take layers whole; None where experts are in it."""
+        attention, network = self.attention, self.feed_forward
+        if not isinstance(network, GatedFeedForward):
+            return None
+        return DenseLayer(
+            input_norm=self.input_norm,
+            qkv=attention.qkv,
+            query_norm=attention.query_norm,
+            key_norm=attention.key_norm,
+            out=attention.out,
+            post_attention_norm=self.post_attention_norm,
+            gate_up=network.gate_up,
+            down=network.down,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            window=attention.window,
+            eps=self.eps,
+        )
 
     def __call__(
         self,

@@ -24,7 +24,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
     if isa is None:
         return None
     # Here and not above: without the compiled module not all of these can be imported.
-    from triptych_kernels.cpu import attention, elementwise, experts, linear, penalties
+    from triptych_kernels.cpu import attention, elementwise, experts, fused_layers, linear, penalties
 
     return dataclasses.replace(
         REFERENCE,
@@ -34,6 +34,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         pack_linear=functools.partial(linear.pack_linear, isa),
         pack_gated_linear=functools.partial(linear.pack_gated_linear, isa),
         pack_experts=functools.partial(experts.pack_experts, isa),
+        fuse_layers=functools.partial(fused_layers.fuse_layers, isa),
         kv_write=functools.partial(elementwise.kv_write, isa),
         paged_attention=functools.partial(attention.paged_attention, isa),
         rms_norm=functools.partial(elementwise.rms_norm, isa),

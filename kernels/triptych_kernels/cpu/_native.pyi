@@ -6,6 +6,7 @@ class Kernels:
     """The kernels for one instruction set."""
 
     panel_columns: int
+    addresses: dict[str, int]
     def __getattr__(self, name: str) -> Any: ...
 
 avx512: Kernels

@@ -1,12 +1,91 @@
-// How a kernel's function is called from its Python wrapper: numbers (addresses, strides, sizes) by position.
+// How Python calls kernels: with numbers by position (addresses, strides, sizes), and fractions behind them.
+//
+// A kernel is a function of such numbers that needs no interpreter, so that a program of them (program.cpp) can run.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 namespace triptych {
+
+// What a kernel did: all of it, or nothing, for the reason that the exception and its text give.
+struct Outcome {
+    PyObject* exception = nullptr;  // of Python's own, borrowed
+    std::string text;
+};
+
+inline Outcome done_if(bool has_memory) {
+    return has_memory ? Outcome{} : Outcome{PyExc_MemoryError, "out of memory"};
+}
+
+struct Kernel {
+    const char* name;
+    const char* plan_name;  // of the capsule that stands before the integers, null: none does
+    int num_integers, num_fractions;
+    Outcome (*run)(const int64_t* numbers);         // the address of the plan, the integers, the bits of doubles
+    bool (*keeps_lock)(const int64_t* numbers);  // whether giving up the interpreter's lock would take longer; null: no
+    const char* text;
+
+    constexpr int num_numbers() const { return (plan_name != nullptr) + num_integers + num_fractions; }
+};
+
+constexpr int kMaxNumbers = 32;
+
+inline double fraction(int64_t bits) {
+    double value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The number of a kernel at `place`. False, with an exception set, where the argument is none.
+inline bool read_number(const Kernel& kernel, int place, PyObject* argument, int64_t* number) {
+    if (place == 0 && kernel.plan_name != nullptr) {
+        *number = reinterpret_cast<int64_t>(PyCapsule_GetPointer(argument, kernel.plan_name));
+    } else if (place >= kernel.num_numbers() - kernel.num_fractions) {
+        const double value = PyFloat_AsDouble(argument);
+        std::memcpy(number, &value, sizeof value);
+    } else {
+        *number = PyLong_AsLongLong(argument);
+    }
+    return PyErr_Occurred() == nullptr;
+}
+
+inline bool has_numbers(const Kernel& kernel, Py_ssize_t count) {
+    if (count == kernel.num_numbers()) return true;
+    PyErr_Format(PyExc_TypeError, "%s takes %d numbers, got %zd", kernel.name, kernel.num_numbers(), count);
+    return false;
+}
+
+// None, or null with the exception set.
+inline PyObject* told(const Outcome& outcome) {
+    if (outcome.exception == nullptr) Py_RETURN_NONE;
+    PyErr_SetString(outcome.exception, outcome.text.c_str());
+    return nullptr;
+}
+
+// The function of Python's that calls a kernel.
+template <const Kernel& kernel>
+PyObject* call_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    static_assert(kernel.num_numbers() <= kMaxNumbers);
+    int64_t numbers[kMaxNumbers];
+    if (!has_numbers(kernel, count)) return nullptr;
+    for (int i = 0; i < kernel.num_numbers(); ++i) {
+        if (!read_number(kernel, i, arguments[i], &numbers[i])) return nullptr;
+    }
+    Outcome outcome;
+    if (kernel.keeps_lock != nullptr && kernel.keeps_lock(numbers)) {
+        outcome = kernel.run(numbers);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        outcome = kernel.run(numbers);
+        Py_END_ALLOW_THREADS
+    }
+    return told(outcome);
+}
 
 // Reads exactly `wanted` integers. False, with an exception set, where the arguments are others.
 inline bool read_numbers(
@@ -24,3 +103,8 @@ inline bool read_numbers(
 // An entry of a table of methods for a function of namespace triptych.
 #define TRIPTYCH_METHOD(name, text) \
     {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(triptych::name)), METH_FASTCALL, text}
+// The same for a kernel.
+#define TRIPTYCH_KERNEL_METHOD(kernel)                                                                            \
+    {triptych::kernel.name,                                                                                        \
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(triptych::call_kernel<triptych::kernel>)),         \
+     METH_FASTCALL, triptych::kernel.text}

@@ -19,6 +19,7 @@
 #include "isa.h"
 
 extern PyMethodDef TRIPTYCH_METHODS(attention)[];
+extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(attention)[];
 
 #ifdef TRIPTYCH_KERNELS
 
@@ -100,13 +101,8 @@ const char* attend(const Call& call) {
     return has_memory.load() ? nullptr : "out of memory";
 }
 
-PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[23];
-    if (count < 2 || !read_numbers("paged_attention", arguments, count - 2, n, 23)) return nullptr;
+Outcome run_attention(const int64_t* n) {
     Call call;
-    call.scale = static_cast<float>(PyFloat_AsDouble(arguments[23]));
-    call.soft_cap = static_cast<float>(PyFloat_AsDouble(arguments[24]));
-    if (PyErr_Occurred()) return nullptr;
     call.query = reinterpret_cast<const char*>(n[0]);
     call.keys = reinterpret_cast<const char*>(n[1]);
     call.values = reinterpret_cast<const char*>(n[2]);
@@ -121,28 +117,28 @@ PyObject* paged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     call.starts = reinterpret_cast<const int32_t*>(n[18]);
     call.totals = reinterpret_cast<const int32_t*>(n[19]);
     call.num_rows = n[20], call.num_table_columns = n[21], call.table_stride = n[22];
+    call.scale = static_cast<float>(fraction(n[23]));
+    call.soft_cap = static_cast<float>(fraction(n[24]));
     call.derive();
-    const char* fault = nullptr;
-    Py_BEGIN_ALLOW_THREADS;
-    fault = attend(call);
-    Py_END_ALLOW_THREADS;
-    if (fault != nullptr) {
-        PyErr_SetString(PyExc_ValueError, fault);
-        return nullptr;
-    }
-    Py_RETURN_NONE;
+    const char* fault = attend(call);
+    return fault == nullptr ? Outcome{} : Outcome{PyExc_ValueError, fault};
 }
+
+constexpr Kernel kPagedAttention{
+    "paged_attention", nullptr, 23, 2, run_attention, nullptr,
+    "paged_attention(addresses, strides, sizes, scale, soft_cap): see attention.py."};
 
 }  // namespace
 }  // namespace triptych
 
 PyMethodDef TRIPTYCH_METHODS(attention)[] = {
-    TRIPTYCH_METHOD(paged_attention, "paged_attention(addresses, strides, sizes, scale, soft_cap): see attention.py."),
-    {nullptr, nullptr, 0, nullptr}};
+    TRIPTYCH_KERNEL_METHOD(kPagedAttention), {nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(attention)[] = {&triptych::kPagedAttention, nullptr};
 
 #else
 
 PyMethodDef TRIPTYCH_METHODS(attention)[] = {{nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(attention)[] = {nullptr};
 
 #endif
 

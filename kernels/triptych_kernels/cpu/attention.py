@@ -80,15 +80,20 @@ def paged_attention(
         dtype is torch.bfloat16,
         isa.with_amx,
         window or 0,
-        *(batch.derived.get(_ADDRESSES) or _addresses(batch))[0],  # type: ignore[index]  # Only _addresses writes it.
+        *batch_numbers(batch),
         scale,
         soft_cap or 0.0,
     )
     return output
 
 
+def batch_numbers(batch: AttentionBatch) -> tuple[int, ...]:
+    """What the kernel is told of a batch: the same for all layers."""
+    return (batch.derived.get(_ADDRESSES) or _addresses(batch))[0]  # type: ignore[index]  # Ours alone.
+
+
 def _addresses(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """What the kernel is told of the batch, kept with the tensors that the addresses lie in."""
+    """The numbers, kept with the tensors that their addresses lie in."""
     tables, starts, totals = (
         tensor.to(torch.int32) for tensor in (batch.block_tables, batch.query_starts, batch.total_lengths)
     )

@@ -14,6 +14,7 @@
 #include "isa.h"
 
 extern PyMethodDef TRIPTYCH_METHODS(elementwise)[];
+extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[];
 
 #ifdef TRIPTYCH_KERNELS
 
@@ -88,16 +89,10 @@ void norm_rows(const Norm& call) {
     });
 }
 
-PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[11];
-    if (count < 1 || !read_numbers("rms_norm", arguments, count - 1, n, 11)) return nullptr;
-    const double eps = PyFloat_AsDouble(arguments[11]);
-    if (PyErr_Occurred()) return nullptr;
-    const Norm call{n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], static_cast<float>(eps)};
-    Py_BEGIN_ALLOW_THREADS;
+Outcome run_norm(const int64_t* n) {
+    const Norm call{n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], static_cast<float>(fraction(n[11]))};
     n[10] ? norm_rows<Bf16>(call) : norm_rows<Fp32>(call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
 
 // out = gate / (1 + e^-gate) * up.  x: [T, 2 F], gates first.
@@ -114,13 +109,9 @@ void silu_rows(int64_t from, int64_t to, int64_t num_rows, int64_t width, int64_
     });
 }
 
-PyObject* silu_and_mul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[6];
-    if (!read_numbers("silu_and_mul", arguments, count, n, 6)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
+Outcome run_silu_and_mul(const int64_t* n) {
     n[5] ? silu_rows<Bf16>(n[0], n[1], n[2], n[3], n[4]) : silu_rows<Fp32>(n[0], n[1], n[2], n[3], n[4]);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
 
 // Copies each token's heads to their slots: heads of num_bytes each, out of strided rows. All in bytes but the slots.
@@ -139,22 +130,17 @@ bool fit(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
     return std::all_of(slots, slots + num_tokens, [&](int64_t slot) { return slot < num_slots; });
 }
 
-PyObject* kv_write(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[14];
-    if (!read_numbers("kv_write", arguments, count, n, 14)) return nullptr;
+Outcome run_kv_write(const int64_t* n) {
     const auto* slots = reinterpret_cast<const int64_t*>(n[10]);
     const int64_t num_tokens = n[11], num_heads = n[12], num_slots = n[13];
     if (!fit(slots, num_tokens, num_slots)) {
-        PyErr_Format(PyExc_IndexError, "a slot is not below %lld", static_cast<long long>(num_slots));
-        return nullptr;
+        return {PyExc_IndexError, "a slot is not below " + std::to_string(num_slots)};
     }
-    Py_BEGIN_ALLOW_THREADS;
     for_rows(num_tokens, num_heads * (n[4] + n[9]) / 2, [&](int64_t token) {
         store_heads(n[0], n[1], n[2], n[3], n[4], num_heads, num_slots, slots, token);
         store_heads(n[5], n[6], n[7], n[8], n[9], num_heads, num_slots, slots, token);
     });
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
 
 struct Rotary {
@@ -230,27 +216,19 @@ void turn_rows(const Rotary& call) {
     });
 }
 
-PyObject* rotary_kv_write(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[17];
-    if (count < 1 || !read_numbers("rotary_kv_write", arguments, count - 1, n, 17)) return nullptr;
-    const double eps = PyFloat_AsDouble(arguments[17]);
-    if (PyErr_Occurred()) return nullptr;
+Outcome run_rotary(const int64_t* n) {
     const Rotary call{n[0], n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
-                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], static_cast<float>(eps)};
+                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], static_cast<float>(fraction(n[17]))};
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
     if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
         !fit(reinterpret_cast<const int64_t*>(call.slots), call.num_tokens, call.num_slots)) {
-        PyErr_Format(
-            PyExc_IndexError, "a position is not below %lld, a slot not below %lld, or the head above %lld",
-            static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),
-            static_cast<long long>(kMaxHeadDim));
-        return nullptr;
+        return {PyExc_IndexError, "a position is not below " + std::to_string(call.max_positions) +
+                                      ", a slot not below " + std::to_string(call.num_slots) +
+                                      ", or the head above " + std::to_string(kMaxHeadDim)};
     }
-    Py_BEGIN_ALLOW_THREADS;
     n[16] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
 
 // The largest of a row, by chunks: only the chunk that raised it last is searched for its place.
@@ -302,7 +280,7 @@ void choose_row(const typename Kind::Element* logits, int64_t width, float* high
 }
 
 template <class Kind>
-void choose_rows(const int64_t (&n)[7]) {
+void choose_rows(const int64_t* n) {
     for_rows(n[3], n[4], [&](int64_t row) {
         choose_row<Kind>(
             reinterpret_cast<const typename Kind::Element*>(n[0]) + row * n[5], n[4],
@@ -310,29 +288,59 @@ void choose_rows(const int64_t (&n)[7]) {
     });
 }
 
-PyObject* greedy(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[7];
-    if (!read_numbers("greedy", arguments, count, n, 7)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
+Outcome run_greedy(const int64_t* n) {
     n[6] ? choose_rows<Bf16>(n) : choose_rows<Fp32>(n);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
+
+// Copies rows of num_bytes each, which lie one after the other, by their indexes.
+Outcome run_take_rows(const int64_t* n) {
+    const char* from = reinterpret_cast<const char*>(n[0]);
+    const int64_t num_rows = n[1], num_bytes = n[2], num_taken = n[4];
+    const auto* taken = reinterpret_cast<const int64_t*>(n[3]);
+    char* to = reinterpret_cast<char*>(n[5]);
+    if (!std::all_of(taken, taken + num_taken, [&](int64_t row) { return row >= 0 && row < num_rows; })) {
+        return {PyExc_IndexError, "a row to take is not below " + std::to_string(num_rows)};
+    }
+    for (int64_t i = 0; i < num_taken; ++i) std::memcpy(to + i * num_bytes, from + taken[i] * num_bytes, num_bytes);
+    return {};
+}
+
+constexpr Kernel kRmsNorm{
+    "rms_norm", nullptr, 11, 1, run_norm, nullptr, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."};
+constexpr Kernel kSiluAndMul{
+    "silu_and_mul", nullptr, 6, 0, run_silu_and_mul, nullptr,
+    "silu_and_mul(addresses, sizes, stride): see elementwise.py."};
+constexpr Kernel kKvWrite{
+    "kv_write", nullptr, 14, 0, run_kv_write, nullptr,
+    "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
+constexpr Kernel kRotaryKvWrite{
+    "rotary_kv_write", nullptr, 17, 1, run_rotary, nullptr,
+    "rotary_kv_write(addresses, sizes, eps): see elementwise.py."};
+constexpr Kernel kGreedy{
+    "greedy", nullptr, 7, 0, run_greedy, nullptr, "greedy(addresses, sizes, stride): see elementwise.py."};
+constexpr Kernel kTakeRows{
+    "take_rows", nullptr, 6, 0, run_take_rows, nullptr, "take_rows(from, T, bytes of a row, rows, N, to)."};
 
 }  // namespace
 }  // namespace triptych
 
 PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {
-    TRIPTYCH_METHOD(rms_norm, "rms_norm(addresses, sizes, strides, eps): see elementwise.py."),
-    TRIPTYCH_METHOD(silu_and_mul, "silu_and_mul(addresses, sizes, stride): see elementwise.py."),
-    TRIPTYCH_METHOD(kv_write, "kv_write(addresses, strides and sizes in bytes): see elementwise.py."),
-    TRIPTYCH_METHOD(rotary_kv_write, "rotary_kv_write(addresses, sizes, eps): see elementwise.py."),
-    TRIPTYCH_METHOD(greedy, "greedy(addresses, sizes, stride): see elementwise.py."),
+    TRIPTYCH_KERNEL_METHOD(kRmsNorm),
+    TRIPTYCH_KERNEL_METHOD(kSiluAndMul),
+    TRIPTYCH_KERNEL_METHOD(kKvWrite),
+    TRIPTYCH_KERNEL_METHOD(kRotaryKvWrite),
+    TRIPTYCH_KERNEL_METHOD(kGreedy),
+    TRIPTYCH_KERNEL_METHOD(kTakeRows),
     {nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {
+    &triptych::kRmsNorm, &triptych::kSiluAndMul, &triptych::kKvWrite, &triptych::kRotaryKvWrite,
+    &triptych::kGreedy,  &triptych::kTakeRows,   nullptr};
 
 #else
 
 PyMethodDef TRIPTYCH_METHODS(elementwise)[] = {{nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[] = {nullptr};
 
 #endif
 

@@ -125,7 +125,7 @@ def kv_write(
         keys = keys.contiguous()
     if values.stride(2) != 1:
         values = values.contiguous()
-    slots = _int64(slot_mapping, num_tokens, "slot_mapping")
+    slots = one_a_token(slot_mapping, num_tokens, "slot_mapping")
     (key_stride, key_head_stride, _), (value_stride, value_head_stride, _) = keys.stride(), values.stride()
     isa.native.kv_write(
         keys.data_ptr(),
@@ -146,8 +146,8 @@ def kv_write(
     return None
 
 
-def _int64(numbers: Tensor, count: int, name: str) -> Tensor:
-    """Contiguous, of one number a token."""
+def one_a_token(numbers: Tensor, count: int, name: str) -> Tensor:
+    """As contiguous int64. ValueError where there are not `count` of them."""
     if numbers.dtype is not _INT64 or not numbers.is_contiguous():
         numbers = numbers.to(_INT64).contiguous()
     if numbers.numel() != count:
@@ -202,8 +202,8 @@ def rotary_kv_write(
         raise ValueError(f"rotary_dim is {rotary_dim}, not an even number up to {head_dim}")
     if any(norm.numel() != head_dim for norm in norms):
         raise ValueError(f"query_norm and key_norm are not of {head_dim} numbers")
-    slots = _int64(slot_mapping, num_tokens, "slot_mapping")
-    positions = _int64(positions, num_tokens, "positions")
+    slots = one_a_token(slot_mapping, num_tokens, "slot_mapping")
+    positions = one_a_token(positions, num_tokens, "positions")
     isa.native.rotary_kv_write(
         qkv.data_ptr(),
         positions.data_ptr(),

@@ -15,6 +15,7 @@
 #include "isa.h"
 
 extern PyMethodDef TRIPTYCH_METHODS(experts)[];
+extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(experts)[];
 
 #ifdef TRIPTYCH_KERNELS
 
@@ -322,32 +323,21 @@ PyObject* make_experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
-PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[8];
-    if (count < 1) {
-        return PyErr_Format(PyExc_TypeError, "experts takes a plan and 8 numbers");
-    }
-    const auto* plan = static_cast<const ExpertsPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
-    if (plan == nullptr || !read_numbers("experts", arguments + 1, count - 1, numbers, 8)) {
-        return nullptr;
-    }
-    const Call call{reinterpret_cast<const char*>(numbers[0]),
-                    numbers[1] * (plan->is_fp32() ? 4 : 2),
-                    reinterpret_cast<const char*>(numbers[2]),
-                    numbers[3] != 0,
-                    reinterpret_cast<const float*>(numbers[4]),
-                    reinterpret_cast<char*>(numbers[5]),
-                    numbers[6],
-                    numbers[7]};
-    bool is_done;
-    Py_BEGIN_ALLOW_THREADS
-    is_done = run_experts(*plan, call);
-    Py_END_ALLOW_THREADS
-    if (!is_done) {
-        return PyErr_NoMemory();
-    }
-    Py_RETURN_NONE;
+Outcome run_experts_of(const int64_t* n) {
+    const auto* plan = reinterpret_cast<const ExpertsPlan*>(n[0]);
+    const Call call{reinterpret_cast<const char*>(n[1]),
+                    n[2] * (plan->is_fp32() ? 4 : 2),
+                    reinterpret_cast<const char*>(n[3]),
+                    n[4] != 0,
+                    reinterpret_cast<const float*>(n[5]),
+                    reinterpret_cast<char*>(n[6]),
+                    n[7],
+                    n[8]};
+    return done_if(run_experts(*plan, call));
 }
+
+constexpr Kernel kExperts{"experts", kPlanName, 8, 0, run_experts_of, nullptr,
+                          "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."};
 
 }  // namespace
 }  // namespace triptych
@@ -355,12 +345,14 @@ PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyMethodDef TRIPTYCH_METHODS(experts)[] = {
     TRIPTYCH_METHOD(make_experts,
                     "make_experts(is_fp32, E, first_expert, hidden, F, gate_up, down, with_amx) -> plan."),
-    TRIPTYCH_METHOD(experts, "experts(plan, x, x_row_stride, ids, ids_are_int64, weights, out, T, k)."),
+    TRIPTYCH_KERNEL_METHOD(kExperts),
     {nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(experts)[] = {&triptych::kExperts, nullptr};
 
 #else
 
 PyMethodDef TRIPTYCH_METHODS(experts)[] = {{nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(experts)[] = {nullptr};
 
 #endif
 

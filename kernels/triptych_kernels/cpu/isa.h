@@ -5,17 +5,19 @@
 // differs lies in the folders of these names: vectors of sixteen numbers, and what is made of each CPU's registers.
 // All that headers of kernels define lies in an unnamed namespace, or the linker would take one of both for the other.
 //
-// TRIPTYCH_KERNELS is defined where the compiler can do it. A file guards its kernels with it and leaves its table of
-// methods empty otherwise.
+// TRIPTYCH_KERNELS is defined where the compiler can do it. A file guards its kernels with it and leaves its tables of
+// methods and of kernels empty otherwise.
 #pragma once
 
 #ifdef TRIPTYCH_AVX2
 #define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx2/header)
 #define TRIPTYCH_METHODS(name) name##_avx2_methods
+#define TRIPTYCH_KERNELS_OF(name) name##_avx2_kernels
 #define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
 #else
 #define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx512/header)
 #define TRIPTYCH_METHODS(name) name##_avx512_methods
+#define TRIPTYCH_KERNELS_OF(name) name##_avx512_kernels
 #define TRIPTYCH_TARGET \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"
 #endif

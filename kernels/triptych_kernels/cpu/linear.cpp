@@ -18,6 +18,7 @@
 #include "isa.h"
 
 extern PyMethodDef TRIPTYCH_METHODS(linear)[];
+extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[];
 
 #ifdef TRIPTYCH_KERNELS
 
@@ -243,58 +244,37 @@ PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
-PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[4];
-    if (count < 1) {
-        return PyErr_Format(PyExc_TypeError, "linear takes a plan and 4 numbers");
-    }
-    const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
-    if (plan == nullptr || !read_numbers("linear", arguments + 1, count - 1, numbers, 4)) {
-        return nullptr;
-    }
-    const char* x = reinterpret_cast<const char*>(numbers[0]);
-    const int64_t stride = numbers[1] * (plan->weight.rows_are_fp32 ? 4 : 2);
-    char* out = reinterpret_cast<char*>(numbers[2]);
-    bool is_done;
-    // Not with helpers: one that lost its core would be waited for with the interpreter's lock held.
-    if (triptych::num_threads() == 1 && is_short(plan->weight, numbers[3])) {
-        is_done = run_linear(*plan, x, stride, out, numbers[3]);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        is_done = run_linear(*plan, x, stride, out, numbers[3]);
-        Py_END_ALLOW_THREADS
-    }
-    if (!is_done) {
-        return PyErr_NoMemory();
-    }
-    Py_RETURN_NONE;
+const LinearPlan& plan_of(const int64_t* n) { return *reinterpret_cast<const LinearPlan*>(n[0]); }
+
+Outcome run_linear_of(const int64_t* n) {
+    const LinearPlan& plan = plan_of(n);
+    const int64_t x_stride_bytes = n[2] * (plan.weight.rows_are_fp32 ? 4 : 2);
+    return done_if(
+        run_linear(plan, reinterpret_cast<const char*>(n[1]), x_stride_bytes, reinterpret_cast<char*>(n[3]), n[4]));
 }
 
-PyObject* greedy_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[7];
-    if (count < 1) {
-        return PyErr_Format(PyExc_TypeError, "greedy_linear takes a plan and 7 numbers");
-    }
-    const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
-    if (plan == nullptr || !read_numbers("greedy_linear", arguments + 1, count - 1, numbers, 7)) {
-        return nullptr;
-    }
-    const GreedyCall call{reinterpret_cast<const char*>(numbers[0]),
-                          numbers[1] * (plan->weight.rows_are_fp32 ? 4 : 2),
-                          numbers[2],
-                          reinterpret_cast<float*>(numbers[3]),
-                          reinterpret_cast<const int32_t*>(numbers[4]),
-                          reinterpret_cast<float*>(numbers[5]),
-                          reinterpret_cast<int64_t*>(numbers[6])};
-    bool is_done;
-    Py_BEGIN_ALLOW_THREADS
-    is_done = run_greedy(*plan, call);
-    Py_END_ALLOW_THREADS
-    if (!is_done) {
-        return PyErr_NoMemory();
-    }
-    Py_RETURN_NONE;
+// Not with helpers: one that lost its core would be waited for with the interpreter's lock held.
+bool linear_keeps_lock(const int64_t* n) {
+    return triptych::num_threads() == 1 && is_short(plan_of(n).weight, n[4]);
 }
+
+Outcome run_greedy_of(const int64_t* n) {
+    const LinearPlan& plan = plan_of(n);
+    const GreedyCall call{reinterpret_cast<const char*>(n[1]),
+                          n[2] * (plan.weight.rows_are_fp32 ? 4 : 2),
+                          n[3],
+                          reinterpret_cast<float*>(n[4]),
+                          reinterpret_cast<const int32_t*>(n[5]),
+                          reinterpret_cast<float*>(n[6]),
+                          reinterpret_cast<int64_t*>(n[7])};
+    return done_if(run_greedy(plan, call));
+}
+
+constexpr Kernel kLinear{"linear", kPlanName, 4, 0, run_linear_of, linear_keeps_lock,
+                         "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."};
+constexpr Kernel kGreedyLinear{
+    "greedy_linear", kPlanName, 7, 0, run_greedy_of, nullptr,
+    "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."};
 
 }  // namespace
 }  // namespace triptych
@@ -307,14 +287,15 @@ PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_METHOD(make_linear,
                     "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) "
                     "-> plan."),
-    TRIPTYCH_METHOD(linear, "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."),
-    TRIPTYCH_METHOD(greedy_linear,
-                    "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."),
+    TRIPTYCH_KERNEL_METHOD(kLinear),
+    TRIPTYCH_KERNEL_METHOD(kGreedyLinear),
     {nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[] = {&triptych::kLinear, &triptych::kGreedyLinear, nullptr};
 
 #else
 
 PyMethodDef TRIPTYCH_METHODS(linear)[] = {{nullptr, nullptr, 0, nullptr}};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[] = {nullptr};
 
 #endif
 

@@ -28,11 +28,11 @@ class NativeLinear:
         "_greedy_linear",
         "_linear",
         "_out_dtype",
-        "_plan",
         "_tensors",
         "in_features",
         "num_bytes",
         "out_features",
+        "plan",
     )
 
     def __init__(
@@ -58,7 +58,7 @@ class NativeLinear:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._dtype, self._out_dtype = dtype, out_dtype
         self._linear, self._greedy_linear = isa.native.linear, isa.native.greedy_linear
-        self._plan = isa.native.make_linear(
+        self.plan = isa.native.make_linear(
             _KIND_OF[weight.dtype],
             dtype is torch.float32,
             out_dtype is torch.bfloat16,
@@ -76,7 +76,7 @@ class NativeLinear:
         row_stride = self._checked_stride(x)
         num_rows = x.shape[0]
         out = torch.empty((num_rows, self.out_features), dtype=self._out_dtype)
-        self._linear(self._plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
+        self._linear(self.plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
         return out
 
     def greedy(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +91,7 @@ class NativeLinear:
             places = torch.full((num_rows,), -1, dtype=torch.int32)
             places[kept] = torch.arange(num_kept, dtype=torch.int32)
         self._greedy_linear(
-            self._plan,
+            self.plan,
             x.data_ptr(),
             row_stride,
             num_rows,
@@ -101,6 +101,10 @@ class NativeLinear:
             tokens.data_ptr(),
         )
         return products, highest, tokens
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether rows of this dtype give rows of the same."""
+        return self._dtype is dtype and self._out_dtype is dtype
 
     @property
     def is_fp32(self) -> bool:

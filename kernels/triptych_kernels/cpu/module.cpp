@@ -21,7 +21,15 @@ extern PyMethodDef linear_avx512_methods[], linear_avx2_methods[];
 extern PyMethodDef experts_avx512_methods[], experts_avx2_methods[];
 extern PyMethodDef attention_avx512_methods[], attention_avx2_methods[];
 extern PyMethodDef elementwise_avx512_methods[], elementwise_avx2_methods[];
-extern PyMethodDef penalties_methods[];
+extern PyMethodDef penalties_methods[], program_methods[];
+extern const triptych::Kernel* const linear_avx512_kernels[];
+extern const triptych::Kernel* const linear_avx2_kernels[];
+extern const triptych::Kernel* const experts_avx512_kernels[];
+extern const triptych::Kernel* const experts_avx2_kernels[];
+extern const triptych::Kernel* const attention_avx512_kernels[];
+extern const triptych::Kernel* const attention_avx2_kernels[];
+extern const triptych::Kernel* const elementwise_avx512_kernels[];
+extern const triptych::Kernel* const elementwise_avx2_kernels[];
 
 namespace triptych {
 namespace {
@@ -73,13 +81,16 @@ struct Kernels {
     long panel_columns;
     bool (*can_run)();
     PyMethodDef* methods[4];
+    const Kernel* const* kernels[4];
 };
 
 const Kernels kKernels[] = {
     {"avx512", "triptych_kernels.cpu._native.avx512", 32, has_avx512,
-     {linear_avx512_methods, experts_avx512_methods, attention_avx512_methods, elementwise_avx512_methods}},
+     {linear_avx512_methods, experts_avx512_methods, attention_avx512_methods, elementwise_avx512_methods},
+     {linear_avx512_kernels, experts_avx512_kernels, attention_avx512_kernels, elementwise_avx512_kernels}},
     {"avx2", "triptych_kernels.cpu._native.avx2", 16, has_avx2,
-     {linear_avx2_methods, experts_avx2_methods, attention_avx2_methods, elementwise_avx2_methods}},
+     {linear_avx2_methods, experts_avx2_methods, attention_avx2_methods, elementwise_avx2_methods},
+     {linear_avx2_kernels, experts_avx2_kernels, attention_avx2_kernels, elementwise_avx2_kernels}},
 };
 
 PyObject* supports(PyObject*, PyObject* argument) {
@@ -95,6 +106,21 @@ PyObject* supports(PyObject*, PyObject* argument) {
     return PyErr_Format(PyExc_ValueError, "there are no kernels for %R", argument);
 }
 
+// {name: address}, for make_program.
+PyObject* addresses_of(const Kernels& kernels) {
+    PyObject* addresses = PyDict_New();
+    for (const Kernel* const* table : kernels.kernels) {
+        for (; addresses != nullptr && *table != nullptr; ++table) {
+            PyObject* address = PyLong_FromLongLong(reinterpret_cast<int64_t>(*table));
+            if (address == nullptr || PyDict_SetItemString(addresses, (*table)->name, address) < 0) {
+                Py_CLEAR(addresses);
+            }
+            Py_XDECREF(address);
+        }
+    }
+    return addresses;
+}
+
 bool add_kernels(PyObject* module, const Kernels& kernels) {
     PyObject* added = PyModule_New(kernels.full_name);
     if (added == nullptr) {
@@ -106,13 +132,13 @@ bool add_kernels(PyObject* module, const Kernels& kernels) {
             return false;
         }
     }
-    if (PyModule_AddIntConstant(added, "panel_columns", kernels.panel_columns) < 0 ||
-        PyModule_AddObjectRef(module, kernels.name, added) < 0) {
-        Py_DECREF(added);
-        return false;
-    }
+    PyObject* addresses = addresses_of(kernels);
+    const bool is_added = addresses != nullptr && PyModule_AddObjectRef(added, "addresses", addresses) == 0 &&
+                          PyModule_AddIntConstant(added, "panel_columns", kernels.panel_columns) == 0 &&
+                          PyModule_AddObjectRef(module, kernels.name, added) == 0;
+    Py_XDECREF(addresses);
     Py_DECREF(added);
-    return true;
+    return is_added;
 }
 
 PyObject* set_num_threads(PyObject*, PyObject* argument) {
@@ -224,7 +250,8 @@ PyMODINIT_FUNC PyInit__native() {
     if (module == nullptr) {
         return nullptr;
     }
-    bool is_complete = PyModule_AddFunctions(module, penalties_methods) == 0;
+    bool is_complete = PyModule_AddFunctions(module, penalties_methods) == 0 &&
+                       PyModule_AddFunctions(module, program_methods) == 0;
     for (const triptych::Kernels& kernels : triptych::kKernels) {
         is_complete = is_complete && triptych::add_kernels(module, kernels);
     }

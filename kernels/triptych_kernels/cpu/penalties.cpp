@@ -49,9 +49,7 @@ void penalise_row(const Penalised& call, int64_t index, uint32_t* marks) {
 
 bool is_below(int64_t number, int64_t limit) { return number >= 0 && number < limit; }
 
-PyObject* penalise(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t n[14];
-    if (!read_numbers("penalise", arguments, count, n, 14)) return nullptr;
+Outcome run_penalise(const int64_t* n) {
     const Penalised call{
         reinterpret_cast<float*>(n[0]),         reinterpret_cast<const int32_t*>(n[1]),
         reinterpret_cast<const int64_t*>(n[2]), reinterpret_cast<const int64_t*>(n[3]),
@@ -60,26 +58,24 @@ PyObject* penalise(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     for (int64_t i = 0; i < call.num_rows; ++i) {
         if (!is_below(call.places[i], n[11]) || !is_below(call.rows[i], n[12]) ||
             !is_below(call.lengths[i], n[13] + 1)) {
-            PyErr_Format(
-                PyExc_IndexError, "row %lld is not within the logits, its tokens not within the token ids",
-                static_cast<long long>(i));
-            return nullptr;
+            return {PyExc_IndexError,
+                    "row " + std::to_string(i) + " is not within the logits, its tokens not within the token ids"};
         }
     }
-    Py_BEGIN_ALLOW_THREADS;
     parallel_for(call.num_rows, [&](int64_t index) {
         // Kept, as to clear what was marked is cheaper than to clear all of it.
         thread_local std::vector<uint32_t> marks;
         if (marks.size() < static_cast<size_t>(call.vocab_size)) marks.resize(call.vocab_size);
         penalise_row(call, index, marks.data());
     });
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return {};
 }
+
+constexpr Kernel kPenalise{
+    "penalise", nullptr, 14, 0, run_penalise, nullptr, "penalise(addresses, sizes, strides): see penalties.py."};
 
 }  // namespace
 }  // namespace triptych
 
 PyMethodDef penalties_methods[] = {
-    TRIPTYCH_METHOD(penalise, "penalise(addresses, sizes, strides): see penalties.py."),
-    {nullptr, nullptr, 0, nullptr}};
+    TRIPTYCH_KERNEL_METHOD(kPenalise), {nullptr, nullptr, 0, nullptr}};

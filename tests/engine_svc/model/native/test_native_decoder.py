@@ -84,6 +84,19 @@ def test_logits_have_the_same_bits_however_the_prompt_is_cut(family, tmp_path):
         assert torch.equal(logits_in_chunks(ours, token_ids, ends), whole)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    ours = load_model(tmp_path, NATIVE)
+    if not ours.ops.is_batch_invariant:
+        pytest.skip("this machine has no native kernels")
+    assert isinstance(ours.model, NativeDecoder)
+    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe"))
+    fused = logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS])
+    ours.model.fused = None
+    assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
+
+
 def test_both_roads_are_there_and_auto_takes_the_native_one(tmp_path):
     make_checkpoint("llama", tmp_path)
     roads = {road: load_model(tmp_path, LoadWishes(num_threads=1, model_impl=road)).road for road in

@@ -1,0 +1,224 @@
+"""A decoder's layers as one program of native kernels: one call a step instead of eight a layer.
+
+The same kernels with the same numbers as the layers call one by one, so results have the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.attention_batch import AttentionBatch
+from triptych_kernels.cpu.attention import batch_numbers
+from triptych_kernels.cpu.elementwise import one_a_token
+from triptych_kernels.cpu.linear import NativeLinear
+from triptych_kernels.cpu.loader import Isa
+from triptych_kernels.cpu.program import Program, Register
+from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 64
+_BUFFERS = ("normed", "qkv", "attended", "projected", "gated", "kept_attended", "kept_residual")
+_ARRAYS = ("x", "positions", "rows", "out")
+_COUNTS = ("num_tokens", "num_rows", "num_blocks", "block_size", "num_slots")
+_OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride")
+_OF_LAYER = ("keys", "values")
+
+
+def fuse_layers(
+    isa: Isa, layers: Sequence[DenseLayer], final_norm: Tensor, cos_sin: Tensor
+) -> FusedLayers | None:
+    """See ops.Ops.fuse_layers.  isa: whose kernels compute it."""
+    dtype = final_norm.dtype
+    vectors = [final_norm]
+    for layer in layers:
+        vectors += [layer.input_norm, layer.post_attention_norm]
+        vectors += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        if not all(isinstance(linear, NativeLinear) and linear.keeps(dtype) for linear in linears):
+            return None
+    if (
+        dtype not in _DTYPES
+        or any(vector.dtype is not dtype or not vector.is_contiguous() for vector in vectors)
+        or cos_sin.dtype is not torch.float32
+        or not cos_sin.is_contiguous()
+    ):
+        return None
+    return _NativeLayers(isa, tuple(layers), final_norm, cos_sin)
+
+
+class _NativeLayers:
+    """See ops.FusedLayers."""
+
+    def __init__(self, isa: Isa, layers: tuple[DenseLayer, ...], final_norm: Tensor, cos_sin: Tensor) -> None:
+        self._isa, self._layers, self._final_norm, self._cos_sin = isa, layers, final_norm, cos_sin
+        self._dtype, self._hidden = final_norm.dtype, final_norm.shape[0]
+        # What a token takes in each buffer, of the widest layer.
+        self._widths = {
+            "normed": self._hidden,
+            "qkv": max(layer.qkv.out_features for layer in layers),
+            "attended": max(layer.out.in_features for layer in layers),
+            "projected": self._hidden,
+            "gated": max(layer.gate_up.out_features for layer in layers),
+            "kept_attended": layers[-1].out.in_features,
+            "kept_residual": self._hidden,
+        }
+        self._caches: Sequence[LayerCache] | None = None
+        self._program: Program | None = None
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        caches: Sequence[LayerCache],
+        slot_mappings: Sequence[Tensor],
+        attention: Sequence[AttentionBatch],
+    ) -> Tensor:
+        """See ops.FusedLayers."""
+        num_tokens, num_rows = x.shape[0], rows.shape[0]
+        if x.shape[1] != self._hidden or x.dtype is not self._dtype or not x.is_contiguous():
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}: expected {self._dtype} [T, {self._hidden}], contiguous"
+            )
+        if self._program is None or caches is not self._caches:
+            self._program, self._caches = self._made_for(caches, len(attention)), caches
+        positions = one_a_token(positions, num_tokens, "positions")
+        rows = one_a_token(rows, num_rows, "rows")
+        slots = [one_a_token(mapping, num_tokens, "slot_mapping") for mapping in slot_mappings]
+        out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
+        room = torch.empty(self._num_bytes(num_tokens, num_rows), dtype=torch.uint8)
+        _, num_blocks, block_size, _ = caches[0].key_cache.shape
+        groups = itertools.chain.from_iterable(
+            (mapping.data_ptr(), *batch_numbers(batch))
+            for mapping, batch in zip(slots, attention, strict=True)
+        )
+        # Asked anew for each run: what sleeps has other memory when it wakes.
+        memory = itertools.chain.from_iterable(
+            (cache.key_cache.data_ptr(), cache.value_cache.data_ptr()) for cache in caches
+        )
+        self._program.run(
+            *self._buffers(room.data_ptr(), num_tokens, num_rows),
+            *(x.data_ptr(), positions.data_ptr(), rows.data_ptr(), out.data_ptr()),
+            *(num_tokens, num_rows, num_blocks, block_size, num_blocks * block_size),
+            *groups,
+            *memory,
+        )
+        return out
+
+    def _buffers(self, address: int, num_tokens: int, num_rows: int) -> Iterator[int]:
+        address += -address % _ALIGNMENT
+        for name in _BUFFERS:
+            yield address
+            address += self._buffer_bytes(name, num_tokens, num_rows)
+
+    def _num_bytes(self, num_tokens: int, num_rows: int) -> int:
+        return _ALIGNMENT + sum(self._buffer_bytes(name, num_tokens, num_rows) for name in _BUFFERS)
+
+    def _buffer_bytes(self, name: str, num_tokens: int, num_rows: int) -> int:
+        num_bytes = self._widths[name] * self._dtype.itemsize * (num_rows if "kept" in name else num_tokens)
+        return num_bytes + -num_bytes % _ALIGNMENT
+
+    def _made_for(self, caches: Sequence[LayerCache], num_groups: int) -> Program:
+        """The program for caches of these groups. ValueError where they do not serve the layers."""
+        if len(caches) != len(self._layers):
+            raise ValueError(f"there are {len(caches)} caches for {len(self._layers)} layers")
+        num_blocks, block_size = caches[0].key_cache.shape[1:3]
+        for cache, layer in zip(caches, self._layers, strict=True):
+            wanted = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
+            for tensor in (cache.key_cache, cache.value_cache):
+                if (
+                    tensor.shape != wanted
+                    or tensor.dtype is not self._dtype
+                    or not tensor.is_contiguous()
+                    or cache.group >= num_groups
+                ):
+                    raise ValueError(
+                        f"a cache is {tensor.dtype} {tuple(tensor.shape)} of group {cache.group}, not "
+                        f"{self._dtype} {wanted} of {num_groups} groups"
+                    )
+        names = [*_BUFFERS, *_ARRAYS, *_COUNTS]
+        names += [f"{name} {group}" for group in range(num_groups) for name in _OF_GROUP]
+        names += [f"{name} of {layer}" for layer in range(len(self._layers)) for name in _OF_LAYER]
+        program = Program(self._isa, names)
+        self._write(program, caches)
+        program.finish()
+        return program
+
+    def _write(self, program: Program, caches: Sequence[LayerCache]) -> None:
+        """All layers, from the first norm to the last."""
+        named, first, last = program.register, self._layers[0], len(self._layers) - 1
+        tokens, x, normed, projected = map(named, ("num_tokens", "x", "normed", "projected"))
+        self._add_norm(program, x, 0, first.input_norm, normed, tokens, first.eps)
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            self._add_attention(program, index, layer, cache.group)
+            attended, count, following, out = named("attended"), tokens, self._final_norm, named("out")
+            if index < last:
+                following, out = self._layers[index + 1].input_norm, normed
+            else:
+                # Nobody reads the last layer's result for the other tokens.
+                count = named("num_rows")
+                attended = self._add_rows(program, attended, layer.out.in_features, named("kept_attended"))
+                x = self._add_rows(program, x, self._hidden, named("kept_residual"))
+            _add_linear(program, layer.out, attended, projected, count)
+            self._add_norm(program, projected, x, layer.post_attention_norm, normed, count, layer.eps)
+            _add_linear(program, layer.gate_up, normed, named("gated"), count)
+            _add_linear(program, layer.down, named("gated"), projected, count)
+            eps = layer.eps if index == last else self._layers[index + 1].eps
+            self._add_norm(program, projected, x, following, out, count, eps)
+
+    def _add_norm(
+        self,
+        program: Program,
+        x: Register,
+        residual: Register | int,
+        weight: Tensor,
+        out: Register,
+        count: Register,
+        eps: float,
+    ) -> None:
+        width = self._hidden
+        program.add(
+            "rms_norm", x, residual, weight.data_ptr(), out, 1, count, 0, width, width, width,
+            self._is_bf16, eps,
+        )  # fmt: skip
+
+    def _add_rows(self, program: Program, x: Register, width: int, out: Register) -> Register:
+        """Of [T, width] those that the head reads."""
+        named, num_bytes = program.register, width * self._dtype.itemsize
+        program.add("take_rows", x, named("num_tokens"), num_bytes, named("rows"), named("num_rows"), out)
+        return out
+
+    def _add_attention(self, program: Program, index: int, layer: DenseLayer, group: int) -> None:
+        named = program.register
+        qkv, tokens, attended = named("qkv"), named("num_tokens"), named("attended")
+        keys, values = named(f"keys of {index}"), named(f"values of {index}")
+        _add_linear(program, layer.qkv, named("normed"), qkv, tokens)
+        program.add(
+            "rotary_kv_write", qkv, named("positions"), self._cos_sin.data_ptr(), named(f"slots {group}"),
+            keys, values, _address(layer.query_norm), _address(layer.key_norm), layer.qkv.out_features,
+            tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._cos_sin.shape[1],
+            named("num_slots"), self._cos_sin.shape[0], self._is_bf16, layer.eps,
+        )  # fmt: skip
+        program.add(
+            "paged_attention", qkv, keys, values, attended, 0, layer.qkv.out_features, layer.head_dim, tokens,
+            layer.num_heads, layer.num_kv_heads, named("num_blocks"), named("block_size"), layer.head_dim,
+            layer.head_dim, self._is_bf16, self._isa.with_amx, layer.window or 0,
+            *(named(f"{name} {group}") for name in _OF_GROUP[1:]), layer.head_dim**-0.5, 0.0,
+        )  # fmt: skip
+
+    @property
+    def _is_bf16(self) -> bool:
+        return self._dtype is torch.bfloat16
+
+
+def _add_linear(program: Program, linear: object, x: Register, out: Register, count: Register) -> None:
+    assert isinstance(linear, NativeLinear), "fuse_layers lets no other in"
+    program.add("linear", linear.plan, x, linear.in_features, out, count)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
