@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +49,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=20,
         help="orders of pauses and resumes that a lockstep group goes through",
     )
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as people get it, built from a copy of the tree. Needs a package registry."""
+    folder = tmp_path_factory.mktemp("wheel")
+    left_out = (".*", "*.egg-info", "*.so", "build", "dist", "__pycache__", "node_modules")
+    tree = Path(__file__).resolve().parents[1]
+    shutil.copytree(tree, folder / "source", ignore=shutil.ignore_patterns(*left_out))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(folder / "source")], check=True)
+    [built] = folder.glob("*.whl")
+    return built
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +23,10 @@ SHIPPED = ("service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "trip
     [("coordinator", []), ("frontend", ["--engine", "127.0.0.1:1"])],
     ids=["coordinator", "frontend"],
 )
-def test_a_light_image_starts_its_service(extra: str, arguments: list[str], tmp_path: Path) -> None:
-    bin_folder = installed(extra, tmp_path)
+def test_a_light_image_starts_its_service(
+    extra: str, arguments: list[str], wheel: Path, tmp_path: Path
+) -> None:
+    bin_folder = installed(wheel, extra, tmp_path)
     packages = {folder.name for folder in next(tmp_path.glob("venv/lib/python*/site-packages")).iterdir()}
     assert packages & {"torch", "transformers", "numpy", "triton", "kernels", "protos", "tests"} == set()
     assert packages >= {*SHIPPED, "triptych", "triptych_kernels"}
@@ -41,13 +42,11 @@ def test_a_light_image_starts_its_service(extra: str, arguments: list[str], tmp_
     assert json.loads(line)["service"] == extra
 
 
-def installed(extra: str, folder: Path) -> Path:
-    """Build a copy of the tree, install it with one extra into a fresh venv, and return its bin folder."""
-    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "node_modules")
-    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+def installed(wheel: Path, extra: str, folder: Path) -> Path:
+    """Install the wheel with one extra into a fresh venv, and return its bin folder."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     bin_folder = folder / "venv" / "bin"
     pip = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    constraints = str(ROOT / "constraints.txt")
-    subprocess.run([*pip, "-c", constraints, f"{folder / 'source'}[{extra}]"], check=True)
+    wanted = f"triptych[{extra}] @ {wheel.as_uri()}"
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), wanted], check=True)
     return bin_folder

@@ -37,9 +37,9 @@ USER = chat_message_pb2.ChatMessage(
 
 
 async def test_the_frontend_extra_alone_serves_chat_with_template_and_tools(
-    thinking_llama: str, tmp_path: Path
+    thinking_llama: str, wheel: Path, tmp_path: Path
 ) -> None:
-    bin_folder = await asyncio.to_thread(installed, "frontend", tmp_path)
+    bin_folder = await asyncio.to_thread(installed, wheel, "frontend", tmp_path)
     packages = next(bin_folder.parent.glob("lib/python*/site-packages"))
     num_bytes = sum(_size(folder) for folder in packages.iterdir() if not folder.name.startswith("pip"))
     print(f"the frontend extra takes {num_bytes / 1e6:.1f} MB")
