@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych_kernels import AttentionBatch, Ops, Penalised, uniform_noise
+from triptych_kernels import AttentionBatch, DenseLayer, Ops, Penalised, uniform_noise
 
 _BLOCK_SIZE = 16
 _LORA_RANK = 16
@@ -51,6 +51,13 @@ class KernelCase:
     num_operations: int = 0  # 0 where memory is the only limit
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    group: int
+    key_cache: Tensor
+    value_cache: Tensor
+
+
 class CaseMaker:
     """Makes cases on a device."""
 
@@ -67,6 +74,7 @@ class CaseMaker:
             yield self._experts(num_rows)
             yield from self._elementwise(num_rows)
             yield self._decode(num_rows)
+            yield self._decoder_layer(num_rows)
             yield from self._head(num_rows)
             yield from self._sampling(num_rows)
             yield from self._lora(num_rows)
@@ -213,6 +221,37 @@ class CaseMaker:
             ),
             kv_bytes + 2 * query.nbytes,
         )
+
+    def _decoder_layer(self, num_rows: int) -> KernelCase:
+        shape, context = self._shape, self._shape.context
+        hidden, dim = shape.hidden_size, shape.head_dim
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * dim
+        sizes = ((width, hidden), (hidden, shape.num_heads * dim))
+        network = ((2 * shape.intermediate_size, hidden), (hidden, shape.intermediate_size))
+        qkv, out, gate_up, down = (self._noise(*size) / size[1] ** 0.5 for size in (*sizes, *network))
+        norm, x = self._noise(hidden), self._noise(num_rows, hidden)
+        _, keys, values, batch = self._paged([1] * num_rows, [context] * num_rows)
+        table = batch.block_tables[:, (context - 1) // _BLOCK_SIZE].long()
+        slots = table * _BLOCK_SIZE + (context - 1) % _BLOCK_SIZE
+        positions = torch.full((num_rows,), context - 1, device=self._device)
+        turns = self._noise(context, dim, dtype=torch.float32)
+        rows = torch.arange(num_rows, device=self._device)
+
+        def make(ops: Ops) -> Call:
+            layer = DenseLayer(
+                norm, ops.pack_linear(qkv), None, None, ops.pack_linear(out), norm,
+                ops.pack_gated_linear(gate_up), ops.pack_linear(down),
+                shape.num_heads, shape.num_kv_heads, dim, None, 1e-5,
+            )  # fmt: skip
+            fused = ops.fuse_layers([layer], norm, turns)
+            if fused is None:
+                raise ValueError("this table takes layers op by op")
+            caches = [_Cache(0, keys, values)]
+            return lambda: fused(x.clone(), positions, rows, caches, [slots], [batch])
+
+        weights = sum(weight.nbytes for weight in (qkv, out, gate_up, down))
+        kv_bytes = 2 * num_rows * context * shape.num_kv_heads * dim * keys.itemsize
+        return KernelCase("fuse_layers", f"decode {num_rows} x {context}", make, None, weights + kv_bytes)
 
     def _prefill(self, length: int) -> KernelCase:
         shape = self._shape

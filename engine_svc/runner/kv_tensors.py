@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,7 +111,7 @@ class KVTensors:
             )
         self._prefault: Prefault | None = None
         if self.device.type == "cpu":
-            self._prefault = Prefault(self.stacks, ThreadPoolExecutor(1, "kv-prefault").submit)
+            self._prefault = Prefault(self.stacks, _run_beside)
             self._prefault.restart()
 
     @property
@@ -147,3 +147,8 @@ class KVTensors:
                 f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
                 "kv_cache_memory"
             ) from error
+
+
+def _run_beside(call: Callable[[], None]) -> None:
+    # Rarely enough for a thread each: none is left that somebody would have to end.
+    threading.Thread(target=call, name="kv-prefault", daemon=True).start()

@@ -21,7 +21,7 @@ class Prefault:
     """
 
     def __init__(self, stacks: Sequence[Tensor], submit: Callable[[Callable[[], None]], object]) -> None:
-        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made later, in order."""
+        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made elsewhere."""
         self._stacks = tuple(stacks)
         self._submit = submit
         self._num_blocks = stacks[0].shape[2]
@@ -39,10 +39,11 @@ class Prefault:
 
     def reach(self, block_id: int) -> None:
         """Have memory for `block_id`, and for more where it lies in the second half of what there is."""
+        start = self._end
         while self._end < self._num_blocks and block_id >= self._end - self._part // 2:
-            start = self._end
-            self._part = min(max(start, _FIRST_BLOCKS), self._most)
-            self._end = min(start + self._part, self._num_blocks)
+            self._part = min(max(self._end, _FIRST_BLOCKS), self._most)
+            self._end = min(self._end + self._part, self._num_blocks)
+        if start < self._end:
             self._submit(partial(self._populate, start, self._end))
 
     def _populate(self, start: int, end: int) -> None:

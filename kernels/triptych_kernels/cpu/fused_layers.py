@@ -6,7 +6,7 @@ The same kernels with the same numbers as the layers call one by one, so results
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 64
-_BUFFERS = ("normed", "qkv", "attended", "projected", "gated", "kept_attended", "kept_residual")
+# One behind the other; the last lies where qkv does, which nobody reads any more by then.
+_BUFFERS = ("normed", "projected", "kept_attended", "kept_residual", "qkv", "attended", "gated")
 _ARRAYS = ("x", "positions", "rows", "out")
 _COUNTS = ("num_tokens", "num_rows", "num_blocks", "block_size", "num_slots")
 _OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride")
@@ -56,7 +57,7 @@ class _NativeLayers:
     def __init__(self, isa: Isa, layers: tuple[DenseLayer, ...], final_norm: Tensor, cos_sin: Tensor) -> None:
         self._isa, self._layers, self._final_norm, self._cos_sin = isa, layers, final_norm, cos_sin
         self._dtype, self._hidden = final_norm.dtype, final_norm.shape[0]
-        # What a token takes in each buffer, of the widest layer.
+        # Of a row in each buffer, that of the widest layer.
         self._widths = {
             "normed": self._hidden,
             "qkv": max(layer.qkv.out_features for layer in layers),
@@ -90,7 +91,9 @@ class _NativeLayers:
         rows = one_a_token(rows, num_rows, "rows")
         slots = [one_a_token(mapping, num_tokens, "slot_mapping") for mapping in slot_mappings]
         out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
-        room = torch.empty(self._num_bytes(num_tokens, num_rows), dtype=torch.uint8)
+        num_bytes, offsets = self._places(num_tokens, num_rows)
+        room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
         _, num_blocks, block_size, _ = caches[0].key_cache.shape
         groups = itertools.chain.from_iterable(
             (mapping.data_ptr(), *batch_numbers(batch))
@@ -101,7 +104,7 @@ class _NativeLayers:
             (cache.key_cache.data_ptr(), cache.value_cache.data_ptr()) for cache in caches
         )
         self._program.run(
-            *self._buffers(room.data_ptr(), num_tokens, num_rows),
+            *(room_start + offset for offset in offsets),
             *(x.data_ptr(), positions.data_ptr(), rows.data_ptr(), out.data_ptr()),
             *(num_tokens, num_rows, num_blocks, block_size, num_blocks * block_size),
             *groups,
@@ -109,18 +112,16 @@ class _NativeLayers:
         )
         return out
 
-    def _buffers(self, address: int, num_tokens: int, num_rows: int) -> Iterator[int]:
-        address += -address % _ALIGNMENT
+    def _places(self, num_tokens: int, num_rows: int) -> tuple[int, list[int]]:
+        """How many bytes the buffers take, and where each begins, in their order."""
+        sizes = []
         for name in _BUFFERS:
-            yield address
-            address += self._buffer_bytes(name, num_tokens, num_rows)
-
-    def _num_bytes(self, num_tokens: int, num_rows: int) -> int:
-        return _ALIGNMENT + sum(self._buffer_bytes(name, num_tokens, num_rows) for name in _BUFFERS)
-
-    def _buffer_bytes(self, name: str, num_tokens: int, num_rows: int) -> int:
-        num_bytes = self._widths[name] * self._dtype.itemsize * (num_rows if "kept" in name else num_tokens)
-        return num_bytes + -num_bytes % _ALIGNMENT
+            count = num_rows if name.startswith("kept") else num_tokens
+            num_bytes = self._widths[name] * self._dtype.itemsize * count
+            sizes.append(num_bytes + -num_bytes % _ALIGNMENT)
+        *offsets, end = itertools.accumulate(sizes[:-1], initial=0)
+        offsets.append(offsets[_BUFFERS.index("qkv")])
+        return max(end, offsets[-1] + sizes[-1]), offsets
 
     def _made_for(self, caches: Sequence[LayerCache], num_groups: int) -> Program:
         """The program for caches of these groups. ValueError where they do not serve the layers."""

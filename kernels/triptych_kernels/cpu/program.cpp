@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -61,15 +62,17 @@ PyObject* make_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     if (count != 2 || !PyList_Check(arguments[1])) {
         return PyErr_Format(PyExc_TypeError, "make_program takes the number of registers and a list of steps");
     }
-    auto* program = new Program{};
+    auto program = std::make_unique<Program>();
     program->num_registers = PyLong_AsSsize_t(arguments[0]);
-    PyObject* capsule = PyCapsule_New(program, kProgramName, delete_program);
-    bool is_made = capsule != nullptr && PyErr_Occurred() == nullptr;
-    for (Py_ssize_t i = 0; is_made && i < PyList_GET_SIZE(arguments[1]); ++i)
-        is_made = add_step(PyList_GET_ITEM(arguments[1], i), *program);
-    if (is_made) return capsule;
-    Py_XDECREF(capsule);
-    return nullptr;
+    if (program->num_registers < 0) {
+        return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "the number of registers is negative");
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i) {
+        if (!add_step(PyList_GET_ITEM(arguments[1], i), *program)) return nullptr;
+    }
+    PyObject* capsule = PyCapsule_New(program.get(), kProgramName, delete_program);
+    if (capsule != nullptr) program.release();
+    return capsule;
 }
 
 PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
