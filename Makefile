@@ -37,13 +37,13 @@ help:  ## list the targets
 
 setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everything to develop it
 
-$(SETUP_STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(SETUP_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $(RUNTIME_STAMP) $@
 
 # What runs the stack, without what develops it.
-$(RUNTIME_STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(RUNTIME_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[all]'
 	touch $@

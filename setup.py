@@ -1,7 +1,17 @@
-"""Compiles the C++ of one extension on all cores; everything else about the package is in pyproject.toml."""
+"""Compiles the C++ of one extension on several cores; all else about the package is in pyproject.toml."""
 
-from pybind11.setup_helpers import ParallelCompile
+import os
+
 from setuptools import setup
 
-ParallelCompile("TRIPTYCH_BUILD_JOBS").install()
+_MAX_JOBS = 4  # each takes up to 1 GiB
+
+try:
+    from pybind11.setup_helpers import ParallelCompile
+except ImportError:
+    # Without build isolation: one file after the other.
+    pass
+else:
+    ParallelCompile(default=min(_MAX_JOBS, os.cpu_count() or 1)).install()
+
 setup()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -151,4 +152,6 @@ class KVTensors:
 
 def _run_beside(call: Callable[[], None]) -> None:
     # Rarely enough for a thread each: none is left that somebody would have to end.
-    threading.Thread(target=call, name="kv-prefault", daemon=True).start()
+    # Where there may be no more threads, steps wait for their memory.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=call, name="kv-prefault", daemon=True).start()

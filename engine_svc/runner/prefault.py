@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from triptych_kernels import LARGE_PAGE_BYTES, populate, prefer_large_pages
+from triptych_kernels import LARGE_PAGE_BYTES, populate, prefer_large_pages, prefer_small_pages
 
 _FIRST_BLOCKS = 64
 
@@ -30,12 +30,16 @@ class Prefault:
 
     def restart(self) -> None:
         """Begin with the first block: the memory is new."""
-        # Large pages are quicker to find and to get. The first blocks do without: a single request should
-        # neither wait for that many bytes nor take them.
-        for address, num_bytes in self._planes(self._most, self._num_blocks):
-            prefer_large_pages(address, num_bytes)
         self._part = self._end = 0
-        self.reach(0)
+        # A single request should neither wait for a large page of each plane nor take it.
+        self._advise(prefer_small_pages, 0, min(self._most, self._num_blocks))
+        self._advise(prefer_large_pages, self._most, self._num_blocks)
+        if all(populate(address, 1) for address, _ in self._planes(0, 1)):
+            self.reach(0)
+        else:
+            # Steps get all memory themselves, then best in few pieces.
+            self._advise(prefer_large_pages, 0, self._num_blocks)
+            self._end = self._num_blocks
 
     def reach(self, block_id: int) -> None:
         """Have memory for `block_id`, and for more where it lies in the second half of what there is."""
@@ -45,6 +49,10 @@ class Prefault:
             self._end = min(self._end + self._part, self._num_blocks)
         if start < self._end:
             self._submit(partial(self._populate, start, self._end))
+
+    def _advise(self, prefer: Callable[[int, int], None], start: int, end: int) -> None:
+        for address, num_bytes in self._planes(start, end):
+            prefer(address, num_bytes)
 
     def _populate(self, start: int, end: int) -> None:
         for address, num_bytes in self._planes(start, end):

@@ -6,20 +6,32 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstdarg>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
-#include <string>
+#include <new>
 
 namespace triptych {
 
 // What a kernel did: all of it, or nothing, for the reason that the exception and its text give.
 struct Outcome {
     PyObject* exception = nullptr;  // of Python's own, borrowed
-    std::string text;
+    char text[160] = "";
 };
 
+[[gnu::format(printf, 2, 3)]] inline Outcome failed(PyObject* exception, const char* format, ...) {
+    Outcome outcome;
+    outcome.exception = exception;
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(outcome.text, sizeof outcome.text, format, arguments);
+    va_end(arguments);
+    return outcome;
+}
+
 inline Outcome done_if(bool has_memory) {
-    return has_memory ? Outcome{} : Outcome{PyExc_MemoryError, "out of memory"};
+    return has_memory ? Outcome{} : failed(PyExc_MemoryError, "out of memory");
 }
 
 struct Kernel {
@@ -34,6 +46,14 @@ struct Kernel {
 };
 
 constexpr int kMaxNumbers = 32;
+
+inline Outcome run_kernel(const Kernel& kernel, const int64_t* numbers) {
+    try {
+        return kernel.run(numbers);
+    } catch (const std::bad_alloc&) {
+        return done_if(false);
+    }
+}
 
 inline double fraction(int64_t bits) {
     double value;
@@ -63,7 +83,7 @@ inline bool has_numbers(const Kernel& kernel, Py_ssize_t count) {
 // None, or null with the exception set.
 inline PyObject* told(const Outcome& outcome) {
     if (outcome.exception == nullptr) Py_RETURN_NONE;
-    PyErr_SetString(outcome.exception, outcome.text.c_str());
+    PyErr_SetString(outcome.exception, outcome.text);
     return nullptr;
 }
 
@@ -78,10 +98,10 @@ PyObject* call_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     Outcome outcome;
     if (kernel.keeps_lock != nullptr && kernel.keeps_lock(numbers)) {
-        outcome = kernel.run(numbers);
+        outcome = run_kernel(kernel, numbers);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        outcome = kernel.run(numbers);
+        outcome = run_kernel(kernel, numbers);
         Py_END_ALLOW_THREADS
     }
     return told(outcome);

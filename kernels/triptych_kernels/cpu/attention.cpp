@@ -121,7 +121,7 @@ Outcome run_attention(const int64_t* n) {
     call.soft_cap = static_cast<float>(fraction(n[24]));
     call.derive();
     const char* fault = attend(call);
-    return fault == nullptr ? Outcome{} : Outcome{PyExc_ValueError, fault};
+    return fault == nullptr ? Outcome{} : failed(PyExc_ValueError, "%s", fault);
 }
 
 constexpr Kernel kPagedAttention{

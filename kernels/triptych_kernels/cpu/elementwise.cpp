@@ -134,7 +134,7 @@ Outcome run_kv_write(const int64_t* n) {
     const auto* slots = reinterpret_cast<const int64_t*>(n[10]);
     const int64_t num_tokens = n[11], num_heads = n[12], num_slots = n[13];
     if (!fit(slots, num_tokens, num_slots)) {
-        return {PyExc_IndexError, "a slot is not below " + std::to_string(num_slots)};
+        return failed(PyExc_IndexError, "a slot is not below %lld", static_cast<long long>(num_slots));
     }
     for_rows(num_tokens, num_heads * (n[4] + n[9]) / 2, [&](int64_t token) {
         store_heads(n[0], n[1], n[2], n[3], n[4], num_heads, num_slots, slots, token);
@@ -223,9 +223,10 @@ Outcome run_rotary(const int64_t* n) {
     const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
     if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
         !fit(reinterpret_cast<const int64_t*>(call.slots), call.num_tokens, call.num_slots)) {
-        return {PyExc_IndexError, "a position is not below " + std::to_string(call.max_positions) +
-                                      ", a slot not below " + std::to_string(call.num_slots) +
-                                      ", or the head above " + std::to_string(kMaxHeadDim)};
+        return failed(
+            PyExc_IndexError, "a position is not below %lld, a slot not below %lld, or the head above %lld",
+            static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),
+            static_cast<long long>(kMaxHeadDim));
     }
     n[16] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
     return {};
@@ -300,7 +301,7 @@ Outcome run_take_rows(const int64_t* n) {
     const auto* taken = reinterpret_cast<const int64_t*>(n[3]);
     char* to = reinterpret_cast<char*>(n[5]);
     if (!std::all_of(taken, taken + num_taken, [&](int64_t row) { return row >= 0 && row < num_rows; })) {
-        return {PyExc_IndexError, "a row to take is not below " + std::to_string(num_rows)};
+        return failed(PyExc_IndexError, "a row to take is not below %lld", static_cast<long long>(num_rows));
     }
     for (int64_t i = 0; i < num_taken; ++i) std::memcpy(to + i * num_bytes, from + taken[i] * num_bytes, num_bytes);
     return {};

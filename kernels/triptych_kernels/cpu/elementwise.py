@@ -15,7 +15,7 @@ from triptych_kernels.reference import REFERENCE
 
 _BF16, _FP32, _INT64 = torch.bfloat16, torch.float32, torch.int64
 _DTYPES = (_BF16, _FP32)
-_MAX_HEAD_DIM = 1024
+MAX_HEAD_DIM = 1024
 
 
 def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -182,7 +182,7 @@ def rotary_kv_write(
     if (
         dtype not in _DTYPES
         or stride != 1
-        or head_dim > _MAX_HEAD_DIM
+        or head_dim > MAX_HEAD_DIM
         or key_cache.dtype is not dtype
         or value_cache.dtype is not dtype
         or cos_sin.dtype is not _FP32

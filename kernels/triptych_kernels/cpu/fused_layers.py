@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.cpu.attention import batch_numbers
-from triptych_kernels.cpu.elementwise import one_a_token
+from triptych_kernels.cpu.elementwise import MAX_HEAD_DIM, one_a_token
 from triptych_kernels.cpu.linear import NativeLinear
 from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.program import Program, Register
@@ -33,22 +33,43 @@ def fuse_layers(
     isa: Isa, layers: Sequence[DenseLayer], final_norm: Tensor, cos_sin: Tensor
 ) -> FusedLayers | None:
     """See ops.Ops.fuse_layers.  isa: whose kernels compute it."""
-    dtype = final_norm.dtype
-    vectors = [final_norm]
-    for layer in layers:
-        vectors += [layer.input_norm, layer.post_attention_norm]
-        vectors += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-        linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        if not all(isinstance(linear, NativeLinear) and linear.keeps(dtype) for linear in linears):
-            return None
+    # Whatever is odd is left to the ops, which serve it or say what is wrong.
     if (
-        dtype not in _DTYPES
-        or any(vector.dtype is not dtype or not vector.is_contiguous() for vector in vectors)
+        final_norm.dtype not in _DTYPES
+        or not final_norm.is_contiguous()
         or cos_sin.dtype is not torch.float32
         or not cos_sin.is_contiguous()
+        or not all(_is_served(layer, final_norm, cos_sin.shape[1]) for layer in layers)
     ):
         return None
     return _NativeLayers(isa, tuple(layers), final_norm, cos_sin)
+
+
+def _is_served(layer: DenseLayer, final_norm: Tensor, rotary_dim: int) -> bool:
+    dtype, (hidden,), dim = final_norm.dtype, final_norm.shape, layer.head_dim
+    num_heads, num_kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.gate_up.out_features
+    norms = [(layer.input_norm, hidden), (layer.post_attention_norm, hidden)]
+    norms += [(norm, dim) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    linears = (
+        (layer.qkv, hidden, (num_heads + 2 * num_kv_heads) * dim),
+        (layer.out, num_heads * dim, hidden),
+        (layer.gate_up, hidden, width),
+        (layer.down, width, hidden),
+    )
+    return (
+        num_heads % num_kv_heads == 0
+        and dim <= MAX_HEAD_DIM
+        and rotary_dim <= dim
+        and rotary_dim % 2 == 0
+        and (layer.query_norm is None) == (layer.key_norm is None)
+        and all(norm.dtype is dtype and norm.is_contiguous() and norm.shape == (n,) for norm, n in norms)
+        and all(
+            isinstance(linear, NativeLinear)
+            and linear.keeps(dtype)
+            and (linear.in_features, linear.out_features) == (num_inputs, num_outputs)
+            for linear, num_inputs, num_outputs in linears
+        )
+    )
 
 
 class _NativeLayers:
@@ -81,7 +102,7 @@ class _NativeLayers:
     ) -> Tensor:
         """See ops.FusedLayers."""
         num_tokens, num_rows = x.shape[0], rows.shape[0]
-        if x.shape[1] != self._hidden or x.dtype is not self._dtype or not x.is_contiguous():
+        if x.shape[1] != self._hidden or x.dtype is not self._dtype or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(
                 f"x is {x.dtype} {tuple(x.shape)}: expected {self._dtype} [T, {self._hidden}], contiguous"
             )
@@ -95,6 +116,8 @@ class _NativeLayers:
         room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
         _, num_blocks, block_size, _ = caches[0].key_cache.shape
+        if any(batch.block_size != block_size for batch in attention):
+            raise ValueError(f"the caches have blocks of {block_size}, a batch has others")
         groups = itertools.chain.from_iterable(
             (mapping.data_ptr(), *batch_numbers(batch))
             for mapping, batch in zip(slots, attention, strict=True)
@@ -116,7 +139,8 @@ class _NativeLayers:
         """How many bytes the buffers take, and where each begins, in their order."""
         sizes = []
         for name in _BUFFERS:
-            count = num_rows if name.startswith("kept") else num_tokens
+            # Rows of the last layer lie where its tokens would.
+            count = num_rows if name.startswith("kept") else max(num_tokens, num_rows)
             num_bytes = self._widths[name] * self._dtype.itemsize * count
             sizes.append(num_bytes + -num_bytes % _ALIGNMENT)
         *offsets, end = itertools.accumulate(sizes[:-1], initial=0)

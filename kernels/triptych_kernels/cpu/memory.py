@@ -11,14 +11,21 @@ def prefer_large_pages(address: int, num_bytes: int) -> None:
     """Ask for large pages, which are quicker to find and to get, within a range that is not yet touched."""
     native = native_module()
     if native is not None:
-        native.prefer_large_pages(address, num_bytes)
+        native.prefer_pages(address, num_bytes, True)
 
 
-def populate(address: int, num_bytes: int) -> None:
-    """Have the system find memory for a range, as storing there would; what is stored there stays.
-
-    Nothing happens where nothing is mapped, and on systems that cannot. Other threads run meanwhile.
-    """
+def prefer_small_pages(address: int, num_bytes: int) -> None:
+    """Ask for small pages, of which a little use takes little, within a range that is not yet touched."""
     native = native_module()
     if native is not None:
-        native.populate(address, num_bytes)
+        native.prefer_pages(address, num_bytes, False)
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Have the system find memory for a range, as storing there would; what is stored there stays.
+
+    False, and nothing happens, where something is not mapped, and on systems that cannot (Linux before
+    5.14). Other threads run meanwhile.
+    """
+    native = native_module()
+    return native is not None and native.populate(address, num_bytes)

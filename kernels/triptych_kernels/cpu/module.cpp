@@ -179,18 +179,20 @@ PyObject* count_task_runs(PyObject*, PyObject* argument) {
     return counts;
 }
 
-PyObject* prefer_large_pages(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    int64_t numbers[2];
-    if (!read_numbers("prefer_large_pages", arguments, count, numbers, 2)) {
+PyObject* prefer_pages(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    int64_t numbers[3];
+    if (!read_numbers("prefer_pages", arguments, count, numbers, 3)) {
         return nullptr;
     }
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr int64_t kLargePage = 2 << 20;
-    const int64_t first = (numbers[0] + kLargePage - 1) / kLargePage * kLargePage;
-    const int64_t end = (numbers[0] + numbers[1]) / kLargePage * kLargePage;
+    const bool are_large = numbers[2] != 0;
+    const int64_t page = are_large ? 2 << 20 : sysconf(_SC_PAGESIZE);
+    const int64_t first = (numbers[0] + page - 1) / page * page;
+    const int64_t end = (numbers[0] + numbers[1]) / page * page;
     // A wish: a kernel without large pages says no, and nothing is lost.
     if (first < end) {
-        (void)madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first), MADV_HUGEPAGE);
+        (void)madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first),
+                      are_large ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     }
 #endif
     Py_RETURN_NONE;
@@ -206,17 +208,15 @@ PyObject* populate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!read_numbers("populate", arguments, count, numbers, 2)) {
         return nullptr;
     }
+    bool is_there = false;
 #if defined(__linux__)
     const int64_t page = sysconf(_SC_PAGESIZE);
-    const int64_t first = (numbers[0] + page - 1) / page * page;
-    const int64_t end = (numbers[0] + numbers[1]) / page * page;
-    if (first < end) {
-        Py_BEGIN_ALLOW_THREADS
-        (void)madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first), MADV_POPULATE_WRITE);
-        Py_END_ALLOW_THREADS
-    }
+    const int64_t first = numbers[0] / page * page, end = (numbers[0] + numbers[1] + page - 1) / page * page;
+    Py_BEGIN_ALLOW_THREADS
+    is_there = madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first), MADV_POPULATE_WRITE) == 0;
+    Py_END_ALLOW_THREADS
 #endif
-    Py_RETURN_NONE;
+    return PyBool_FromLong(is_there);
 }
 
 PyMethodDef own_methods[] = {
@@ -228,8 +228,8 @@ PyMethodDef own_methods[] = {
     {"num_threads", num_threads, METH_NOARGS, "num_threads() -> threads that a call uses; 1 until set."},
     {"count_task_runs", count_task_runs, METH_O,
      "count_task_runs(n) -> how often each of n tasks of the pool ran."},
-    TRIPTYCH_METHOD(prefer_large_pages, "prefer_large_pages(address, num_bytes): of memory not yet touched."),
-    TRIPTYCH_METHOD(populate, "populate(address, num_bytes): find memory for what is mapped there."),
+    TRIPTYCH_METHOD(prefer_pages, "prefer_pages(address, num_bytes, are_large): of memory not yet touched."),
+    TRIPTYCH_METHOD(populate, "populate(address, num_bytes) -> whether there is memory for it now."),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

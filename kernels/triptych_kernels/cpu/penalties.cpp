@@ -58,8 +58,9 @@ Outcome run_penalise(const int64_t* n) {
     for (int64_t i = 0; i < call.num_rows; ++i) {
         if (!is_below(call.places[i], n[11]) || !is_below(call.rows[i], n[12]) ||
             !is_below(call.lengths[i], n[13] + 1)) {
-            return {PyExc_IndexError,
-                    "row " + std::to_string(i) + " is not within the logits, its tokens not within the token ids"};
+            return failed(
+                PyExc_IndexError, "row %lld is not within the logits, its tokens not within the token ids",
+                static_cast<long long>(i));
         }
     }
     parallel_for(call.num_rows, [&](int64_t index) {

@@ -83,13 +83,13 @@ PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!read_numbers("run_program", arguments + 1, count - 1, registers.data(), program->num_registers)) {
         return nullptr;
     }
-    Outcome outcome;
-    Py_BEGIN_ALLOW_THREADS
     // Of this run alone: another thread may run the same program.
     std::vector<int64_t> numbers = program->numbers;
     for (const auto& [place, source] : program->places) numbers[place] = registers[source];
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
     for (const Step& step : program->steps) {
-        outcome = step.kernel->run(numbers.data() + step.first_number);
+        outcome = run_kernel(*step.kernel, numbers.data() + step.first_number);
         if (outcome.exception != nullptr) break;
     }
     Py_END_ALLOW_THREADS

@@ -88,3 +88,13 @@ def test_a_cache_that_sleeps_has_nothing_to_get_and_begins_anew_when_it_wakes():
     before = resident_mib()
     rig.prefault.restart()
     assert resident_mib() - before == pytest.approx(64 * _BLOCK_MIB, abs=0.3)
+
+
+def test_a_system_that_cannot_gets_no_calls_and_steps_store_as_ever(monkeypatch):
+    monkeypatch.setattr("engine_svc.runner.prefault.populate", lambda address, num_bytes: False)
+    rig = Rig()
+    rig.prefault.restart()
+    rig.prefault.reach(_NUM_BLOCKS - 1)
+    assert rig.calls == 0
+    rig.stacks[0][:, :, -1] = 7
+    assert (rig.stacks[0][:, :, -1] == 7).all()

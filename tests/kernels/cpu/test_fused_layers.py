@@ -134,6 +134,7 @@ STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
     ([1, 1], [8, 10], [0, 1]),
     ([1, 6], [9, 16], []),  # a chunk of which nobody reads anything
     ([6, 1], [15, 17], [6, 0, 5]),
+    ([1, 1], [16, 18], [1, 0, 1, 0, 1, 1, 0]),  # more rows than tokens
 )
 
 
@@ -194,6 +195,9 @@ def test_what_does_not_fit_is_refused_in_words(ops):
         run(fused, step, caches[:2])
     with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(1, 12, 4, 24\) of 1 groups"):
         run(fused, replace(step, slots=step.slots[:1], attention=step.attention[:1]), rig.caches())
+    large = [replace(batch, block_size=16) for batch in step.attention]
+    with pytest.raises(ValueError, match="the caches have blocks of 4, a batch has others"):
+        run(fused, replace(step, attention=large), caches)
     wide = [replace(cache, key_cache=cache.key_cache.float()) for cache in caches]
     with pytest.raises(ValueError, match=r"a cache is torch.float32 \(1, 12, 4, 24\) of group 0"):
         run(fused, step, wide)
@@ -206,3 +210,16 @@ def test_layers_that_the_kernels_do_not_serve_are_left_as_they_are(ops):
     assert ops.fuse_layers(rig.layers, rig.final_norm.half(), rig.cos_sin) is None
     assert ops.fuse_layers(rig.layers, rig.final_norm.float(), rig.cos_sin) is None
     assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin.double()) is None
+    assert ops.fuse_layers(rig.layers, rig.final_norm, torch.ones(MAX_POSITIONS, HEAD_DIM + 2)) is None
+    assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin[:, :15].contiguous()) is None
+    norm = rig.some(HEAD_DIM)
+    for changes in (
+        {"num_heads": 4, "num_kv_heads": 3},
+        {"num_heads": 4},
+        {"query_norm": norm},
+        {"query_norm": norm[1:], "key_norm": norm},
+        {"input_norm": norm},
+        {"down": rig.layers[0].out},
+    ):
+        odd = replace(rig.layers[0], **changes)
+        assert ops.fuse_layers([odd, *rig.layers[1:]], rig.final_norm, rig.cos_sin) is None
