@@ -30,7 +30,7 @@ NATIVE := $(wildcard $(foreach folder,. avx2 avx512,kernels/triptych_kernels/cpu
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
 
-.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu mutants simulate bench up
+.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu mutants simulate bench up test-emulated
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,20 @@ test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_
 
 bench-gpu:  ## an 8B-shaped model and all kernels on a CUDA device, against its limits: make bench-gpu
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# The kernels for AVX-512 and AMX, those instructions in plain C++: for who changes them on a CPU without.
+EMULATED := build/emulated
+$(EMULATED)/.stamp: $(SETUP_STAMP) $(wildcard tests/kernels/emulated/*.h)
+	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp -r kernels/triptych_kernels $(EMULATED)
+	rm -f $(EMULATED)/triptych_kernels/cpu/*.so
+	CPPFLAGS="-DTRIPTYCH_EMULATED -I$(CURDIR)/tests/kernels -ffp-contract=off -Wno-psabi -Wno-ignored-attributes" \
+		$(BIN)/python setup.py --quiet build_ext --build-lib $(EMULATED) --build-temp $(EMULATED)/objects
+	ls $(EMULATED)/triptych_kernels/cpu/*.so
+	touch $@
+
+test-emulated: $(EMULATED)/.stamp  ## tests of the native CPU kernels for AVX-512 and AMX on a CPU that has AVX2
+	$(BIN)/python -m pytest -o pythonpath=". protos $(EMULATED)" -n 2 tests/kernels/cpu tests/system/test_determinism.py \
+		-k "not has_native_ops_where_the_cpu_runs_them" $(ARGS)
 
 mutants: setup  ## break scheduler and cache on purpose; the tests must notice: make mutants ARGS="--count 60"
 	$(BIN)/python -m tests.mutation.run $(ARGS)

@@ -18,8 +18,13 @@
 #define TRIPTYCH_OF_ISA(header) TRIPTYCH_TEXT(avx512/header)
 #define TRIPTYCH_METHODS(name) name##_avx512_methods
 #define TRIPTYCH_KERNELS_OF(name) name##_avx512_kernels
+#ifdef TRIPTYCH_EMULATED
+// By a header of the tests, for CPUs that have AVX2 alone.
+#define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
+#else
 #define TRIPTYCH_TARGET \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,bmi,bmi2,amx-tile,amx-bf16"
+#endif
 #endif
 #define TRIPTYCH_TEXT(text) #text
 #define TRIPTYCH_PRAGMA(text) _Pragma(#text)
@@ -37,5 +42,8 @@ TRIPTYCH_CLANG_TARGET(TRIPTYCH_TARGET)
 TRIPTYCH_GCC_TARGET(TRIPTYCH_TARGET)
 #endif
 #define TRIPTYCH_INLINE [[gnu::always_inline]] inline
+#if defined(TRIPTYCH_EMULATED) && !defined(TRIPTYCH_AVX2)
+#include "emulated/instructions.h"
+#endif
 #include TRIPTYCH_OF_ISA(vectors.h)
 #endif

@@ -47,7 +47,9 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if defined(TRIPTYCH_EMULATED)
+    return has_avx2();
+#elif defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
@@ -59,7 +61,9 @@ bool has_avx512() {
 // Asks the system for the tile registers, for this process from now on: 0 if it may use them, an error number if not,
 // -1 on a CPU without.
 int request_tile_registers() {
-#if defined(__linux__) && defined(__x86_64__)
+#if defined(TRIPTYCH_EMULATED)
+    return has_avx512() ? 0 : -1;
+#elif defined(__linux__) && defined(__x86_64__)
     constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; ARCH_REQ_XCOMP_PERM
     unsigned a = 0, b = 0, c = 0, d = 0;
