@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launcher.services import READINESS
@@ -19,8 +20,10 @@ async def await_ready(service: str, address: str) -> None:
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
+            call = stub.Watch(health_pb2.HealthCheckRequest(service=READINESS[service]))
             try:
-                async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=READINESS[service])):
+                # An iterator that is left before its end would keep the call, and the call its connection.
+                while (answer := await call.read()) is not EOF:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.RpcError as error:

@@ -199,13 +199,14 @@ class EngineClient:
             stream = await self._open()
             while True:
                 try:
-                    await self._use(stream)
+                    raise await self._use(stream)
                 except StreamLost as lost:
                     if not self._can_resume(lost):
-                        return lost
+                        raise
                     stream = await self._replace(lost)
         except StreamLost as lost:
-            return lost
+            # Another one, without a traceback: in its frames the call would live on, and so its connection.
+            return StreamLost(str(lost), lost.end)
         except (MalformedStep, ArtifactError) as error:
             return StreamLost(str(error))
         except Exception as error:
@@ -249,8 +250,8 @@ class EngineClient:
         self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
         return stream
 
-    async def _use(self, stream: EngineStream) -> None:
-        """Read the stream until it is lost."""
+    async def _use(self, stream: EngineStream) -> BaseException:
+        """Read the stream until it is lost; why it is, to be raised where none of the tasks is known."""
         stub = self._line.stub
         self._stream = stream
         readies: asyncio.Queue[session_pb2.Ready] = asyncio.Queue()
@@ -258,9 +259,9 @@ class EngineClient:
         loading = asyncio.ensure_future(self._load(readies, stub))
         try:
             # Loading ends alone only by a fault; the stream never ends without one.
-            done, _ = await asyncio.wait({messages, loading}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            tasks = (messages, loading)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(filter(None, (task.exception() for task in tasks if task.done())))
         finally:
             messages.cancel()
             loading.cancel()

@@ -96,7 +96,7 @@ class EngineLine:
         self._num_barren = self._num_barren + 1 if self.session.last_seq == self._replaced_at_seq else 0
         self._replaced_at_seq = self.session.last_seq
         if self._num_barren >= _MAX_BARREN_STREAMS:
-            raise lost
+            raise StreamLost(f"{lost}; so did {_MAX_BARREN_STREAMS} that brought nothing", lost.end)
         give_up_at = self._clock.now() + _MAX_REPLACING_S
         while True:
             await self.hang_up()

@@ -106,16 +106,20 @@ class EngineStream:
         its end, also where the stream is lost meanwhile; `on_message` never runs once this has ended.
         """
         self._heard_at = self._clock.now()
+        raise await self._until_over(on_message)
+
+    async def _until_over(
+        self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]
+    ) -> BaseException:
+        """Why it is over; to be raised where no task is known: a task keeps its error, and that its call."""
         reader = asyncio.ensure_future(self._read(on_message))
         tasks = [reader, asyncio.ensure_future(self._write()), asyncio.ensure_future(self._watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # In order: what the engine has said itself counts before what a write has found.
-            for task in tasks:
-                if task.done():
-                    task.result()
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise await self._lost() from error
+            error = next(filter(None, (task.exception() for task in tasks if task.done())))
+            is_of_call = isinstance(error, (grpc.RpcError, asyncio.InvalidStateError))
+            return await self._lost() if is_of_call else error
         finally:
             self._is_over = True
             for task in tasks:

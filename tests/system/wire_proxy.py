@@ -26,6 +26,11 @@ class WireProxy:
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
+    @property
+    def num_open(self) -> int:
+        """Connections that stand."""
+        return len(self._connections)
+
     async def start(self) -> None:
         """Listen on a port of the kernel's choice."""
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
