@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -152,17 +153,22 @@ def large_engine() -> ServiceRig:
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twice(seed):
-    rng, engine, is_cutting = random.Random(seed), large_engine(), False
+    rng, engine, is_cutting, num_asked = random.Random(seed), large_engine(), False, itertools.count()
 
     def next_cut() -> int | None:
-        return rng.randrange(400, 40_000) if is_cutting else None
+        if not is_cutting:
+            return None
+        # gRPC drops what nobody has read when a connection breaks, and a client gives up after ten in a row
+        # that brought nothing: every third one stands for longer.
+        return rng.randrange(400, 40_000) if next(num_asked) % 3 else rng.randrange(100_000, 200_000)
 
     async with connected(engine, next_cut=next_cut) as rig:
         is_cutting = True
         # The first connection is older than that, and is cut by hand.
         rig.proxy.cut()
         num_rounds = 0
-        while rig.proxy.num_cuts < 20:
+        # Counted by the client: of cuts in quick succession it sees one.
+        while rig.states.count(EngineState.RECONNECTING) < 20:
             await rig.until_state(EngineState.READY)
             numbers = range(num_rounds * _NUM_STREAMS, (num_rounds + 1) * _NUM_STREAMS)
             takers = rig.add(numbers)
@@ -175,7 +181,6 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
         figures = engine.engine.board.read()
         assert figures.num_prompt_tokens == num_rounds * _NUM_STREAMS * 5
         assert figures.num_generated_tokens == num_rounds * _NUM_STREAMS * _NUM_TOKENS
-        assert rig.states.count(EngineState.RECONNECTING) >= 20
         assert EngineState.DOWN not in rig.states
         assert engine.servicer.num_sessions + engine.servicer.num_parked_sessions == 1
         await rig.until_one_connection()

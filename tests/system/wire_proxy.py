@@ -19,7 +19,6 @@ class WireProxy:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_connections = 0
-        self.num_cuts = 0
         self.address = ""
         self._target = target
         self._next_cut = next_cut
@@ -85,7 +84,6 @@ class WireProxy:
         while data := await reader.read(_CHUNK_BYTES):
             await self.gate.wait()
             if num_bytes_left is not None and len(data) >= num_bytes_left:
-                self.num_cuts += 1
                 writer.write(data[:num_bytes_left])
                 return
             if num_bytes_left is not None:
