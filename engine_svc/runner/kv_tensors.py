@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from engine_svc.model.context import LayerCache
 from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
-from engine_svc.runner.prefault import Prefault
+from engine_svc.runner.prefault import Prefault, run_beside
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +110,7 @@ class KVTensors:
             )
         self._prefault: Prefault | None = None
         if self.device.type == "cpu":
-            self._prefault = Prefault(self.stacks, _run_beside)
+            self._prefault = Prefault(self.stacks, run_beside)
             self._prefault.restart()
 
     @property
@@ -148,10 +146,3 @@ class KVTensors:
                 f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
                 "kv_cache_memory"
             ) from error
-
-
-def _run_beside(call: Callable[[], None]) -> None:
-    # Rarely enough for a thread each: none is left that somebody would have to end.
-    # Where there may be no more threads, steps wait for their memory.
-    with contextlib.suppress(RuntimeError):
-        threading.Thread(target=call, name="kv-prefault", daemon=True).start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -68,3 +71,18 @@ class Prefault:
                 block_bytes = storage.nbytes() // (num_planes * self._num_blocks)
                 first = plane * self._num_blocks + start
                 yield storage.data_ptr() + first * block_bytes, (end - start) * block_bytes
+
+
+def run_beside(call: Callable[[], None]) -> None:
+    """Have `call` made while steps go on, on any core that the process may use."""
+    # Rarely enough for a thread each: none is left that somebody would have to end.
+    # Where there may be no more threads, steps wait for their memory.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_run_anywhere, args=(call,), name="kv-prefault", daemon=True).start()
+
+
+def _run_anywhere(call: Callable[[], None]) -> None:
+    # A thread begins on the cores of the one that starts it: the steps may be held to one, and need it.
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+    call()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import psutil
 import pytest
 import torch
 
 from engine_svc.runner.parked_memory import ParkedMemory
-from engine_svc.runner.prefault import Prefault
+from engine_svc.runner.prefault import Prefault, run_beside
 from triptych_kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.native_ops() is None, reason="needs the compiled kernels")
@@ -98,3 +101,22 @@ def test_a_system_that_cannot_gets_no_calls_and_steps_store_as_ever(monkeypatch)
     assert rig.calls == 0
     rig.stacks[0][:, :, -1] = 7
     assert (rig.stacks[0][:, :, -1] == 7).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system holds no thread to a core")
+def test_memory_is_got_on_any_core_while_the_thread_of_the_steps_is_held_to_one():
+    seen, is_over = [], threading.Event()
+
+    def look() -> None:
+        seen.append(os.sched_getaffinity(0))
+        is_over.set()
+
+    def steps() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        run_beside(look)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert is_over.wait(30)
+    assert seen == [os.sched_getaffinity(os.getpid())]
