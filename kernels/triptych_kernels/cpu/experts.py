@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.linear import alternating, empty_panels, pack_panels
+from triptych_kernels.cpu.linear import alternating, pack_panels, packed_bytes
 from triptych_kernels.cpu.loader import Isa
+from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import Experts
 from triptych_kernels.reference import REFERENCE
 from triptych_kernels.reference.moe import check_follows, places_of
@@ -133,8 +134,8 @@ def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int =
         return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
     return NativeExperts(
         isa,
-        _stacked([pack_panels(isa, alternating(isa, weight))[None] for weight in gate_up.detach()]),
-        _stacked([pack_panels(isa, weight)[None] for weight in down.detach()]),
+        _packed(isa, [alternating(isa, weight) for weight in gate_up.detach()]),
+        _packed(isa, list(down.detach())),
         dtype=gate_up.dtype,
         hidden=hidden,
         ffn=ffn,
@@ -142,7 +143,16 @@ def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int =
     )
 
 
+def _packed(isa: Isa, weights: list[Tensor]) -> Tensor:
+    """[E, bytes] of E weights of one shape."""
+    num_bytes = packed_bytes(isa, weights[0])
+    panels = own_panels(len(weights) * num_bytes).view(-1, num_bytes)
+    for weight, place in zip(weights, panels, strict=True):
+        pack_panels(isa, weight, place)
+    return panels
+
+
 def _stacked(parts: list[Tensor]) -> Tensor:
     """[E, bytes] of several [.., bytes], one after the other in new memory."""
-    stacked = empty_panels(sum(part.nbytes for part in parts)).view(-1, parts[0].shape[1])
+    stacked = own_panels(sum(part.nbytes for part in parts)).view(-1, parts[0].shape[1])
     return torch.cat(parts, out=stacked)

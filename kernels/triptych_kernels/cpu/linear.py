@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych_kernels.cpu.loader import Isa
-from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, prefer_large_pages
+from triptych_kernels.cpu.panel_memory import PanelMemory
 from triptych_kernels.ops import Linear
 from triptych_kernels.reference import REFERENCE
 
 _KIND_OF = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _MAX_INT8 = 127
-_CACHE_LINE = 64
 _QUANTIZED_AT_ONCE = 1 << 16
+
+_panel_memory = PanelMemory()
 
 
 class NativeLinear:
@@ -52,7 +53,8 @@ class NativeLinear:
         """
         num_outputs, self.in_features = weight.shape
         self.out_features = num_gated or num_outputs
-        panels = pack_panels(isa, weight)
+        panels = _panel_memory.take(packed_bytes(isa, weight))
+        pack_panels(isa, weight, panels)
         self._tensors = [panels, *(_padded(isa, vector) for vector in (bias, scales) if vector is not None)]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
@@ -215,27 +217,19 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def pack_panels(isa: Isa, weight: Tensor) -> Tensor:
-    """[N, K] in bf16, fp32 or int8 as the kernels read it: bytes, 64-byte aligned."""
+def packed_bytes(isa: Isa, weight: Tensor) -> int:
+    """What [N, K] in bf16, fp32 or int8 takes as the kernels read it."""
+    return isa.native.packed_bytes(_KIND_OF[weight.dtype], *weight.shape)
+
+
+def pack_panels(isa: Isa, weight: Tensor, panels: Tensor) -> None:
+    """Lay [N, K] out as the kernels read it.  panels: its `packed_bytes`, 64-byte aligned."""
     weight = weight.detach()
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         weight = weight.contiguous()
-    kind = _KIND_OF[weight.dtype]
-    num_rows, num_columns = weight.shape
-    panels = empty_panels(isa.native.packed_bytes(kind, num_rows, num_columns))
     isa.native.pack_weight(
-        kind, num_rows, num_columns, weight.data_ptr(), weight.stride(0), panels.data_ptr()
+        _KIND_OF[weight.dtype], *weight.shape, weight.data_ptr(), weight.stride(0), panels.data_ptr()
     )
-    return panels
-
-
-def empty_panels(num_bytes: int) -> Tensor:
-    """Uninitialised bytes at a 64-byte boundary; many of them in large pages, which are quicker to find."""
-    alignment = LARGE_PAGE_BYTES if num_bytes >= LARGE_PAGE_BYTES else _CACHE_LINE
-    memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
-    panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
-    prefer_large_pages(panels.data_ptr(), num_bytes)
-    return panels
 
 
 def _padded(isa: Isa, vector: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.ops import Ops
 
 SHAPES = [(1, 1), (2, 33), (63, 129), (129, 63), (31, 500), (320, 640), (576, 96)]
-BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 31, 64, 200)
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 31, 33, 64, 71, 200)
 KINDS = [
     pytest.param(torch.bfloat16, "", id="bf16"),
     pytest.param(torch.float32, "", id="fp32"),
@@ -177,10 +177,12 @@ def test_rows_may_lie_apart_and_what_lies_between_is_not_read(
 def test_every_output_is_written_and_nothing_behind_it(
     isa: Isa, num_rows: int, out_dtype: torch.dtype
 ) -> None:
-    from triptych_kernels.cpu.linear import pack_panels
+    from triptych_kernels.cpu.linear import pack_panels, packed_bytes
+    from triptych_kernels.cpu.panel_memory import own_panels
 
     weight = noise(65, 31, dtype=torch.bfloat16)
-    panels = pack_panels(isa, weight)
+    panels = own_panels(packed_bytes(isa, weight))
+    pack_panels(isa, weight, panels)
     plan = isa.native.make_linear(
         0, False, out_dtype is torch.bfloat16, 65, 31, panels.data_ptr(), 0, 0, 0, isa.with_amx
     )
