@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -134,8 +137,8 @@ def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int =
         return REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)
     return NativeExperts(
         isa,
-        _packed(isa, [alternating(isa, weight) for weight in gate_up.detach()]),
-        _packed(isa, list(down.detach())),
+        _packed(isa, num_experts, (alternating(isa, weight) for weight in gate_up.detach())),
+        _packed(isa, num_experts, iter(down.detach())),
         dtype=gate_up.dtype,
         hidden=hidden,
         ffn=ffn,
@@ -143,11 +146,12 @@ def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int =
     )
 
 
-def _packed(isa: Isa, weights: list[Tensor]) -> Tensor:
+def _packed(isa: Isa, num_experts: int, weights: Iterator[Tensor]) -> Tensor:
     """[E, bytes] of E weights of one shape."""
-    num_bytes = packed_bytes(isa, weights[0])
-    panels = own_panels(len(weights) * num_bytes).view(-1, num_bytes)
-    for weight, place in zip(weights, panels, strict=True):
+    first = next(weights)
+    num_bytes = packed_bytes(isa, first)
+    panels = own_panels(num_experts * num_bytes).view(-1, num_bytes)
+    for place, weight in zip(panels, itertools.chain([first], weights), strict=True):
         pack_panels(isa, weight, place)
     return panels
 

@@ -26,19 +26,23 @@ class PanelMemory:
         self._last: weakref.ref[Tensor] | None = None
 
     def take(self, num_bytes: int) -> Tensor:
-        """Uninitialised bytes at a 64-byte boundary, which are to live as long as those taken around them."""
+        """Uninitialised bytes at a 64-byte boundary.
+
+        More than a chunk are apart: a small piece behind them would keep all of them.
+        """
+        if num_bytes > _CHUNK_BYTES:
+            return own_panels(num_bytes)
         with self._lock:
             last = None if self._last is None else self._last()
             piece = None if last is None else _piece_behind(last, num_bytes)
             if piece is None:
-                whole_pages = num_bytes + -num_bytes % LARGE_PAGE_BYTES
-                piece = own_panels(max(whole_pages, _CHUNK_BYTES))[:num_bytes]
+                piece = own_panels(_CHUNK_BYTES)[:num_bytes]
             self._last = weakref.ref(piece)
             return piece
 
 
 def own_panels(num_bytes: int) -> Tensor:
-    """Uninitialised bytes of no chunk; many of them in large pages."""
+    """Uninitialised bytes at a 64-byte boundary that share their memory with nothing; many in large pages."""
     alignment = LARGE_PAGE_BYTES if num_bytes >= LARGE_PAGE_BYTES else _CACHE_LINE
     memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
     panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
@@ -50,7 +54,7 @@ def _piece_behind(last: Tensor, num_bytes: int) -> Tensor | None:
     """The bytes that follow `last` in its chunk, if there are as many."""
     storage = last.untyped_storage()
     start = last.storage_offset() + last.nbytes + -last.nbytes % _CACHE_LINE
-    end_of_pages = storage.nbytes() - (storage.data_ptr() + storage.nbytes()) % LARGE_PAGE_BYTES
-    if start + num_bytes > end_of_pages:
+    end = -storage.data_ptr() % LARGE_PAGE_BYTES + _CHUNK_BYTES
+    if start + num_bytes > end:
         return None
     return torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))

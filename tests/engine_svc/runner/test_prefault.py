@@ -103,7 +103,10 @@ def test_a_system_that_cannot_gets_no_calls_and_steps_store_as_ever(monkeypatch)
     assert (rig.stacks[0][:, :, -1] == 7).all()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system holds no thread to a core")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs several cores and a system that holds threads to one",
+)
 def test_memory_is_got_on_any_core_while_the_thread_of_the_steps_is_held_to_one():
     seen, is_over = [], threading.Event()
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 from torch import Tensor
 
-from triptych_kernels import LARGE_PAGE_BYTES
 from triptych_kernels.cpu.loader import native_module
 from triptych_kernels.cpu.panel_memory import PanelMemory
 
@@ -55,21 +54,26 @@ def test_pieces_lie_side_by_side_and_share_no_byte() -> None:
 
 
 @pytest.mark.skipif(native_module() is None, reason="needs the compiled kernels")
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell of pages")
-def test_pieces_of_any_size_lie_in_large_pages() -> None:
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages"
+)
+def test_pieces_of_chunks_lie_in_large_pages() -> None:
     memory = PanelMemory()
-    for num_bytes in (1, _MIB, 70 * _MIB + 1, 3 * _MIB):
+    for num_bytes in (1, _MIB, 30 * _MIB + 1, 3 * _MIB):
         piece = memory.take(num_bytes)
         assert is_in_large_pages(piece.data_ptr())
         assert is_in_large_pages(piece.data_ptr() + num_bytes - 1)
 
 
-def test_a_piece_as_large_as_a_chunk_has_its_own_and_what_is_left_is_used() -> None:
+def test_a_piece_larger_than_a_chunk_is_kept_by_no_other() -> None:
     memory = PanelMemory()
-    small, large = memory.take(_MIB), memory.take(101 * _MIB)
-    behind = memory.take(_MIB)
-    assert chunk_of(small) != chunk_of(large) == chunk_of(behind)
-    assert large.data_ptr() % LARGE_PAGE_BYTES == 0
+    first, large, second = memory.take(_MIB), memory.take(101 * _MIB), memory.take(_MIB)
+    assert chunk_of(first) == chunk_of(second) != chunk_of(large)
+    before = resident_mib()
+    large.fill_(1)
+    assert resident_mib() - before > 95
+    del large
+    assert resident_mib() - before < 5
 
 
 def test_memory_goes_with_its_pieces() -> None:
