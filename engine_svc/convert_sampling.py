@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from engine_svc.facts import EngineFacts
@@ -14,6 +13,8 @@ from triptych.engine.v1 import add_pb2
 _MAX_STOP_TOKEN_IDS = 4096
 _MAX_TEMPERATURE = 2.0
 _MAX_PENALTY = 2.0
+# Beyond these a logit times or over it might be no number any more.
+_LEAST_REPETITION, _MOST_REPETITION = 0.001, 1000.0
 _MAX_LOGIT_BIASES = 300
 _MAX_BIAS = 100.0
 _MAX_LOGPROB_TOKEN_IDS = 128
@@ -92,8 +93,9 @@ def _check_penalties(given: sampling_pb2.SamplingParams) -> None:
     ):
         check(-_MAX_PENALTY <= value <= _MAX_PENALTY, name, value, "-2 to 2")
     repetition = given.repetition_penalty
-    is_fine = not given.HasField("repetition_penalty") or 0.0 < repetition < math.inf
-    check(is_fine, "repetition_penalty", repetition, "above 0, finite")
+    is_fine = not given.HasField("repetition_penalty") or _LEAST_REPETITION <= repetition <= _MOST_REPETITION
+    limit = f"{_LEAST_REPETITION:g} to {_MOST_REPETITION:g}"
+    check(is_fine, "repetition_penalty", repetition, limit)
 
 
 def _max_tokens(given: sampling_pb2.SamplingParams, most: int) -> int:

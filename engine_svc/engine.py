@@ -197,7 +197,7 @@ class Engine:
             self._recover(error)
             return
         self._lockstep.came_back()
-        ruling = self._inquiry.came_back(plan, len(result.non_finite))
+        ruling = self._inquiry.came_back(plan, result)
         if ruling is not None and ruling.is_fatal:
             raise DeviceLost("no row of the last steps has finite logits")
         # An abort that came during the step is applied before the step's tokens: nothing comes after it.

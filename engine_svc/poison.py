@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from engine_svc.step import StepPlan
+from engine_svc.step import StepPlan, StepResult
 
 # What people are told of a request that ended so.
 OFFENDER = "every step that computes this request fails"
@@ -22,8 +22,8 @@ UNREADY = "the request could not be prepared"
 MAX_FAILURES = 3
 # After so many steps that worked, another failure has nothing to do with the one before.
 _MEMORY_STEPS = 100
-# Logits of a few rows say nothing of the device: their requests may be the cause.
-_MIN_BROKEN_ROWS = 4
+# Logits of a few requests say nothing of the device: they may be the cause themselves.
+_MIN_BROKEN_REQUESTS = 4
 _MIN_BROKEN_STEPS = 2
 
 
@@ -60,7 +60,8 @@ class Inquiry:
         self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
         self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
         self._num_steps = 0  # that came back since the last failure
-        self._num_broken_steps = self._num_broken_rows = 0  # in a row, in which no row had a finite logit
+        self._num_broken_steps = 0  # in a row, in which no row had a finite logit
+        self._broken: set[str] = set()  # whose rows these were
 
     @property
     def is_open(self) -> bool:
@@ -97,11 +98,11 @@ class Inquiry:
         self._groups = _halves(suspects)
         return self._next()
 
-    def came_back(self, plan: StepPlan, num_broken: int) -> Ruling | None:
-        """A step worked, in which so many rows had broken logits. None: go on as before."""
+    def came_back(self, plan: StepPlan, result: StepResult) -> Ruling | None:
+        """A step worked; rows without finite logits may be the device's fault. None: go on as before."""
         self._num_steps += 1
         self._num_lone_failures = 0
-        if (num_broken or self._num_broken_steps) and self._is_all_broken(plan, num_broken):
+        if (result.non_finite or self._num_broken_steps) and self._is_all_broken(plan, result):
             return END
         if not self._group:
             return None
@@ -124,14 +125,17 @@ class Inquiry:
         self._accused = [name for name in self._accused if name in known]
         return self._next()
 
-    def _is_all_broken(self, plan: StepPlan, num_broken: int) -> bool:
-        num_sampling = sum(plan.samples)
-        if num_broken < num_sampling:
-            self._num_broken_steps = self._num_broken_rows = 0
-        elif num_broken:
+    def _is_all_broken(self, plan: StepPlan, result: StepResult) -> bool:
+        # Rows that their requests' rules bar from every token say nothing either way.
+        num_telling = sum(plan.samples) - len(result.barred)
+        if len(result.non_finite) < num_telling:
+            self._num_broken_steps = 0
+            self._broken.clear()
+        elif result.non_finite:
             self._num_broken_steps += 1
-            self._num_broken_rows += num_broken
-        return self._num_broken_steps >= _MIN_BROKEN_STEPS and self._num_broken_rows >= _MIN_BROKEN_ROWS
+            # A request is in later steps already when its first broken row is seen.
+            self._broken.update(plan.request_ids[row] for row in result.non_finite)
+        return self._num_broken_steps >= _MIN_BROKEN_STEPS and len(self._broken) >= _MIN_BROKEN_REQUESTS
 
     def _present(self) -> Ruling:
         return Ruling(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON

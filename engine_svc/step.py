@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.sampling_params import SamplingParams
 
+_NON_FINITE = "the model yielded logits that are not finite"
+_BARRED = "the request's own rules leave no token to choose"
+
 
 @dataclass(slots=True)
 class AdmittedRequest:
@@ -100,7 +103,17 @@ class StepResult:
     step_number: int
     sampled: list[list[int]]  # accepted drafts, then one more token
     drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
-    non_finite: list[int] = field(default_factory=list)  # rows whose logits had NaN: they end with an error
+    # Rows that end with an error: their logits are no numbers, or their requests' own rules leave no token.
+    non_finite: list[int] = field(default_factory=list)
+    barred: list[int] = field(default_factory=list)
     # By row of the plan, for requests that asked: of its sampled tokens, and of its prompt.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptPlaces] = field(default_factory=dict)
+
+    def faults(self) -> list[tuple[int, str]]:
+        """The rows that end with an error, in order, each with what people are told."""
+        if not self.non_finite and not self.barred:
+            return []
+        return sorted(
+            (dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)).items()
+        )

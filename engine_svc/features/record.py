@@ -30,7 +30,7 @@ class RecordedScheduler:
     """What the loop and its controls ask of a scheduler; the one inside does it, and it is written down.
 
     The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
-    one with content keys, with output or with parameters unknown to it, a row with broken logits, a step that
+    one with content keys, with output or with parameters unknown to it, a row without a token, a step that
     failed, a reset of the cache. It also ends after `max_steps` or `max_characters`. What was written up to
     there replays. Where the file cannot be written, the engine goes on as well.
     """
@@ -156,8 +156,8 @@ class RecordedScheduler:
         """Take in what a plan yielded."""
         if not self._case.is_open or plan.step_number not in self._in_flight:
             return self._scheduler.update(plan, result, now)
-        if result.non_finite:
-            self._end("a row with broken logits")
+        if result.non_finite or result.barred:
+            self._end("a row without a token")
             return self._scheduler.update(plan, result, now)
         index, rows = self._in_flight.pop(plan.step_number)
         if self._events:

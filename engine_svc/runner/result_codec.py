@@ -7,7 +7,7 @@ import struct
 from engine_svc.runner.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.step import PromptPlaces, StepResult, TokenLogprobs
 
-VERSION = 1
+VERSION = 2
 
 # version, step number, how many rows, how many have drafts, logprobs, prompt logprobs.
 _HEADER = struct.Struct("<BQIIII")
@@ -31,6 +31,7 @@ def encode_result(result: StepResult) -> bytes:
     writer.ints([len(token_ids) for token_ids in result.sampled])
     writer.ints([token_id for token_ids in result.sampled for token_id in token_ids])
     writer.counted_ints(result.non_finite)
+    writer.counted_ints(result.barred)
     for request_id, drafts in result.drafts.items():
         writer.text(request_id)
         writer.counted_ints(drafts)
@@ -55,6 +56,7 @@ def decode_result(message: bytes) -> StepResult:
         step_number, sampled=[[next(token_ids) for _ in range(count)] for count in counts.tolist()]
     )
     result.non_finite = reader.counted_ints()
+    result.barred = reader.counted_ints()
     for _ in range(num_drafts):
         request_id = reader.text()
         result.drafts[request_id] = reader.counted_ints()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,10 +62,12 @@ class RunningStep:
         if self._sampled.logprobs is None and is_finite_of.all():
             return result
         indices = [index for index, samples in enumerate(plan.samples) if samples]
-        for index, is_finite in zip(indices, is_finite_of.tolist(), strict=True):
-            if not is_finite:
-                result.sampled[index] = []
-                result.non_finite.append(index)
+        for place in is_finite_of.logical_not().nonzero().flatten().tolist():
+            index = indices[place]
+            result.sampled[index] = []
+            # Rules leave a token out by minus infinity; a model that computes yields none.
+            is_barred = self._highest[place].item() == -math.inf
+            (result.barred if is_barred else result.non_finite).append(index)
         if self._sampled.logprobs is not None:
             for place, told in self._sampled.logprobs.by_index().items():
                 result.logprobs[indices[place]] = told

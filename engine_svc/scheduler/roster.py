@@ -117,10 +117,10 @@ class Roster:
             output.num_cached_tokens = request.num_cached_tokens
         return output
 
-    def end_broken(self, request: Request, now: float) -> RequestOutput:
-        """End a request whose logits mean nothing."""
+    def end_broken(self, request: Request, message: str, now: float) -> RequestOutput:
+        """End a request that has no next token; the message says why."""
         output = self.end_early(request, FinishReason.ERROR, now)
-        output.message = "the model yielded logits that are not finite"
+        output.message = message
         return output
 
     def release_again(self, request_ids: Iterable[str]) -> None:

@@ -229,8 +229,8 @@ class Scheduler:
         assert result.step_number == plan.step_number, "a result belongs to its plan"
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
-        broken = [rows[row] for row in sorted(set(result.non_finite)) if not rows[row].is_finished]
-        outputs = [self._roster.end_broken(request, now) for request in broken]
+        broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
+        outputs = [self._roster.end_broken(request, why, now) for request, why in broken]
         finished = RequestStatus.FINISHED
         for request, tokens, drafts in zip(rows, result.sampled, plan.draft_token_ids, strict=True):
             if not tokens or request.status is finished:

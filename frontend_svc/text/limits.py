@@ -27,6 +27,8 @@ class RequestLimits:
     max_temperature: float = 2.0
     max_priority: int = 100
     max_penalty: float = 2.0
+    min_repetition_penalty: float = 0.001
+    max_repetition_penalty: float = 1000.0
     max_stop_strings: int = 16
     max_stop_string_chars: int = 256
     max_stop_token_ids: int = 4096

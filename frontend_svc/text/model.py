@@ -29,7 +29,7 @@ _APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
     "min_p": lambda value: 0.0 <= value <= 1.0,
     "presence_penalty": lambda value: -2.0 <= value <= 2.0,
     "frequency_penalty": lambda value: -2.0 <= value <= 2.0,
-    "repetition_penalty": lambda value: 0.0 < value < math.inf,
+    "repetition_penalty": lambda value: 0.001 <= value <= 1000.0,
     "max_new_tokens": lambda value: 1 <= value < math.inf,
 }
 

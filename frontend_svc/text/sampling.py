@@ -202,7 +202,8 @@ def _check_numbers(
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     check("presence_penalty", presence, abs(presence) <= penalty, within)
     check("frequency_penalty", frequency, abs(frequency) <= penalty, within)
-    check("repetition_penalty", repetition, repetition > 0, "must be finite and above 0")
+    least, most = limits.min_repetition_penalty, limits.max_repetition_penalty
+    check("repetition_penalty", repetition, least <= repetition <= most, f"must be in {least:g}..{most:g}")
 
 
 def _check_counts(

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.poison import MAX_FAILURES, Inquiry, Ruling
-from engine_svc.step import StepPlan
+from engine_svc.step import StepPlan, StepResult
+
+WORKED = StepResult(1, [])
 
 
 def plan_of(request_ids: list[str], *, samples: bool = True) -> StepPlan:
@@ -30,7 +32,7 @@ def hear(
         if fails(group):
             ruling = inquiry.failed([name for name in suspects if name in group], 10)
             continue
-        answer = inquiry.came_back(plan_of(sorted(group)), 0)
+        answer = inquiry.came_back(plan_of(sorted(group)), WORKED)
         ruling = answer if answer is not None else Ruling(only=ruling.only)
     raise AssertionError("an inquiry has an end")
 
@@ -49,7 +51,7 @@ def test_who_fails_alone_is_heard_again_behind_all_others_and_ended_if_that_fail
     inquiry = Inquiry()
     assert inquiry.failed(["c", "b", "a"], 30).only == {"c"}
     assert inquiry.failed(["c"], 10) == Ruling(only=frozenset({"b", "a"}))
-    assert inquiry.came_back(plan_of(["a", "b"]), 0) == Ruling(only=frozenset({"c"}))
+    assert inquiry.came_back(plan_of(["a", "b"]), WORKED) == Ruling(only=frozenset({"c"}))
     assert inquiry.failed(["c"], 10) == Ruling(offenders=("c",))
     assert not inquiry.is_open
 
@@ -105,7 +107,7 @@ def test_failures_far_apart_have_nothing_to_do_with_each_other():
     for _ in range(2 * MAX_FAILURES):
         assert hear(inquiry, ["b", "a"], lambda group: False) == (set(), False, 2)
         for _ in range(200):
-            assert inquiry.came_back(plan_of(["a", "b"]), 0) is None
+            assert inquiry.came_back(plan_of(["a", "b"]), WORKED) is None
 
 
 def test_nobody_is_ended_where_everybody_fails():
@@ -117,9 +119,9 @@ def test_nobody_is_ended_where_everybody_fails():
 def test_a_chunk_that_samples_nothing_clears_nobody():
     inquiry = Inquiry()
     assert inquiry.failed(["a"], 5).only == {"a"}
-    assert inquiry.came_back(plan_of(["a"], samples=False), 0) is None
+    assert inquiry.came_back(plan_of(["a"], samples=False), WORKED) is None
     assert inquiry.is_open
-    assert inquiry.came_back(plan_of(["a"]), 0) == Ruling()
+    assert inquiry.came_back(plan_of(["a"]), WORKED) == Ruling()
     assert not inquiry.is_open
 
 
@@ -136,14 +138,42 @@ def test_steps_of_nobody_that_fail_end_the_engine_at_the_third():
     assert [inquiry.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
 
 
+def broken(steps: list[tuple[list[str], list[int], list[int]]]) -> bool:
+    """Whether steps of these requests, with these rows broken and these barred, are the device's fault."""
+    inquiry = Inquiry()
+    rulings = []
+    for request_ids, non_finite, barred in steps:
+        result = StepResult(1, [[] for _ in request_ids], non_finite=non_finite, barred=barred)
+        rulings.append(inquiry.came_back(plan_of(request_ids), result))
+    return any(ruling is not None and ruling.is_fatal for ruling in rulings)
+
+
 @pytest.mark.parametrize(
-    ("rows", "is_fatal"),
-    [([2, 2], True), ([1, 1], False), ([1, 1, 1, 1], True), ([4, -4, 4], False), ([40], False)],
+    ("steps", "is_fatal"),
+    [
+        (["ab", "cd"], True),
+        (["abcd", "abcd"], True),
+        (["a", "b"], False),
+        (["a", "b", "c", "d"], True),
+        (["abcd", "E", "abcd"], False),
+        (["abcdefgh"], False),
+    ],
 )
-def test_logits_of_which_none_is_finite_are_the_devices_fault_in_two_steps_and_four_rows(rows, is_fatal):
-    """Below 0: so many rows, of which one is finite."""
-    inquiry, rulings = Inquiry(), []
-    for count in rows:
-        plan = plan_of([f"r{index}" for index in range(abs(count))])
-        rulings.append(inquiry.came_back(plan, count if count > 0 else -count - 1))
-    assert any(ruling is not None and ruling.is_fatal for ruling in rulings) is is_fatal
+def test_logits_of_which_none_is_finite_are_the_devices_fault_in_two_steps_and_four_requests(steps, is_fatal):
+    """A step is its requests; those in capitals have finite logits."""
+    assert (
+        broken([([*step], [row for row, name in enumerate(step) if name.islower()], []) for step in steps])
+        is is_fatal
+    )
+
+
+def test_who_was_in_two_steps_when_the_first_came_back_counts_once():
+    assert not broken([(["a", "b"], [0, 1], [])] * 2)
+    assert broken([(["a", "b"], [0, 1], [])] * 2 + [(["c", "d"], [0, 1], [])])
+
+
+def test_rows_whose_rules_leave_no_token_say_nothing_of_the_device():
+    everybody = [*range(8)]
+    assert not broken([([*"abcdefgh"], [], everybody)] * 4)
+    # Neither for nor against it.
+    assert broken([([*"abz"], [0, 1], [2]), (["z"], [], [0]), ([*"cdz"], [0, 1], [2])])

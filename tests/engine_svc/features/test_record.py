@@ -131,7 +131,7 @@ def test_a_row_with_broken_logits_ends_the_recording_and_not_the_engine(tmp_path
     recording.step()
     assert recording.scheduler.running_ids == ["r0"]
     case = recording.end()
-    assert (len(case["steps"]), case["ended"]) == (1, "a row with broken logits")
+    assert (len(case["steps"]), case["ended"]) == (1, "a row without a token")
     assert first_difference(case) is None
 
 

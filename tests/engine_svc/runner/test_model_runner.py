@@ -230,6 +230,15 @@ def test_a_row_with_nan_logits_is_reported_and_leaves_the_others_alone(tiny_mode
     assert [len(tokens) for tokens in result.sampled] == [1, 0, 1]
 
 
+def test_a_row_whose_rules_leave_no_token_is_told_apart_from_one_with_nan_logits(tiny_model):
+    driver = tiny_model("llama", model_impl="native").driver()
+    rules = [{}, {"allowed_token_ids": frozenset({7}), "bad_words": ((7,),)}, {"temperature": 1.0}]
+    requests = [driver.add(f"r{i}", prompt_of(5 + i, seed=i), **rule) for i, rule in enumerate(rules)]
+    result = driver.step({request.request_id: request.num_pending_tokens for request in requests})
+    assert (result.barred, result.non_finite) == ([1], [])
+    assert [len(tokens) for tokens in result.sampled] == [1, 0, 1]
+
+
 def test_nan_left_in_a_block_does_not_reach_its_next_owner(tiny_model):
     model = tiny_model("gpt2")
     driver = model.driver()

@@ -29,6 +29,7 @@ results = st.builds(
     sampled=st.lists(some_ids, max_size=6),
     drafts=st.dictionaries(st.text(max_size=5), some_ids, max_size=3),
     non_finite=some_ids,
+    barred=some_ids,
     logprobs=st.dictionaries(st.integers(0, 9), told, max_size=3),
     prompt_logprobs=st.dictionaries(
         st.integers(0, 9), st.builds(PromptPlaces, first_position=st.integers(1, 99), told=told), max_size=3

@@ -135,6 +135,7 @@ class Stage:
         sampled: Mapping[str, Sequence[int]] | None = None,
         drafts: Mapping[str, Sequence[int]] | None = None,
         non_finite: Sequence[int] = (),
+        barred: Sequence[int] = (),
     ) -> list[RequestOutput]:
         """Give back a step. Rows that sample and are not in `sampled` yield one token that ends nothing."""
         columns = zip(plan.request_ids, plan.samples, strict=True)
@@ -145,6 +146,7 @@ class Stage:
             tokens,
             {name: list(proposal) for name, proposal in (drafts or {}).items()},
             list(non_finite),
+            list(barred),
         )
         return self.scheduler.update(plan, result, self.now)
 

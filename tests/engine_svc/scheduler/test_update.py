@@ -93,6 +93,17 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
     assert plan.request_ids == ["a", "c"]
 
 
+def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
+    stage = Stage()
+    stage.add(*(request(name, 8) for name in "abc"))
+    outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1])
+    assert [(output.request_id, output.message) for output in outputs] == [
+        ("b", "the request's own rules leave no token to choose"),
+        ("c", "the model yielded logits that are not finite"),
+        ("a", ""),
+    ]
+
+
 # Row 154.
 def test_rows_without_finite_logits_are_ended_once_and_in_order():
     stage = Stage()

@@ -62,6 +62,7 @@ def test_penalties_and_min_p_are_defaults_as_well():
         b'{"top_k": Infinity}',
         b'{"min_p": 2}',
         b'{"repetition_penalty": 0}',
+        b'{"repetition_penalty": 1e-4}',
         b'{"presence_penalty": 3}',
         b'{"max_new_tokens": 0}',
     ],

@@ -192,7 +192,7 @@ def test_what_is_not_served_is_refused_by_name(model, fields, name):
         ({"min_p": 1.5}, r"sampling\.min_p is 1.5, must be in 0\.\.1"),
         ({"presence_penalty": -2.5}, r"sampling\.presence_penalty is -2.5, must be in -2\.\.2"),
         ({"frequency_penalty": float("nan")}, r"sampling\.frequency_penalty is nan"),
-        ({"repetition_penalty": 0.0}, r"sampling\.repetition_penalty is 0.0, must be finite and above 0"),
+        ({"repetition_penalty": 0.0}, r"sampling\.repetition_penalty is 0.0, must be in 0.001..1000"),
         ({"allowed_token_ids": [1, 600]}, r"sampling\.allowed_token_ids\[1\] is 600"),
         ({"stop_token_ids": [600]}, r"sampling\.stop_token_ids\[0\] is 600"),
         ({"stop": [""]}, r"sampling\.stop\[0\] has 0"),

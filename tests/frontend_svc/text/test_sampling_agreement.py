@@ -70,7 +70,7 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
         "min_p": rng.choice([0.0, 0.5, 1.0]),
         "presence_penalty": rng.choice([-2.0, 0.0, 2.0]),
         "frequency_penalty": rng.choice([-2.0, 0.0, 2.0]),
-        "repetition_penalty": rng.choice([0.01, 1.0, 1e30]),
+        "repetition_penalty": rng.choice([0.001, 1.0, 1000.0]),
         "seed": rng.choice([0, 2**64 - 1]),
         "max_tokens": rng.choice([1, 5, facts.max_model_len - NUM_PROMPT_TOKENS]),
         "min_tokens": rng.choice([0, 1, 5]),
