@@ -7,6 +7,7 @@ from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.stop_strings import StopBuffer
+from frontend_svc.text.token_text import TokenTexts
 from triptych.common.v1 import sampling_pb2
 
 
@@ -43,7 +44,6 @@ def make_states(
                 spaces_between_special_tokens=has_spaces,
                 markers=markers,
             )
-        tells_prompt = index == 0 and sampling.HasField("prompt_logprobs")
         states.append(
             RequestState(
                 collector,
@@ -52,13 +52,25 @@ def make_states(
                 include_stop=include,
                 min_tokens=sampling.min_tokens,
                 index=index,
-                logprobs=LogprobReader(texts, context) if _wants_logprobs(sampling) else None,
-                prompt_logprobs=LogprobReader(texts) if tells_prompt else None,
+                logprobs=_sampled_reader(sampling, texts, context),
+                prompt_logprobs=_prompt_reader(sampling, texts) if index == 0 else None,
                 prompt_token_ids=prompt_token_ids,
             )
         )
     return states
 
 
-def _wants_logprobs(sampling: sampling_pb2.SamplingParams) -> bool:
-    return sampling.HasField("logprobs") or len(sampling.logprob_token_ids) > 0
+def _sampled_reader(
+    sampling: sampling_pb2.SamplingParams, texts: TokenTexts | None, context: list[int]
+) -> LogprobReader | None:
+    if not sampling.HasField("logprobs") and not sampling.logprob_token_ids:
+        return None
+    has_top = sampling.logprobs != 0 or len(sampling.logprob_token_ids) > 0
+    return LogprobReader(texts, context, has_top=has_top)
+
+
+def _prompt_reader(sampling: sampling_pb2.SamplingParams, texts: TokenTexts | None) -> LogprobReader | None:
+    if not sampling.HasField("prompt_logprobs"):
+        return None
+    has_top = sampling.prompt_logprobs != 0 or len(sampling.logprob_token_ids) > 0
+    return LogprobReader(texts, has_top=has_top)

@@ -12,7 +12,7 @@ from frontend_svc.text.token_text import MAX_CONTEXT_TOKENS, TokenTexts
 
 @dataclass(slots=True)
 class Logprobs:
-    """Consecutive places as parallel columns; `top_*` have a sequence for each place, best first.
+    """Consecutive places as parallel columns; `top_*` have a sequence for each place, best first, or none.
 
     NaN and rank 0 stand where there is nothing to tell, as at the first place of a prompt. The texts are
     empty lists where the request wants no text. Packed where there are many: they may wait for a reader.
@@ -74,13 +74,15 @@ class LogprobColumns:
 class LogprobReader:
     """Turns the columns of one request into what its client gets, and sums them up.
 
+    `has_top`: the request asked for others beside the chosen; each place has a sequence of them then.
     `context` is the end of the tokens before the first place, so that a text is what a token adds to it.
     """
 
-    __slots__ = ("_context", "_texts", "cumulative")
+    __slots__ = ("_context", "_has_top", "_texts", "cumulative")
 
-    def __init__(self, texts: TokenTexts | None, context: Sequence[int] = ()) -> None:
+    def __init__(self, texts: TokenTexts | None, context: Sequence[int] = (), *, has_top: bool) -> None:
         self._texts = texts
+        self._has_top = has_top
         self._context = list(context[-MAX_CONTEXT_TOKENS:])
         self.cumulative = 0.0
 
@@ -88,13 +90,8 @@ class LogprobReader:
         """The places of `token_ids`, which come after those that were read before."""
         read = Logprobs(list(token_ids), list(columns.logprobs), list(columns.ranks))
         self.cumulative += sum(value for value in read.logprobs if not math.isnan(value))
-        for start in range(0, columns.k * len(read), columns.k or 1):
-            values = columns.top_logprobs[start : start + columns.k]
-            # The columns are as wide as the widest request of the step; shorter ones end in NaN.
-            while values and math.isnan(values[-1]):
-                values.pop()
-            read.top_ids.append(columns.top_ids[start : start + len(values)])
-            read.top_logprobs.append(values)
+        if self._has_top:
+            _add_top(read, columns)
         if self._texts is not None:
             self._add_texts(read, self._texts)
         return read
@@ -105,3 +102,14 @@ class LogprobReader:
             if read.top_ids:
                 read.top_texts.append(texts.added_each(self._context, read.top_ids[place]))
             self._context = [*self._context[1 - MAX_CONTEXT_TOKENS :], token_id]
+
+
+def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
+    """One sequence a place; the columns are as wide as the widest request of the step wants."""
+    for place in range(len(read)):
+        start = place * columns.k
+        values = columns.top_logprobs[start : start + columns.k]
+        while values and math.isnan(values[-1]):
+            values.pop()
+        read.top_ids.append(columns.top_ids[start : start + len(values)])
+        read.top_logprobs.append(values)

@@ -109,6 +109,33 @@ def test_a_result_has_everything_about_its_prompt(llms: dict[str, LLM]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM], kind: str) -> None:
+    none, five = (
+        SamplingParams(temperature=0.0, max_tokens=length, logprobs=count, ignore_eos=True)
+        for length, count in ((8, 0), (3, 5))
+    )
+    alone = llms[kind].generate([[5, 6, 7]], none, progress=False)[0].outputs[0]
+    together = llms[kind].generate([[5, 6, 7], [8, 9, 10]], [none, five], progress=False)
+    assert alone.logprobs == together[0].outputs[0].logprobs
+    assert [len(place.top) for place in alone.logprobs or ()] == [0] * 8
+    assert [len(place.top) for place in together[1].outputs[0].logprobs or ()] == [5] * 3
+
+
+# B-19.
+def test_rules_that_leave_no_token_end_their_request_alone_however_often(llms: dict[str, LLM]) -> None:
+    llm = llms["child"]
+    barred = SamplingParams(
+        n=2, temperature=1.0, seed=1, max_tokens=8, min_tokens=4, allowed_token_ids=[9], stop_token_ids=[9]
+    )
+    for _ in range(4):
+        for result in llm.generate([[5, 6, 7, 8]] * 3, barred, progress=False):
+            assert [(output.finish_reason, output.token_ids) for output in result.outputs] == [
+                ("error", ())
+            ] * 2
+    assert len(llm.generate([[5, 6, 7, 8]], STREAMS["greedy"], progress=False)[0].outputs[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_results_are_in_the_order_of_the_prompts_whoever_ends_first(llms: dict[str, LLM], kind: str) -> None:
     prompts = [[5 + index, 6, 7] for index in range(60)]
     lengths = [40 - 13 * index % 37 for index in range(60)]

@@ -23,7 +23,7 @@ def columns(num_places: int, top: list[list[int]] | None = None) -> LogprobColum
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last_in_every_column():
-    reader = LogprobReader(TEXTS, [LETTER])
+    reader = LogprobReader(TEXTS, [LETTER], has_top=True)
     top = [[FIRST, LETTER], [SECOND, LETTER], [THIRD, WORD]]
     read = reader.read([FIRST, SECOND, THIRD], columns(3, top))
     assert read.texts == ["", "", "本"]
@@ -31,20 +31,36 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last_in_every_column()
 
 
 def test_a_character_that_is_cut_by_a_step_has_its_text_all_the_same():
-    reader = LogprobReader(TEXTS, [LETTER])
+    reader = LogprobReader(TEXTS, [LETTER], has_top=True)
     steps = [reader.read([token_id], columns(1, [[token_id]])) for token_id in (FIRST, SECOND, THIRD)]
     assert [read.texts for read in steps] == [[""], [""], ["本"]]
     assert [read.top_texts for read in steps] == [[[""]], [[""]], [["本"]]]
 
 
 def test_a_prompt_begins_where_a_text_does():
-    assert LogprobReader(TEXTS).read([WORD, WORD], columns(2)).texts == ["a", " a"]
+    assert LogprobReader(TEXTS, has_top=False).read([WORD, WORD], columns(2)).texts == ["a", " a"]
 
 
 def test_values_are_summed_but_for_those_that_are_not_there():
-    reader = LogprobReader(None)
+    reader = LogprobReader(None, has_top=False)
     nothing = LogprobColumns([math.nan], [0])
     assert math.isnan(reader.read([LETTER], nothing).logprobs[0])
     read = reader.read([LETTER, WORD, LETTER], columns(3))
     assert (reader.cumulative, read.ranks) == (-3.0, [1, 2, 3])
     assert (read.texts, read.top_texts, read.top_ids) == ([], [], [])
+
+
+def test_what_the_neighbours_of_a_step_asked_for_changes_nothing():
+    """Columns are as wide as the widest request of a step wants, and each step has others."""
+    told = [columns(1, [[WORD, LETTER]]), columns(1), columns(1, [[WORD]])]
+    reader = LogprobReader(TEXTS, has_top=False)
+    plain = [reader.read([LETTER], part) for part in told]
+    assert [(read.top_ids, read.top_logprobs, read.top_texts) for read in plain] == [([], [], [])] * 3
+    reader = LogprobReader(TEXTS, has_top=True)
+    read = reader.read([LETTER], told[0])
+    for part in told[1:]:
+        read.extend(reader.read([LETTER], part))
+    # A place of which nothing is told, e.g. after an adoption, keeps the others where they are.
+    assert [list(ids) for ids in read.top_ids] == [[WORD, LETTER], [], [WORD]]
+    assert [list(ids) for ids in read.after(2).top_ids] == [[WORD]]
+    assert list(map(len, read.top_texts)) == [2, 0, 1]

@@ -50,8 +50,8 @@ class Fixture:
             StopBuffer(stops, include=False) if stops else None,
             include_stop=False,
             min_tokens=0,
-            logprobs=LogprobReader(None),
-            prompt_logprobs=LogprobReader(None),
+            logprobs=LogprobReader(None, has_top=True),
+            prompt_logprobs=LogprobReader(None, has_top=True),
             prompt_token_ids=prompt,
             index=0 if collector is None else handle,
         )

@@ -152,7 +152,7 @@ async def test_places_of_the_prompt_that_were_told_are_not_told_again():
     collector = Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None)
     request = RequestState(
         collector, None, None, include_stop=False, min_tokens=0,
-        prompt_logprobs=LogprobReader(None), prompt_token_ids=[10, 11, 12, 13],
+        prompt_logprobs=LogprobReader(None, has_top=False), prompt_token_ids=[10, 11, 12, 13],
     )  # fmt: skip
     request.tell_prompt(0, prompt_columns(0, 1))
     # Another engine begins anew, and cuts the prompt elsewhere.

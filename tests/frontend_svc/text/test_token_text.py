@@ -47,7 +47,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def texts_in_turn(texts: TokenTexts, context: Sequence[int], ids: Sequence[int]) -> list[str]:
     """What consecutive tokens add, as the log probabilities of an output behind `context` show them."""
     columns = LogprobColumns(array("f", [-1.0] * len(ids)), array("I", [1] * len(ids)))
-    return LogprobReader(texts, context).read(ids, columns).texts
+    return LogprobReader(texts, context, has_top=False).read(ids, columns).texts
 
 
 def test_the_texts_of_a_sequence_are_its_decoded_text(tokenizer):
