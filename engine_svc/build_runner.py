@@ -24,6 +24,7 @@ from engine_svc.runner.kv_sizing import FreeMemory, KVWishes, fit_max_model_len,
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.memory import free_device_memory, free_host_memory, present_device_memory
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
 from service_kit.config import ConfigError
 
@@ -105,8 +106,10 @@ def load_wishes(config: EngineConfig) -> LoadWishes:
 
 
 def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
-    """What decides the roundings of a logit: engines that differ in it are not interchangeable."""
-    return "-".join((loaded.road, loaded.ops.name, config.quantization))
+    """What decides the numbers that are told of a token: engines that differ in it are no equals."""
+    mode = LogprobsMode(config.logprobs_mode)
+    told = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
+    return "-".join((loaded.road, loaded.ops.name, config.quantization, *told))
 
 
 def make_runner(
@@ -141,7 +144,9 @@ def make_runner(
         loaded.model,
         facts,
         kv,
-        RunnerConfig(config.max_num_seqs, max_model_len, config.block_size),
+        RunnerConfig(
+            config.max_num_seqs, max_model_len, config.block_size, LogprobsMode(config.logprobs_mode)
+        ),
         ops,
         graphs=record(loaded.model),
         source=WeightSource(Path(config.model), load, record),

@@ -83,6 +83,12 @@ class EngineConfig:
     max_logprobs: int = option(
         20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
     )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+        help="what is told of sampled tokens: the model's own numbers or what penalties, rules and cuts "
+        "left of them, as log probabilities or as logits",
+    )
     max_num_batched_tokens: int = option(2048, size=True, help="most tokens in one step")
     block_size: int = option(16, help="tokens of a KV block")
     kv_cache_memory: int | None = option(

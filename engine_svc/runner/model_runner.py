@@ -29,7 +29,7 @@ from engine_svc.runner.prompt_rows import (
     with_prompt_logits,
 )
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.runner.sampler import Sampled, Sampler
+from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
@@ -40,11 +40,12 @@ from triptych_kernels import AttentionBatch, Ops
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """The sizes that rows and block tables are made for."""
+    """The sizes that rows and block tables are made for, and what is told of sampled tokens."""
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
 
 class ModelRunner:
@@ -81,6 +82,7 @@ class ModelRunner:
             vocab_size=facts.vocab_size,
             device=kv.device,
             processors=logits_processors,
+            logprobs_mode=config.logprobs_mode,
         )
         self._embedded = EmbeddedRows(kv.device, torch_dtype(facts.dtype))
         self._batch = InputBatch(

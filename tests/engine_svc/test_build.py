@@ -179,6 +179,8 @@ def test_facts_tell_what_was_built(llama):
     assert (facts.vocab_size, facts.eos_token_ids, facts.block_size) == (256, (5,), 16)
     assert {progress.phase for progress in built.progress} == {"weights", "warm-up"}
     assert Built(config).core.facts.fingerprint == facts.fingerprint
+    others = replace(config, logprobs_mode="raw_logits")
+    assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest
 
 
 def test_what_the_prefix_cache_holds_is_told_where_that_is_asked_for(llama):

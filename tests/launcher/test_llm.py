@@ -121,6 +121,24 @@ def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM]
     assert [len(place.top) for place in together[1].outputs[0].logprobs or ()] == [5] * 3
 
 
+# Row 116.
+def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(
+    llms: dict[str, LLM], checkpoint: Path
+) -> None:
+    one = SamplingParams(temperature=1.0, top_k=1, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+    told = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
+    for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
+        with LLM(checkpoint, engine="in-process", logprobs_mode=mode, **OPTIONS) as llm:
+            told[mode] = llm.generate("river bank", one, progress=False)[0].outputs[0]
+    assert len({output.token_ids for output in told.values()}) == 1
+    values = {mode: [place.logprob for place in output.logprobs or ()] for mode, output in told.items()}
+    # All but the likeliest token are cut away.
+    assert values["processed_logprobs"] == [0.0] * 6
+    assert all(value is not None and value < 0.0 for value in values["raw_logprobs"])
+    assert values["raw_logits"] == values["processed_logits"] != values["raw_logprobs"]
+    assert all(value is not None and value > 0.0 for value in values["raw_logits"])
+
+
 # B-19.
 def test_rules_that_leave_no_token_end_their_request_alone_however_often(llms: dict[str, LLM]) -> None:
     llm = llms["child"]
