@@ -33,6 +33,7 @@ class Answer:
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     cumulative_logprob: float | None = None
+    error_message: str = ""
     trace_id: str = ""
 
 
@@ -73,6 +74,7 @@ class Generation:
                 self.answer.usage = usage_of(response.finished.usage)
                 self.answer.stop_match = stop_match_of(response.finished.stop_match)
                 self.answer.cumulative_logprob = cumulative_of(response.finished)
+                self.answer.error_message = response.finished.error_message
 
 
 def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict[str, Any]:
@@ -107,6 +109,7 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
                 "stop_match": stop_match_of(finished.stop_match),
                 "usage": usage_of(finished.usage),
                 "cumulative_logprob": cumulative_of(finished),
+                "error_message": finished.error_message,
             }
     return {"event": "unknown"}
 

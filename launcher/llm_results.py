@@ -58,6 +58,7 @@ class Completion:
     stop: str | int | None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    error_message: str = ""  # where the reason is `error`
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ def _completion(
         stop=_stop(output.stop_match),
         reasoning=reasoning,
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in tool_calls),
+        error_message=output.error_message,
     )
 
 

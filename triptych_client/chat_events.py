@@ -62,6 +62,7 @@ class ChatOutput:
     reason: str
     stop_match: int | str | None
     cumulative_logprob: float | None
+    error_message: str = ""
 
     def as_message(self) -> ChatMessage:
         """The message with which the conversation goes on."""
@@ -137,6 +138,7 @@ def _output(output: chat_message_pb2.ChatOutput) -> ChatOutput:
         reason_of(output.reason),
         stop_match_of(output.stop_match),
         output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+        output.error_message,
     )
 
 

@@ -53,7 +53,7 @@ class Finished:
     """One output has ended. `reason` is stop, length, abort, error or repetition.
 
     `stop_match` is the stop string, or the token id, that a `stop` stopped on. `cumulative_logprob` is the
-    sum over its tokens, None where no log probabilities were asked for.
+    sum over its tokens, None where no log probabilities were asked for. `error_message` says what went wrong.
     """
 
     output_index: int
@@ -61,6 +61,7 @@ class Finished:
     stop_match: int | str | None
     usage: Usage
     cumulative_logprob: float | None = None
+    error_message: str = ""
 
 
 Event = Started | Delta | Finished
@@ -85,6 +86,7 @@ class Output:
     reason: str
     stop_match: int | str | None
     cumulative_logprob: float | None = None
+    error_message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
             reason_of(output.reason),
             stop_match_of(output.stop_match),
             output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+            output.error_message,
         )
         for output in response.outputs
     )
@@ -161,6 +164,7 @@ def read_finished(finished: generate_pb2.Finished) -> Finished:
         stop_match_of(finished.stop_match),
         read_usage(finished.usage),
         finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
+        finished.error_message,
     )
 
 

@@ -61,6 +61,7 @@ def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.
         reason=reason_value(piece.ending),
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
+        error_message=piece.ending.message,
     )
 
 

@@ -105,4 +105,5 @@ def _whole(piece: OutputPiece) -> generate_pb2.Output:
         reason=reason_value(piece.ending),
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
+        error_message=piece.ending.message,
     )

@@ -41,6 +41,7 @@ def finished_message(
         stop_match=stop_match_message(ending),
         usage=usage_message(opened, output, [piece]),
         cumulative_logprob=piece.cumulative_logprob,
+        error_message=ending.message,
     )
 
 

@@ -120,4 +120,5 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         reason,
         stop_token_id=finished.stop_token_id if kind == "stop_token_id" else None,
         eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
+        message=finished.message,
     )

@@ -37,12 +37,13 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an output ended. At most one of the three matches is set, and only for STOP."""
+    """How an output ended. At most one of three matches is set, and only for STOP; a message for ERROR."""
 
     reason: EndReason
     stop_token_id: int | None = None
     eos_token_id: int | None = None
     stop_string: str | None = None
+    message: str = ""  # for people
 
     @property
     def is_by_token(self) -> bool:

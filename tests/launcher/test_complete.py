@@ -52,6 +52,7 @@ async def test_json_is_one_object_under_the_trace_the_server_was_told() -> None:
         "prompt_logprobs": [],
         "logprobs": [],
         "cumulative_logprob": None,
+        "error_message": "",
         "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_completion_tokens": 2},
     }
     assert re.fullmatch(r"[0-9a-f]{32}", trace_id)
