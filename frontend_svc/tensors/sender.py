@@ -56,7 +56,8 @@ class TensorSender:
         self._lent: list[_Lent] = []
         self._reaper: asyncio.TimerHandle | None = None
         self._uploads = Uploads()
-        self._uploading: set[asyncio.Task[None]] = set()
+        # Each with the requests that wait for it and have not ended.
+        self._uploading: dict[asyncio.Task[None], set[int]] = {}
 
     def greet(
         self, ack: session_pb2.HelloAck, session_id: str, is_resumed: bool
@@ -94,9 +95,10 @@ class TensorSender:
             self._send(wire)
             return
         self._uploads.use(stub)
-        task = asyncio.ensure_future(self._upload_and_send(wire, uploads))
-        self._uploading.add(task)
-        task.add_done_callback(self._uploading.discard)
+        handles = {entry.handle for entry in wire}
+        task = asyncio.ensure_future(self._upload_and_send(wire, handles, uploads))
+        self._uploading[task] = handles
+        task.add_done_callback(self._uploading.pop)
 
     def go_on(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         """The session goes on over another connection, and so do the uploads that the end of the last cut."""
@@ -107,6 +109,10 @@ class TensorSender:
         for lent in self._lent:
             lent.handles.discard(handle)
         self._reap()
+        for task, handles in self._uploading.items():
+            if handles == {handle}:
+                task.cancel()
+            handles.discard(handle)
 
     def stop(self) -> None:
         """The engine is lost: give up what is on its way."""
@@ -162,13 +168,23 @@ class TensorSender:
             self._lent.remove(lent)
 
     async def _upload_and_send(
-        self, entries: Sequence[add_pb2.AddEntry], tensors: Iterable[WireTensor]
+        self, entries: Sequence[add_pb2.AddEntry], handles: set[int], tensors: Iterable[WireTensor]
     ) -> None:
         try:
             for tensor in tensors:
                 await self._uploads.upload(tensor)
         except ServiceError as error:
-            for entry in entries:
+            for entry in _take(entries, handles):
                 self._fail(entry.handle, error)
         else:
-            self._send(entries)
+            self._send(_take(entries, handles))
+
+
+def _take(entries: Sequence[add_pb2.AddEntry], handles: set[int]) -> list[add_pb2.AddEntry]:
+    """Those of `entries` that are among `handles`, where nothing is left.
+
+    A request that is failed is forgotten at once, which would cancel the task that fails it.
+    """
+    taken = [entry for entry in entries if entry.handle in handles]
+    handles.clear()
+    return taken

@@ -15,9 +15,10 @@ import grpc.aio
 import pytest
 
 from frontend_svc.tensors.sender import INLINE_BYTES, TensorSender
+from frontend_svc.tensors.uploads import MAX_UPLOADS
 from frontend_svc.tensors.wire_tensor import WireTensor, num_bytes
 from service_kit import shared_memory
-from service_kit.errors import ResourceExhausted, ServiceError
+from service_kit.errors import ResourceExhausted, ServiceError, to_status
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
@@ -58,7 +59,7 @@ class Rig:
         self.sender = TensorSender(
             FRONTEND,
             send=self._note_sent,
-            fail=lambda handle, error: self.failed.append((handle, error)),
+            fail=self._note_failed,
             **options,
         )
 
@@ -73,6 +74,11 @@ class Rig:
     def _note_sent(self, entries: Sequence[add_pb2.AddEntry]) -> None:
         self.sent += entries
         self.has_sent.set()
+
+    def _note_failed(self, handle: int, error: ServiceError) -> None:
+        self.failed.append((handle, error))
+        # Its end comes back at once, as from an output processor.
+        self.sender.forget(handle)
 
     def meet_neighbour(self, session_id: str = "s") -> engine_pb2.ConnectRequest | None:
         secret = secrets.token_bytes(32)
@@ -172,6 +178,88 @@ async def test_an_upload_that_fails_fails_its_requests():
     assert [handle for handle, _ in rig.failed] == [1, 2]
     assert isinstance(rig.failed[0][1], ResourceExhausted)
     assert rig.sent == []
+
+
+def full(*, retry_after_ms: int) -> Exception:
+    error = ResourceExhausted("full", retry_after_ms=retry_after_ms)
+    metadata = grpc.aio.Metadata(*to_status(error).trailing_metadata)
+    return grpc.aio.AioRpcError(error.code, grpc.aio.Metadata(), metadata, "full", None)
+
+
+async def test_the_upload_of_requests_that_have_all_ended_ends_with_them():
+    rig = Rig()
+    rig.send(1, 2, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.sender.forget(1)
+    rig.sender.forget(2)
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+    rig.stub.may_answer.set()
+    await asyncio.sleep(0)
+    assert (rig.sent, rig.failed) == ([], [])
+
+
+async def test_what_a_full_engine_refused_is_not_tried_again_for_requests_that_have_ended():
+    rig = Rig()
+    rig.stub.error = full(retry_after_ms=60_000)
+    rig.stub.may_answer.set()
+    rig.send(1, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert rig.failed == []
+    rig.sender.forget(1)
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+    assert len(rig.stub.uploads) == 1
+    assert (rig.sent, rig.failed) == ([], [])
+
+
+async def test_requests_that_have_ended_keep_no_other_from_uploading():
+    rig = Rig()
+    dead = range(2 * MAX_UPLOADS)
+    for handle in dead:
+        rig.send(handle, tensor=LARGE)
+    await until(lambda: len(rig.stub.uploads) == MAX_UPLOADS)
+    for handle in dead:
+        rig.sender.forget(handle)
+    rig.send(100, tensor=LARGE)
+    await until(lambda: len(rig.stub.uploads) == MAX_UPLOADS + 1)
+    rig.stub.may_answer.set()
+    await until(lambda: bool(rig.sent))
+    assert [entry.handle for entry in rig.sent] == [100]
+
+
+async def test_an_upload_goes_on_for_those_of_its_requests_that_have_not_ended():
+    rig = Rig()
+    rig.send(1, 2, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.sender.forget(1)
+    rig.stub.may_answer.set()
+    await until(lambda: bool(rig.sent))
+    assert [entry.handle for entry in rig.sent] == [2]
+    assert len(rig.stub.uploads) == 1
+
+
+async def test_an_upload_that_fails_fails_those_of_its_requests_that_have_not_ended():
+    rig = Rig()
+    rig.send(1, 2, 3, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.sender.forget(2)
+    rig.stub.error = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="full"
+    )
+    rig.stub.may_answer.set()
+    await until(lambda: bool(rig.failed))
+    assert [handle for handle, _ in rig.failed] == [1, 3]
+
+
+async def test_a_request_that_ends_as_its_upload_does_is_not_sent():
+    rig = Rig()
+    rig.send(1, tensor=LARGE)
+    await until(lambda: bool(rig.stub.uploads))
+    rig.stub.may_answer.set()
+    rig.sender.forget(1)
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+    assert (rig.sent, rig.failed) == ([], [])
 
 
 async def test_nothing_is_sent_to_an_engine_that_was_lost_meanwhile():

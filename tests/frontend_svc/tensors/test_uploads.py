@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -164,6 +165,25 @@ async def test_an_upload_that_is_stopped_ends_as_such() -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(running, WAIT_S)
+
+
+async def test_uploads_that_are_stopped_leave_their_places_to_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with rig_with_store() as rig:
+        rig.store.may_read.clear()
+        stopped = [rig.start(tensor_of(seed)) for seed in range(2 * MAX_UPLOADS)]
+        await rig.store.until_running(MAX_UPLOADS)
+        for running in stopped:
+            running.cancel()
+        await asyncio.wait(stopped)
+        rig.store.may_read.set()
+        await asyncio.wait_for(rig.uploads.upload(tensor_of(99)), WAIT_S)
+        assert all(running.cancelled() for running in stopped)
+        assert tensor_of(99).digest in rig.store.stored
+    del stopped, running
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_no_more_uploads_run_at_once_than_leave_room_for_other_frontends() -> None:
