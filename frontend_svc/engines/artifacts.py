@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 60.0
 _MAX_FILE_BYTES = 256 * 1024 * 1024
-# Old digests are forgotten first; a frontend rarely sees more than a few models in its life.
-_MAX_FILES = 64
+# Old digests are forgotten first, of files and of tokenizers; a frontend rarely sees more than a few models
+# in its life. Models in use hold what they need.
+MAX_FILES = 64
 
 
 class ArtifactError(Exception):
@@ -100,14 +101,21 @@ class ArtifactStore:
             )
             # In a thread of its own: the digest of many megabytes, and then parsing, take up to seconds.
             key = await loop.run_in_executor(None, lambda: files.key)
-            if key not in self._tokenizers:
+            tokenizer = self._tokenizers.get(key)
+            if tokenizer is None:
                 tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
                 # The workers read it as well before the first request comes.
                 await self._workers.load(files)
-                self._tokenizers.setdefault(key, tokenizer)
         except (ValueError, OSError, ServiceError) as error:
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
-        return key, self._tokenizers[key]
+        return key, self._remember(key, tokenizer)
+
+    def _remember(self, key: str, tokenizer: ModelTokenizer) -> ModelTokenizer:
+        """Keep `tokenizer`, or what another engine of the same files brought meanwhile; returns that."""
+        kept = self._tokenizers[key] = self._tokenizers.pop(key, tokenizer)
+        while len(self._tokenizers) > MAX_FILES:
+            self._tokenizers.pop(next(iter(self._tokenizers)))
+        return kept
 
     async def _tokenizer_json(self, contents: Mapping[int, bytes]) -> bytes:
         given = (
@@ -136,7 +144,7 @@ class ArtifactStore:
             fetched = await _download(missing, stub)
             known.update(fetched)
             self._files |= fetched
-            while len(self._files) > _MAX_FILES:
+            while len(self._files) > MAX_FILES:
                 self._files.pop(next(iter(self._files)))
         return {artifact.kind: known[artifact.sha256] or b"" for artifact in artifacts}
 
