@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from frontend_svc.tensors.wire_tensor import WireTensor
-from service_kit.errors import Internal, ResourceExhausted, ServiceError, Unavailable, from_rpc_error
+from service_kit.errors import (
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    from_rpc_error,
+)
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 # Half of what an engine takes at once: other frontends upload too.
@@ -56,6 +63,9 @@ class Uploads:
                 async with self._slots:
                     await self._try(tensor, pause_s=_HEADER_PAUSE_S if num_tries > 1 else 0.0)
                 return
+            except DeadlineExceeded as error:
+                # The limit is ours or the engine's: a client may have no deadline at all.
+                raise Unavailable(f"a tensor did not get to its engine in time: {error.message}") from error
             except ServiceError as error:
                 if num_tries == MAX_TRIES or not await self._may_try_again(error, num_replaced):
                     raise

@@ -15,7 +15,14 @@ import pytest
 
 from frontend_svc.tensors.uploads import MAX_TRIES, MAX_UPLOADS, Uploads
 from frontend_svc.tensors.wire_tensor import WireTensor
-from service_kit.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable, to_status
+from service_kit.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    to_status,
+)
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
@@ -211,6 +218,15 @@ async def test_an_upload_that_is_refused_again_and_again_fails() -> None:
         with pytest.raises(ResourceExhausted, match="full"):
             await asyncio.wait_for(rig.uploads.upload(tensor_of(1)), WAIT_S)
         assert rig.store.num_calls == MAX_TRIES
+
+
+async def test_an_upload_that_takes_too_long_fails_as_one_that_may_go_elsewhere() -> None:
+    async with rig_with_store() as rig:
+        # The limit of the upload, whether it ends here or there, and none that a client has set.
+        rig.store.refusals = [DeadlineExceeded("the upload took more than 30 s")]
+        with pytest.raises(Unavailable, match="the upload took more than 30 s"):
+            await asyncio.wait_for(rig.uploads.upload(tensor_of(1, num_bytes=1)), WAIT_S)
+        assert rig.store.num_calls == 1
 
 
 @pytest.mark.parametrize("error", [InvalidArgument("wrong"), ResourceExhausted("too large for ever")])
