@@ -22,6 +22,7 @@ from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.engines.step_watch import StepWatch
 from frontend_svc.engines.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
+from frontend_svc.engines.unread_ready import UnreadReady
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
@@ -84,6 +85,7 @@ class EngineClient:
         self._stream: EngineStream | None = None
         self._steps = StepWatch()
         self._pause = ReconnectPause(clock)
+        self._unread = UnreadReady()
         self._is_loaded = False
         self._lost_at = 0.0
         self._is_closing = False
@@ -220,7 +222,9 @@ class EngineClient:
         self.engine_id = self._line.ack.engine_id
         self.account.meet(self._line.ack.engine_epoch)
         self.account.place(dp_rank=self._line.ack.dp_rank)
-        self._is_loaded &= is_resumed
+        if not is_resumed:
+            self._unread.forget()
+            self._is_loaded = False
         if self._line.ack.engine_epoch != epoch:
             self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
@@ -254,9 +258,8 @@ class EngineClient:
         """Read the stream until it is lost; why it is, to be raised where none of the tasks is known."""
         stub = self._line.stub
         self._stream = stream
-        readies: asyncio.Queue[session_pb2.Ready] = asyncio.Queue()
-        messages = asyncio.ensure_future(stream.run(lambda message: self._dispatch(message, readies)))
-        loading = asyncio.ensure_future(self._load(readies, stub))
+        messages = asyncio.ensure_future(stream.run(self._dispatch))
+        loading = asyncio.ensure_future(self._load(stub))
         try:
             # Loading ends alone only by a fault; the stream never ends without one.
             tasks = (messages, loading)
@@ -268,12 +271,11 @@ class EngineClient:
             await asyncio.gather(messages, loading, return_exceptions=True)
             self._line.session.last_seq = stream.last_seq
 
-    async def _load(
-        self, readies: asyncio.Queue[session_pb2.Ready], stub: engine_pb2_grpc.EngineCoreServiceStub
-    ) -> None:
+    async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         while True:
-            ready = await readies.get()
+            ready = await self._unread.get()
             self.model = await self._artifacts.model_of(ready, stub)
+            self._unread.note_read(ready)
             self.account.place(block_size=ready.block_size)
             self._is_loaded = True
             self._become_ready()
@@ -282,9 +284,7 @@ class EngineClient:
         if self.state is EngineState.LOADING and self._is_loaded and self._steps.hung_step is None:
             self._move_to(EngineState.READY)
 
-    async def _dispatch(
-        self, message: engine_pb2.ConnectResponse, readies: asyncio.Queue[session_pb2.Ready]
-    ) -> None:
+    async def _dispatch(self, message: engine_pb2.ConnectResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "step":
             await self._take_step(message.step)
@@ -305,7 +305,7 @@ class EngineClient:
             self.account.send(message.adopted.handle, 0)
             self.adoptions.take(message.adopted)
         elif kind == "ready":
-            readies.put_nowait(message.ready)
+            self._unread.put(message.ready)
             if self.state is EngineState.DRAINING:
                 self._move_to(EngineState.LOADING)
                 self._become_ready()

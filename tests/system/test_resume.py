@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import random
@@ -17,7 +18,7 @@ from frontend_svc.output.collector import Ending, EndReason
 from service_kit.clock import MonotonicClock
 from service_kit.errors import ServiceError
 from tests.engine_svc.fakes import expected_tokens, make_scheduler
-from tests.engine_svc.service_rig import ServiceRig, make_entry, prompt_of, serving
+from tests.engine_svc.service_rig import ServiceRig, make_entry, make_facts, prompt_of, serving
 from tests.system.wire_proxy import WireProxy, proxied
 from triptych.engine.v1 import engine_pb2
 
@@ -74,10 +75,26 @@ class NoFiles:
         return ready.model_name
 
 
+class SlowFiles:
+    """An artifact store that has read a model once its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.num_begun = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    async def model_of(self, ready, stub):
+        self.num_begun += 1
+        self.on_change()
+        await self.gate.wait()
+        self.on_change()
+        return ready.fingerprint.weights_sha256
+
+
 class Rig:
     """One client of one engine, through a proxy."""
 
-    def __init__(self, engine: ServiceRig, proxy: WireProxy) -> None:
+    def __init__(self, engine: ServiceRig, proxy: WireProxy, files: NoFiles | SlowFiles) -> None:
         self.engine = engine
         self.proxy = proxy
         self.states: list[EngineState] = []
@@ -86,7 +103,7 @@ class Rig:
         self.client = EngineClient(
             proxy.address,
             FrontendIdentity("f", 1),
-            NoFiles(),  # type: ignore[arg-type]
+            files,  # type: ignore[arg-type]
             MonotonicClock(),
             on_change=lambda client: self._note(client.state),
         )
@@ -127,17 +144,24 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def connected(
-    engine: ServiceRig, *, next_cut: Callable[[], int | None] = lambda: None
+    engine: ServiceRig,
+    *,
+    next_cut: Callable[[], int | None] = lambda: None,
+    files: SlowFiles | None = None,
 ) -> AsyncIterator[Rig]:
-    """The engine is served, and its client is ready."""
+    """The engine is served, and its client is ready, or as far as its files let it be."""
     async with serving(engine), proxied(engine.address, next_cut=next_cut) as proxy:
-        rig = Rig(engine, proxy)
+        rig = Rig(engine, proxy, files or NoFiles())
+        if files is not None:
+            files.on_change = rig.changed
         # Both sides are in this process: a collection through all that other tests have left in it may take
         # longer than a stream is waited for. And a connection that only a collection ends is one too many.
         gc.disable()
         rig.client.start()
         try:
-            await rig.until_state(EngineState.READY)
+            await rig.until(
+                lambda: (EngineState.READY if files is None else EngineState.LOADING) in rig.states
+            )
             yield rig
         finally:
             proxy.gate.set()
@@ -267,6 +291,36 @@ async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another
         await rig.until(lambda: after.is_over)
         assert len(after.token_ids) == _NUM_TOKENS
         assert rig.client.stale_outputs == 0
+
+
+async def test_a_stream_that_breaks_while_a_model_is_read_keeps_no_engine_loading():
+    files, engine = SlowFiles(), large_engine()
+    async with connected(engine, files=files) as rig:
+        await rig.until(lambda: files.num_begun == 1)
+        rig.proxy.cut()
+        await rig.until(lambda: EngineState.DOWN in rig.states)
+        files.gate.set()
+        # The session goes on, in which the engine has said already that it is ready.
+        await rig.until_state(EngineState.READY)
+        assert engine.servicer.num_sessions + engine.servicer.num_parked_sessions == 1
+        assert files.num_begun == 2
+
+
+async def test_what_an_engine_has_become_is_read_although_its_stream_is_replaced_meanwhile():
+    files, engine, weights = SlowFiles(), large_engine(), "ff" * 32
+    files.gate.set()
+    async with connected(engine, files=files) as rig:
+        await rig.until_state(EngineState.READY)
+        files.gate.clear()
+        facts = make_facts()
+        fingerprint = dataclasses.replace(facts.fingerprint, weights_sha256=weights)
+        engine.engine.renew(dataclasses.replace(facts, fingerprint=fingerprint))
+        await rig.until(lambda: files.num_begun == 2)
+        rig.proxy.cut()
+        await rig.until(lambda: EngineState.RECONNECTING in rig.states)
+        files.gate.set()
+        await rig.until(lambda: rig.client.model == weights)
+        assert (rig.client.state, EngineState.DOWN in rig.states) == (EngineState.READY, False)
 
 
 async def test_a_bug_in_what_takes_outputs_costs_a_stream_and_not_the_engine():

@@ -43,6 +43,37 @@ async def test_a_loading_engine_gets_nothing_until_it_is_ready():
     assert engine.goodbyes == ["the frontend stops"]
 
 
+class SlowFiles(FakeEngine):
+    """Gives its files once `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.num_asked = 0
+
+    async def GetArtifacts(self, request, context):
+        self.num_asked += 1
+        self._notify()
+        await self.gate.wait()
+        async for response in super().GetArtifacts(request, context):
+            yield response
+
+
+async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_before():
+    engine = SlowFiles()
+    async with serving(engine, waits_ready=False) as (client, frontend):
+        await engine.wait(lambda: engine.num_asked == 1)
+        await engine.kill()
+        engine.is_ready = False
+        engine.gate.set()
+        await engine.start(engine.address)
+        await engine.wait(lambda: engine.num_heartbeats == 2)
+        (engine_client,) = frontend.directory.clients()
+        assert (engine_client.state, engine.num_asked) == (EngineState.LOADING, 1)
+        engine.become_ready()
+        await client.wait_ready()
+
+
 async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
