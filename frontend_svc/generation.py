@@ -12,7 +12,7 @@ from frontend_svc.caller import Caller, too_late
 from frontend_svc.drain import Drain
 from frontend_svc.engines.client import EngineClient
 from frontend_svc.engines.directory import Directory
-from frontend_svc.engines.loss import LossKind
+from frontend_svc.engines.loss import LossKind, refusal_of_begun
 from frontend_svc.engines.routing.affinity import prefix_hash
 from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.failover import Failover, Moves, Wish
@@ -207,7 +207,9 @@ class OpenRequest:
             client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
         has_begun = any(state.has_begun or state.num_prompt_told for state in self.states)
         for state in self.states:
-            state.keeps_cached = has_begun
+            state.is_continued = has_begun
+        if cause is LossKind.REFUSED and has_begun:
+            error = refusal_of_begun(client.address, error)
         had_output = self.num_sampled_tokens > self._num_sent_tokens
         self._moves.lose(cause, error, has_begun=has_begun, had_output=had_output)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from service_kit.errors import Unavailable
+from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
 
 ENGINE_LOST = "ENGINE_LOST"
+NOT_CONTINUED = "NOT_CONTINUED"
 RETRY_AFTER_MS = 1000
 
 
@@ -36,3 +37,17 @@ class Loss:
             reason=ENGINE_LOST,
             retry_after_ms=RETRY_AFTER_MS,
         )
+
+
+def refusal_of_begun(address: str, error: ServiceError) -> ServiceError:
+    """What the client of a request that another engine had begun is told, where nobody goes on with it.
+
+    `error` is what the engine at `address` says, which has other limits: it was no mistake of the client's.
+    """
+    if isinstance(error, Unavailable | ResourceExhausted):
+        return error
+    return Unavailable(
+        f"the engine at {address} does not go on with what another began: {error.message}",
+        reason=NOT_CONTINUED,
+        retry_after_ms=RETRY_AFTER_MS,
+    )

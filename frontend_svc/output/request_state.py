@@ -11,7 +11,7 @@ from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
+from service_kit.errors import ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 
 
@@ -26,7 +26,7 @@ class RequestState:
     __slots__ = (
         "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_prompt",
         "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended",
-        "keeps_cached", "last_output_at_ns", "num_prompt_told", "on_lost", "on_output", "output_token_ids",
+        "is_continued", "last_output_at_ns", "num_prompt_told", "on_lost", "on_output", "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,8 +54,7 @@ class RequestState:
         self.num_prompt_told = 0  # places of the prompt whose log probabilities are told
         self.output_token_ids = array("I")
         self.has_ended = False
-        # Once the prompt's share from the cache was told, it stays what the first engine said.
-        self.keeps_cached = False
+        self.is_continued = False  # whether its group has begun in an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
         self.detokenize_ns = 0
@@ -110,15 +109,14 @@ class RequestState:
 
     def note_cached(self, num_cached_tokens: int) -> None:
         """Take how much of the prompt came from the prefix cache."""
-        if not self.keeps_cached:
+        # Once it was told, it stays what the first engine said.
+        if not self.is_continued:
             self.collector.note_cached(num_cached_tokens)
 
     def fail(self, error: ServiceError) -> None:
         """End with `error`, which the reader gets next, or go on elsewhere where that may help."""
-        # Too many there is an answer to who comes, and none to who has been given output already.
-        may_go_on = isinstance(error, Unavailable) or (
-            self.has_begun and isinstance(error, ResourceExhausted)
-        )
+        # One engine took it already: another that does not has other limits, or has reached them.
+        may_go_on = isinstance(error, Unavailable) or self.is_continued
         if self.on_lost is not None and may_go_on:
             self.on_lost(LossKind.REFUSED, error)
         else:

@@ -128,6 +128,15 @@ async def test_what_no_engine_would_take_ends_it():
         await request.collector.get()
 
 
+async def test_what_an_engine_has_begun_goes_on_whatever_another_says():
+    request, told = state(), []
+    request.on_lost = lambda cause, error: told.append((cause, error.reason))
+    request.is_continued = True
+    request.fail(InvalidArgument("too many", reason="INVALID_REQUEST"))
+    assert told == [(LossKind.REFUSED, "INVALID_REQUEST")]
+    assert not request.collector.has_ended
+
+
 async def test_the_next_output_is_told_once():
     request, told = state(), []
     request.on_output = lambda: told.append(request.num_output_tokens)
@@ -139,7 +148,7 @@ async def test_the_next_output_is_told_once():
 async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
     request = state()
     request.note_cached(16)
-    request.keeps_cached = True
+    request.is_continued = True
     request.note_cached(32)
     assert request.collector.num_cached_tokens == 16
 
