@@ -182,9 +182,10 @@ class Moves:
         """Equal for requests that the same engines could take."""
         wish, origin = self._wish, self._origin
         # What else is told for routing says which engine is better, not which would do.
-        rank, num_requests = wish.routing.data_parallel_rank, wish.routing.num_requests
+        routing = wish.routing
+        needs = routing.data_parallel_rank, routing.num_requests, routing.has_embeds
         refused_by = frozenset(map(id, self._refused_by))
-        return id(wish.model), rank, num_requests, wish.is_exact, id(origin), refused_by
+        return id(wish.model), *needs, wish.is_exact, id(origin), refused_by
 
     def start(self) -> None:
         """Send it for the first time, at once or when an engine is back that was lost a moment ago.
@@ -348,7 +349,10 @@ class Moves:
 
     def _is_refused_by_all(self) -> bool:
         self.forgive()
-        ready = self._failover.directory.ready_for(self._wish.model, is_exact=self._wish.is_exact)
+        wish = self._wish
+        ready = self._failover.directory.ready_for(
+            wish.model, is_exact=wish.is_exact, has_embeds=wish.routing.has_embeds
+        )
         return bool(ready) and self._refused_by.issuperset(ready)
 
     def _pass_over(self) -> None:

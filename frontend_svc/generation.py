@@ -262,7 +262,7 @@ class Generation:
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
-            model = self._directory.model(request.model)
+            model = self._directory.model(request.model, has_embeds=prompt.field == "embeds")
             prepared = await self._prepare(request, prompt, model, caller, trace)
             self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
             opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked)
@@ -367,6 +367,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
         # Ids that stand for embeddings tell nothing of what two prompts have in common.
         prefix_hash=b"" if prepared.tensors else prefix_hash(prepared.prompt_token_ids),
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+        has_embeds=bool(prepared.tensors),
     )
 
 

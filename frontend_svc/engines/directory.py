@@ -93,21 +93,25 @@ class Directory:
         """True when at least one engine takes requests."""
         return any(client.state is EngineState.READY for client in self._clients.values())
 
-    def models(self) -> dict[str, ServedModel]:
-        """The models of ready engines by name, each as the engine that is ready for longest knows it."""
-        return {
-            client.model.name: client.model for client in reversed(self._ready()) if client.model is not None
-        }
+    def models(self, *, has_embeds: bool = False) -> dict[str, ServedModel]:
+        """The models of ready engines by name, each as the engine that is ready for longest knows it.
 
-    def model(self, name: str) -> ServedModel:
+        With `has_embeds` the engines that take prompts of embeddings come before the others.
+        """
+        models = [client.model for client in reversed(self._ready()) if client.model is not None]
+        models.sort(key=lambda model: has_embeds and model.takes_prompt_embeds)
+        return {model.name: model for model in models}
+
+    def model(self, name: str, *, has_embeds: bool = False) -> ServedModel:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
+        With `has_embeds` it is one for a prompt of embeddings, if there is one.
         Raises NotFound, InvalidArgument for an empty name that could mean several, Unavailable when no
         engine is ready.
         """
         now = self._clock.now()
         expected = {known: model for known, (model, until) in self._expected.items() if until > now}
-        models = expected | self.models()
+        models = expected | self.models(has_embeds=has_embeds)
         if not models:
             raise self._nothing_ready()
         if name in models:
@@ -130,10 +134,16 @@ class Directory:
         _, until = self._expected.get(model.name, (None, 0.0))
         return until if until > self._clock.now() else None
 
-    def ready_for(self, model: ServedModel, *, is_exact: bool = False) -> list[EngineClient]:
-        """The ready engines that serve `model`; with `is_exact` those that continue what another began."""
+    def ready_for(
+        self, model: ServedModel, *, is_exact: bool = False, has_embeds: bool = False
+    ) -> list[EngineClient]:
+        """The ready engines that serve `model`; with `is_exact` those that continue what another began.
+
+        With `has_embeds` those that take prompts of embeddings.
+        """
         serves = _is_equal if is_exact else _serves
-        return [client for client in self._ready() if serves(client, model)]
+        ready = [client for client in self._ready() if serves(client, model)]
+        return list(filter(_takes_embeds, ready)) if has_embeds else ready
 
     def pick(
         self,
@@ -148,7 +158,8 @@ class Directory:
         Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
         Unavailable when none is ready.
         """
-        ready = list(filter(is_allowed, self.ready_for(model, is_exact=is_exact)))
+        able = self.ready_for(model, is_exact=is_exact, has_embeds=request.has_embeds)
+        ready = list(filter(is_allowed, able))
         clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
         # In one order on every frontend, whoever was told of which engine first.
         infos = [clients[address].info() for address in sorted(clients)]
@@ -175,6 +186,12 @@ class Directory:
             raise Unavailable(
                 f"no engine of data_parallel_rank {data_parallel_rank} is ready; ready ranks: {ranks}",
                 reason="RANK_NOT_READY",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if not able and self.ready_for(model, is_exact=is_exact):
+            raise Unavailable(
+                f"no engine of model {model.name!r} that takes embeds is ready",
+                reason="EMBEDS_NOT_READY",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         raise self._nothing_ready()
@@ -256,6 +273,10 @@ def _is_equal(client: EngineClient, model: ServedModel) -> bool:
         and mine.max_model_len == model.max_model_len
         and mine.fingerprint == model.fingerprint
     )
+
+
+def _takes_embeds(client: EngineClient) -> bool:
+    return client.model is not None and client.model.takes_prompt_embeds
 
 
 def _valid_address(address: str) -> str:

@@ -52,6 +52,7 @@ class RoutingRequest:
     prefix_hash: bytes = b""  # of the prompt's first blocks, see `prefix_hash`; empty: too short
     affinity_key: str = ""  # requests with the same one have to meet in one engine; empty: none
     data_parallel_rank: int | None = None  # the client's choice; None: ours
+    has_embeds: bool = False  # its prompt is embeddings in some places, which not every engine takes
 
 
 class RoutingPolicy(Protocol):
