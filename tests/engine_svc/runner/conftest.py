@@ -1,4 +1,4 @@
-"""Loaded tiny models, each made once."""
+"""Tiny models, each made once."""
 
 from __future__ import annotations
 
@@ -68,3 +68,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint("llama", folder)
+    return folder

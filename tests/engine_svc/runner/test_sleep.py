@@ -3,110 +3,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from engine_svc.build import build_core
-from engine_svc.cache.attention import FullAttention
-from engine_svc.cache.config import CacheConfig
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.facts import ModelFacts
-from engine_svc.model.loader import LoadWishes, load_model
-from engine_svc.request import Request
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
-from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.model.loader import load_model
 from engine_svc.runner.parked_memory import NoRoom
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.scheduler.config import SchedulerConfig
-from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
+from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
 from tests.engine_svc.runner.test_parked_memory import FullDevice
-
-BLOCK_SIZE = 4
-NUM_BLOCKS = 128
-WISHES = LoadWishes(num_threads=1, device="cpu")
-
-
-@dataclass
-class Rig:
-    """A scheduler over a runner, and the folder that its weights come from."""
-
-    folder: Path
-    loads: list[Path] = field(default_factory=list)
-    is_full: bool = False  # whether weights find no memory
-
-    def __post_init__(self) -> None:
-        model, facts = self.load(self.folder)
-        self.loads.clear()
-        self.kv = KVTensors(facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, bytes_per_block=0))
-        sizes = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
-        source = WeightSource(self.folder, self.load, lambda model: None)
-        ops = load_model(self.folder, WISHES).ops
-        self.runner = ModelRunner(model, facts, self.kv, sizes, ops, source=source)
-        self.core = build_core(
-            SchedulerConfig(max_model_len=MAX_POSITION, max_num_seqs=8),
-            CacheConfig(NUM_BLOCKS, (FullAttention(BLOCK_SIZE),)),
-        )
-
-    def load(self, folder: Path) -> tuple[Model, ModelFacts]:
-        if self.is_full:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.loads.append(folder)
-        loaded = load_model(folder, WISHES)
-        return loaded.model, loaded.facts
-
-    @property
-    def kv_bytes(self) -> int:
-        return sum(stack.untyped_storage().nbytes() for stack in self.kv.stacks)
-
-    def add(self, request_id: str, max_tokens: int = 12) -> Request:
-        prompt = [3 + (7 * index) % (VOCAB_SIZE - 3) for index in range(30)]
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        request = Request(request_id, prompt, len(prompt), sampling)
-        self.core.scheduler.add(request)
-        return request
-
-    def step(self) -> None:
-        scheduler = self.core.scheduler
-        plan = scheduler.schedule(0.0)
-        scheduler.update(plan, self.runner.execute(plan).result(), 0.0)
-
-    def generate(self, request_id: str) -> list[int]:
-        request = self.add(request_id)
-        while self.core.scheduler.has_work:
-            self.step()
-        return request.token_ids[30:]
-
-    def forget(self) -> None:
-        assert self.core.scheduler.reset_prefix_cache(0.0, reset_running=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    make_checkpoint("llama", folder)
-    return folder
 
 
 @pytest.fixture
 def rig(checkpoint: Path, tmp_path: Path) -> Rig:
     return Rig(Path(shutil.copytree(checkpoint, tmp_path / "model")))
-
-
-def change(folder: Path, scale: float = -0.5) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.mlp.down_proj.weight"] *= scale
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -293,77 +210,6 @@ def test_a_wake_whose_weights_find_no_room_leaves_all_asleep(rig):
     assert rig.generate("after") == before
 
 
-def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_path):
-    old = rig.generate("old")
-    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
-    change(changed)
-    expected = Rig(changed).generate("expected")
-    assert expected != old
-    facts = rig.runner.reload_weights(changed)
-    rig.forget()
-    assert facts.weights_digest == load_model(changed, WISHES).facts.weights_digest
-    assert rig.generate("new") == expected
-    # Where it is asked for no other folder, it is that one from now on.
-    rig.runner.reload_weights()
-    assert rig.loads == [changed, changed]
-    rig.runner.sleep(2)
-    rig.forget()
-    rig.runner.wake()
-    assert rig.generate("newer") == expected
-
-
-def test_weights_changed_in_place_are_reloaded(rig):
-    old = rig.generate("old")
-    change(rig.folder)
-    rig.runner.reload_weights()
-    rig.forget()
-    assert rig.generate("new") != old
-
-
-def test_weights_are_reloaded_while_asleep_and_the_rest_stays_so(rig, checkpoint, tmp_path):
-    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
-    change(changed)
-    rig.runner.sleep(2)
-    rig.runner.reload_weights(changed)
-    assert rig.kv_bytes == 0
-    rig.runner.wake()
-    assert rig.loads == [changed]
-    assert rig.generate("new") == Rig(changed).generate("expected")
-
-
-def _missing(folder: Path) -> Path:
-    return folder / "nowhere"
-
-
-def _truncated(folder: Path) -> Path:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    return folder
-
-
-def _of_another_form(folder: Path) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (_missing, "is not a folder"),
-        (_truncated, "cannot be read"),
-        (_of_another_form, "has max_position 64, the weights to replace have 160"),
-    ],
-)
-def test_a_reload_that_fails_leaves_the_old_weights(rig, checkpoint, tmp_path, spoil: Callable, reason):
-    before = rig.generate("before")
-    other = spoil(Path(shutil.copytree(checkpoint, tmp_path / "other")))
-    with pytest.raises(CheckpointError, match=reason):
-        rig.runner.reload_weights(other)
-    rig.forget()
-    assert rig.generate("after") == before
-
-
 def test_decode_steps_are_recorded_again_for_the_model_that_came_back(rig):
     class Graphs:
         def __init__(self, model: Model) -> None:
@@ -382,12 +228,3 @@ def test_decode_steps_are_recorded_again_for_the_model_that_came_back(rig):
     resident.reload()
     assert resident.graphs is not recorded
     assert resident.graphs.model is resident.awake_model()
-
-
-def test_facts_say_which_weights_are_there(rig):
-    model, facts = rig.load(rig.folder)
-    other = replace(facts, weights_digest="other")
-    source = WeightSource(rig.folder, lambda folder: (model, other), lambda model: None)
-    resident = Resident(model, facts, rig.kv, source=source)
-    assert resident.reload() is other
-    assert resident.facts is other
