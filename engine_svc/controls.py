@@ -17,7 +17,7 @@ from engine_svc.no_lockstep import NoLockstep
 from engine_svc.pause import Part, Standstill, StandstillState
 from engine_svc.runner.control import RanksDisagree, Refused
 from engine_svc.runner.rank_watch import RankLost
-from engine_svc.runner.sleep import WakeTag
+from engine_svc.runner.sleep import WakeTag, WeightsLost
 from engine_svc.scheduler.config import PauseState
 from service_kit.clock import Clock
 from service_kit.errors import FailedPrecondition, InvalidArgument
@@ -96,7 +96,7 @@ class ControlledRunners(Protocol):
         ...
 
     def reload_weights(self, folder: Path | None) -> str:
-        """Put other weights in place; their digest."""
+        """Put other weights in place; their digest. WeightsLost where there are none any more."""
         ...
 
     def start_profile(self, folder: Path, prefix: str) -> Sequence[Path]:
@@ -191,7 +191,9 @@ class EngineControls:
         """Put the weights of `folder`, None: those of the same one again, in place of the present ones.
 
         Nothing may run, or all has to be held: then what is held computes its tokens anew, by the new ones. A
-        refusal leaves the old ones, and no cache.
+        refusal leaves the old ones, and no cache. One with the reason WEIGHTS_LOST leaves none, and what an
+        error that nobody has foreseen leaves is not known: the engine sleeps then, until it is woken, which
+        can be as soon as its folder can be loaded again, or until it is updated from another.
         """
         # Ranks that meet compare their weights.
         self._held.lockstep.check_still(or_apart=True)
@@ -202,8 +204,7 @@ class EngineControls:
                 f"{num_running} requests run: pause the engine first", reason="ENGINE_BUSY"
             )
         self.reset_prefix_cache(reset_running=True)
-        with _refusals():
-            digest = self._runners.reload_weights(folder)
+        digest = self._reload(folder)
         self._weights_folder = folder or self._weights_folder
         self.standstill.note_awake((Part.WEIGHTS,))
         if version:
@@ -214,6 +215,25 @@ class EngineControls:
         """Memory that each rank holds on its device, in bytes."""
         with _refusals():
             return list(self._runners.num_bytes_in_use())
+
+    def _reload(self, folder: Path | None) -> str:
+        try:
+            with _refusals():
+                return self._runners.reload_weights(folder)
+        except (FailedPrecondition, EngineBroken):
+            raise
+        except WeightsLost as error:
+            self.standstill.note_away((Part.WEIGHTS,))
+            logger.error("weights lost", extra={"cause": str(error)})
+            raise FailedPrecondition(
+                "the engine has no weights and sleeps: make its folder as it was and wake it, or update its "
+                f"weights from one that can be loaded: {error}",
+                reason="WEIGHTS_LOST",
+            ) from error
+        except Exception:
+            # What an error that nobody has foreseen leaves on the device is not known.
+            self.standstill.note_away((Part.WEIGHTS,))
+            raise
 
 
 @dataclass(frozen=True, slots=True)

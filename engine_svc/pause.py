@@ -196,6 +196,17 @@ class Standstill:
             self._enter(StandstillState.PAUSED)
             self._go_home()
 
+    def note_away(self, parts: Collection[Part]) -> None:
+        """These parts are gone by an accident: nothing runs before they are woken.
+
+        No request may hold blocks.
+        """
+        self._dismiss_waiters("the engine has lost what a step needs, and sleeps until it is woken")
+        self._asleep = self._asleep.union(parts)
+        if self._state is not StandstillState.ASLEEP:
+            self._enter(StandstillState.PAUSED)
+            self._enter(StandstillState.ASLEEP)
+
     def drop_cancelled(self) -> None:
         """Forget who gave up waiting; where nobody is left, the engine goes on as before."""
         self._waiters = [waiter for waiter in self._waiters if not waiter.answer.cancelled()]

@@ -12,9 +12,10 @@ from typing import Protocol
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.executor import Call
 from engine_svc.runner.memory import num_bytes_in_use
-from engine_svc.runner.sleep import WakeTag
+from engine_svc.runner.sleep import WakeTag, WeightsLost
 
 _REFUSAL = "refusal"
+_LOSS = "loss"
 
 
 class Refused(ValueError):
@@ -22,7 +23,7 @@ class Refused(ValueError):
 
 
 class RanksDisagree(RuntimeError):
-    """Some ranks did what others refused: they no longer hold one model, and the engine has to end."""
+    """Some ranks did what others refused, or otherwise: they hold no model together; the engine ends."""
 
 
 class ControlledRunner(Protocol):
@@ -112,13 +113,14 @@ class RunnerControl:
     def reload_weights(self, folder: Path | None = None) -> str:
         """Put the weights of `folder`, or the present ones' anew, in place; returns their digest.
 
-        What is cached is of the old ones and has to be forgotten. Refused leaves the old ones.
+        What is cached is of the old ones and has to be forgotten. Refused leaves the old ones; WeightsLost
+        leaves none in some ranks, and the old ones in the others: they have to be woken, or reloaded.
         """
-        (digest,) = {
-            str(answer["weights_digest"])
-            for answer in self._ask("reload_weights", folder=None if folder is None else str(folder))
-        }
-        return digest
+        answers = self._ask("reload_weights", folder=None if folder is None else str(folder))
+        digests = {str(answer["weights_digest"]) for answer in answers}
+        if len(digests) > 1:
+            raise RanksDisagree("ranks have different weights: the folder changed while they were read")
+        return digests.pop()
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> list[Path]:
         """Record what steps do from now on; the files, one a rank, that the stop will write."""
@@ -135,12 +137,19 @@ class RunnerControl:
 
     def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
         answers = self._executor.call(name, arguments)
-        refusals = [str(answer[_REFUSAL]) for answer in answers if _REFUSAL in answer]
-        if not refusals:
+        refusals, losses = _all_of(_REFUSAL, answers), _all_of(_LOSS, answers)
+        failures = losses + refusals
+        if not failures:
             return answers
-        if len(refusals) < len(answers):
-            raise RanksDisagree(f"{name} was done by some ranks, and others say: {refusals[0]}")
+        if len(failures) < len(answers):
+            raise RanksDisagree(f"{name} was done by some ranks, and others say: {failures[0]}")
+        if losses:
+            raise WeightsLost(losses[0])
         raise Refused(refusals[0])
+
+
+def _all_of(key: str, answers: Sequence[Mapping[str, object]]) -> list[str]:
+    return [str(answer[key]) for answer in answers if key in answer]
 
 
 def _answering(call: Call) -> Call:
@@ -151,5 +160,7 @@ def _answering(call: Call) -> Call:
             return call(arguments)
         except (ValueError, OSError) as error:
             return {_REFUSAL: str(error)}
+        except WeightsLost as error:
+            return {_LOSS: str(error)}
 
     return answer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,10 @@ _TRANSITIONS: dict[Place, frozenset[Place]] = {
     Place.HOST: frozenset({Place.DEVICE, Place.NOWHERE}),
     Place.NOWHERE: frozenset({Place.DEVICE}),
 }
+
+
+class WeightsLost(RuntimeError):
+    """Neither other weights nor the old ones could be loaded: there are none until a wake or a reload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,9 @@ class Resident:
         """Put the weights of `folder`, by default those of the same as before, in place of the present ones.
 
         Where they cannot be taken, CheckpointError or UnsupportedModel is raised and the old ones are there
-        again. The weights are on the device afterwards, whatever is asleep beside them.
+        again; WeightsLost where these cannot be loaded either, e.g. from a folder that was overwritten: then
+        they are asleep. After any other error the weights are the old ones, or asleep. The new ones are on
+        the device, whatever is asleep beside them.
         """
         if self._source is None:
             raise ValueError("weights cannot be reloaded: there is nothing to load them from")
@@ -153,18 +160,39 @@ class Resident:
             self._give_up_weights()
             return_free_memory(self._kv.device)
         try:
-            self._take(*self._loaded(source))
-        except (ValueError, OSError):
+            self._take_new(source)
+        except (ValueError, OSError) as error:
             if had_weights:
-                self._bring_back_weights()
-                self._record_again()
+                self._return_to_old(error)
             raise
-        self._source = source
-        self._record_again()
         logger.info(
             "weights reloaded", extra={"folder": str(source.folder), "digest": self.facts.weights_digest}
         )
         return self.facts
+
+    def _take_new(self, source: WeightSource) -> None:
+        old = self.facts
+        self._take(*self._loaded(source))
+        try:
+            self._record_again()
+        except Exception:
+            # The caller has heard of no other weights, so it is the old ones that a wake has to find.
+            self._give_up_weights()
+            self.facts = old
+            raise
+        self._source = source
+
+    def _return_to_old(self, error: Exception) -> None:
+        """Bring the weights back that were given up for what `error` has prevented."""
+        # What was read is held by the frames that the error came through: both may be more than fits.
+        _clear_frames(error)
+        return_free_memory(self._kv.device)
+        try:
+            self._bring_back_weights()
+        except (ValueError, OSError) as again:
+            reasons = dict.fromkeys((str(error), str(again)))
+            raise WeightsLost("; ".join(reasons)) from again
+        self._record_again()
 
     def _move(self, part: WakeTag, place: Place) -> None:
         assert place in _TRANSITIONS[self._places[part]], (
@@ -223,3 +251,10 @@ class Resident:
 
 def _form(facts: ModelFacts) -> tuple[object, ...]:
     return facts.architecture, facts.kv_shapes, facts.vocab_size, facts.max_position, facts.dtype
+
+
+def _clear_frames(error: BaseException) -> None:
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
-from service_kit.errors import FailedPrecondition
-from tests.engine_svc.controlled_rig import ABORT, KEEP, NEW_DIGEST, WAIT, controlled, running, tokens_of
+from engine_svc.runner.control import Refused
+from engine_svc.runner.sleep import WeightsLost
+from service_kit.errors import FailedPrecondition, ServiceError
+from tests.engine_svc.controlled_rig import (
+    ABORT,
+    KEEP,
+    NEW_DIGEST,
+    WAIT,
+    Controlled,
+    controlled,
+    running,
+    tokens_of,
+)
 from tests.engine_svc.service_rig import ABORT as ENDED_BY_ABORT
 from tests.engine_svc.service_rig import LENGTH, make_entry
 
@@ -169,3 +181,70 @@ async def test_weights_that_are_loaded_while_it_sleeps_are_awake():
         await engine.call(update_weights={"path": "/models/new"})
         await engine.call(wake={})
     assert engine.runners.asked[2:] == [("wake", {"kv_cache"})]
+
+
+async def test_a_refused_update_leaves_an_engine_that_runs():
+    async with controlled() as engine:
+        engine.runners.error = Refused("/models/new is not a folder")
+        with pytest.raises(FailedPrecondition, match="/models/new is not a folder"):
+            await engine.call(update_weights={"path": "/models/new"})
+        assert not (await engine.call(is_sleeping={})).is_sleeping
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+
+
+async def lose_weights(engine: Controlled, error: Exception) -> ServiceError:
+    """Have an update lose them, and a request come; what the operator is told."""
+    engine.runners.error = error
+    with pytest.raises(ServiceError) as caught:
+        await engine.call(update_weights={"path": "/models/new", "version": "step-2"})
+    await engine.frontend.add(make_entry(1))
+    await engine.pass_by()
+    assert (await engine.call(is_sleeping={})).is_sleeping
+    assert engine.frontend.tokens.get(1, []) == []
+    return caught.value
+
+
+LOSSES = [
+    (WeightsLost("/models/first cannot be read"), "WEIGHTS_LOST", "wake it.*first cannot be read"),
+    (KeyError("rope"), "INTERNAL", "see the engine's log"),
+]
+
+
+@pytest.mark.parametrize(("error", "reason", "told"), LOSSES)
+async def test_without_weights_requests_wait_until_they_are_woken(error, reason, told):
+    async with controlled() as engine:
+        failure = await lose_weights(engine, error)
+        assert failure.reason == reason
+        assert re.search(told, failure.message)
+        engine.runners.error = Refused("/models/first cannot be read")
+        with pytest.raises(FailedPrecondition, match="cannot be read"):
+            await engine.call(wake={})
+        assert (await engine.call(is_sleeping={})).is_sleeping
+        await engine.call(wake={})
+        await engine.frontend.until_ended(1)
+        assert (await engine.call(get_weight_version={})).weight_version == ""
+    assert engine.runners.asked == [("wake", {"weights"})]
+    assert engine.frontend.tokens == {1: tokens_of(1, 5)}
+    assert engine.weights == []
+
+
+async def test_without_weights_others_can_be_loaded():
+    async with controlled() as engine:
+        await lose_weights(engine, WeightsLost("/models/first cannot be read"))
+        await engine.call(update_weights={"path": "/models/new", "version": "step-3"})
+        await engine.frontend.until_ended(1)
+        assert not (await engine.call(is_sleeping={})).is_sleeping
+    assert engine.weights == [(Path("/models/new"), NEW_DIGEST)]
+
+
+async def test_a_paused_engine_that_lost_its_weights_is_paused_again_after_waking():
+    async with controlled() as engine:
+        await engine.pause(KEEP)
+        await lose_weights(engine, WeightsLost("/models/first cannot be read"))
+        with pytest.raises(FailedPrecondition, match="wake it first"):
+            await engine.resume()
+        await engine.call(wake={})
+        assert (await engine.call(is_paused={})).is_paused
+        await engine.resume()
+        await engine.frontend.until_ended(1)

@@ -201,6 +201,38 @@ def test_after_an_error_that_nobody_has_foreseen_nothing_runs_before_a_wake() ->
     assert rig.machine.state is RUNNING
 
 
+@pytest.mark.parametrize(("before", "after"), [(RUNNING, RUNNING), (PAUSING, RUNNING), (PAUSED, PAUSED)])
+def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(
+    before: StandstillState, after: StandstillState
+) -> None:
+    rig = in_state(before)
+    rig.loop.num_running = 0
+    rig.machine.note_away([Part.WEIGHTS])
+    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({Part.WEIGHTS}))
+    rig.loop.turn()
+    assert rig.loop.held is PauseState.ALL
+    rig.machine.wake()
+    assert rig.machine.state is after
+
+
+def test_what_is_lost_while_it_sleeps_has_to_be_woken_too() -> None:
+    rig = Rig()
+    rig.sleep(0)
+    rig.machine.note_away([Part.WEIGHTS])
+    rig.machine.wake([Part.SCHEDULING])
+    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({Part.WEIGHTS}))
+    rig.machine.wake([Part.WEIGHTS])
+    assert rig.machine.state is RUNNING
+
+
+def test_who_waits_for_a_pause_hears_that_it_fell_asleep_instead() -> None:
+    rig = Rig(num_running=1)
+    waits = rig.pause(PauseMode.WAIT)
+    rig.loop.num_running = 0
+    rig.machine.note_away([Part.WEIGHTS])
+    assert isinstance(waits.exception(0), Aborted)
+
+
 @pytest.mark.parametrize("level", [-1, 3, 1 << 31])
 def test_a_level_that_is_none_changes_nothing(level: int) -> None:
     rig = Rig(num_running=1)
@@ -248,7 +280,7 @@ def step(rig: Rig, rng: random.Random, answers: list[Future[None]]) -> None:
     mode = rng.choice(list(PauseMode))
     parts = rng.sample(list(Part), rng.randrange(4))
     try:
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0:
                 answers.append(rig.pause(mode, clear_cache=rng.random() < 0.3))
             case 1:
@@ -262,6 +294,9 @@ def step(rig: Rig, rng: random.Random, answers: list[Future[None]]) -> None:
                 rig.machine.drop_cancelled()
             case 5:
                 rig.loop.num_running += rig.loop.held is PauseState.NONE
+            case 6 if not rig.loop.has_running or rig.loop.held is PauseState.ALL:
+                rig.runner.away |= {Part.WEIGHTS}
+                rig.machine.note_away([Part.WEIGHTS])
             case _:
                 rig.loop.turn()
     except (ServiceError, RuntimeError):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from engine_svc.build_ranks import build_ranks
 from engine_svc.build_runner import build_runner
 from engine_svc.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.model.process_parallel import Place
+from engine_svc.runner.control import Refused
 from engine_svc.runner.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.runner.rank_watch import RankLost
+from engine_svc.runner.sleep import WakeTag, WeightsLost
 from engine_svc.step import AdmittedRequest, StepPlan
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
@@ -186,6 +189,23 @@ def test_an_error_in_a_rank_ends_all_of_them_and_is_told(folders) -> None:
         pending = ranked.group.launch(plan)
         with pytest.raises(RankLost, match="raised ValueError: step 1 has draft tokens"):
             pending.result()
+
+
+def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones(
+    folders, alone, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    with ranks_of(config_of(folder, **TP_2)) as ranked:
+        file.write_bytes(whole[:-100])
+        with pytest.raises(WeightsLost, match="cannot be read"):
+            ranked.side.control.reload_weights()
+        with pytest.raises(Refused, match="cannot be read"):
+            ranked.side.control.wake([WakeTag.WEIGHTS])
+        file.write_bytes(whole)
+        ranked.side.control.wake([WakeTag.WEIGHTS])
+        assert with_requests(Driver(ranked.side)).run() == alone["llama"][0]
 
 
 def test_a_rank_that_lives_but_does_not_finish_is_given_up() -> None:

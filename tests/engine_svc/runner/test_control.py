@@ -14,7 +14,7 @@ from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.runner.control import RanksDisagree, Refused, RunnerControl, runner_calls
 from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
-from engine_svc.runner.sleep import WakeTag
+from engine_svc.runner.sleep import WakeTag, WeightsLost
 from engine_svc.step import StepPlan, StepResult
 from tests.engine_svc.runner.conftest import TinyModel
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -38,6 +38,7 @@ class FakeRunner:
     asked: list[object] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     refuses: Exception | None = None
+    digest: str = "second"  # of the weights that it reads
 
     def _note(self, *asked: object) -> None:
         if self.refuses is not None:
@@ -60,7 +61,7 @@ class FakeRunner:
 
     def reload_weights(self, folder: Path | None) -> ModelFacts:
         self._note("reload", folder)
-        return replace(FACTS, weights_digest="second")
+        return replace(FACTS, weights_digest=self.digest)
 
     def start_profile(self, folder: Path, prefix: str) -> Path:
         self._note("start", folder, prefix)
@@ -115,6 +116,28 @@ def test_ranks_that_did_not_all_do_it_are_no_engine_any_more():
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
     with pytest.raises(RanksDisagree, match="sleep was done by some ranks, and others say: no such folder"):
         control.sleep(2)
+
+
+@pytest.mark.parametrize("other", [WeightsLost("no weights"), CheckpointError("no such folder")])
+def test_where_one_rank_has_no_weights_any_more_the_engine_has_none(other):
+    runners = [FakeRunner(refuses=other), FakeRunner(refuses=WeightsLost("no weights"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(WeightsLost, match="no weights"):
+        control.reload_weights(Path("/new"))
+
+
+def test_other_weights_in_some_ranks_and_none_in_others_are_no_engine_any_more():
+    runners = [FakeRunner(), FakeRunner(refuses=WeightsLost("no weights"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(RanksDisagree, match="others say: no weights"):
+        control.reload_weights(Path("/new"))
+
+
+def test_ranks_that_read_different_weights_are_no_engine_any_more():
+    runners = [FakeRunner(), FakeRunner(digest="third")]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(RanksDisagree, match="the folder changed while they were read"):
+        control.reload_weights()
 
 
 def test_a_bug_in_a_rank_is_no_refusal():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
+from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loader import load_model
-from engine_svc.runner.sleep import Resident, WeightSource
+from engine_svc.runner.sleep import Resident, WakeTag, WeightsLost, WeightSource
 from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
 
 
@@ -99,3 +102,75 @@ def test_facts_say_which_weights_are_there(rig):
     resident = Resident(model, facts, rig.kv, source=source)
     assert resident.reload() is other
     assert resident.facts is other
+
+
+@pytest.mark.parametrize("folder_given", [True, False])
+@pytest.mark.parametrize("spoil", [_truncated, _of_another_form])
+def test_weights_spoiled_in_place_are_lost_until_their_folder_is_whole_again(rig, spoil, folder_given):
+    before = rig.generate("before")
+    whole = {path: path.read_bytes() for path in rig.folder.iterdir()}
+    spoil(rig.folder)
+    with pytest.raises(WeightsLost, match=r"cannot be read|has max_position 64"):
+        rig.runner.reload_weights(rig.folder if folder_given else None)
+    rig.forget()
+    with pytest.raises(CheckpointError):
+        rig.runner.wake()
+    for path, content in whole.items():
+        path.write_bytes(content)
+    rig.runner.wake()
+    assert rig.generate("after") == before
+
+
+def test_what_both_folders_are_refused_for_is_told(rig, tmp_path):
+    change(rig.folder)
+    with pytest.raises(WeightsLost, match=r"typo is not a folder.*; \S+model has other weights"):
+        rig.runner.reload_weights(tmp_path / "typo")
+
+
+def test_lost_weights_can_be_replaced_by_those_of_another_folder(rig, checkpoint, tmp_path):
+    before = rig.generate("before")
+    rig.folder.rename(rig.folder.with_name("away"))
+    with pytest.raises(WeightsLost):
+        rig.runner.reload_weights(tmp_path / "typo")
+    rig.forget()
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        rig.runner.reload_weights(tmp_path / "typo")
+    rig.runner.reload_weights(checkpoint)
+    assert rig.generate("after") == before
+
+
+def test_what_was_read_of_refused_weights_is_gone_before_the_old_ones_come_back(rig):
+    read: list[weakref.ref] = []
+    num_alive: list[int] = []
+
+    def load(folder: Path) -> tuple[Model, ModelFacts]:
+        num_alive.append(sum(each() is not None for each in read))
+        model, facts = rig.load(rig.folder)
+        read.append(weakref.ref(model.embedding.weight))
+        return model, facts if folder == rig.folder else replace(facts, vocab_size=1)
+
+    source = WeightSource(rig.folder, load, lambda model: None)
+    resident = Resident(*rig.load(rig.folder), rig.kv, source=source)
+    with pytest.raises(CheckpointError, match="has vocab_size 1"):
+        resident.reload(Path("other"))
+    assert num_alive == [0, 0]
+
+
+def test_weights_whose_steps_cannot_be_recorded_do_not_take_the_place_of_the_old_ones(rig):
+    is_broken = True
+
+    def record(model: Model) -> None:
+        if is_broken:
+            raise RuntimeError("device error")
+
+    model, facts = rig.load(rig.folder)
+    source = WeightSource(rig.folder, rig.load, record)
+    resident = Resident(model, facts, rig.kv, source=source)
+    change(other := Path(shutil.copytree(rig.folder, rig.folder.with_name("other"))))
+    with pytest.raises(RuntimeError, match="device error"):
+        resident.reload(other)
+    assert resident.asleep == {WakeTag.WEIGHTS}
+    is_broken = False
+    resident.wake()
+    assert rig.loads[-1] == rig.folder
+    assert resident.facts.weights_digest == facts.weights_digest
