@@ -85,7 +85,10 @@ class ControlledLockstep(Protocol):
 
 
 class ControlledRunners(Protocol):
-    """All ranks of the engine. Each of these raises Refused, and changes nothing, where it cannot be."""
+    """All ranks of the engine. Each of these raises Refused, and changes nothing, where it cannot be.
+
+    Of a wake that is refused, the next one does what is left.
+    """
 
     def sleep(self, level: int) -> None:
         """Give memory back."""

@@ -96,7 +96,10 @@ class HeldLoop(Protocol):
 
 
 class SleepingRunner(Protocol):
-    """The device's side. Each of both raises FailedPrecondition, and changes nothing, where it refuses."""
+    """The device's side. Each of both raises FailedPrecondition where it refuses.
+
+    A sleep changes nothing then; of a wake, the next one does what is left.
+    """
 
     def sleep(self, level: int) -> None:
         """Give memory back; what is away stays away."""

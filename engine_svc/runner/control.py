@@ -107,8 +107,14 @@ class RunnerControl:
         self._ask("sleep", level=level)
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
-        """Bring back what the tags name; the KV cache comes back empty."""
-        self._ask("wake", tags=[tag.value for tag in tags])
+        """Bring back what the tags name; the KV cache comes back empty.
+
+        Refused where any rank could not: others may be awake then, for whom the next wake has nothing to do.
+        """
+        answers = self._executor.call("wake", {"tags": [tag.value for tag in tags]})
+        # What is awake is what was there before: ranks that are not all awake still hold one model.
+        if refusals := _all_of(_REFUSAL, answers):
+            raise Refused(refusals[0])
 
     def reload_weights(self, folder: Path | None = None) -> str:
         """Put the weights of `folder`, or the present ones' anew, in place; returns their digest.

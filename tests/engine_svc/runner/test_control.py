@@ -14,6 +14,7 @@ from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.runner.control import RanksDisagree, Refused, RunnerControl, runner_calls
 from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
+from engine_svc.runner.parked_memory import NoRoom
 from engine_svc.runner.sleep import WakeTag, WeightsLost
 from engine_svc.step import StepPlan, StepResult
 from tests.engine_svc.runner.conftest import TinyModel
@@ -138,6 +139,19 @@ def test_ranks_that_read_different_weights_are_no_engine_any_more():
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
     with pytest.raises(RanksDisagree, match="the folder changed while they were read"):
         control.reload_weights()
+
+
+def test_a_wake_for_which_one_rank_has_no_room_is_refused_and_wakes_the_rest_the_next_time():
+    runners = [FakeRunner(), FakeRunner(refuses=NoRoom("8 MiB cannot be allocated"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(Refused, match="8 MiB cannot be allocated"):
+        control.wake([WakeTag.WEIGHTS])
+    runners[1].refuses = None
+    control.wake([WakeTag.WEIGHTS])
+    assert [runner.asked for runner in runners] == [
+        [("wake", WakeTag.WEIGHTS)] * 2,
+        [("wake", WakeTag.WEIGHTS)],
+    ]
 
 
 def test_a_bug_in_a_rank_is_no_refusal():
