@@ -34,21 +34,12 @@ def _add_sampled(step: step_pb2.Step, output: StepOutput, told: dict[int, TokenL
         assert len(part.ranks) == num_tokens, "who asked is told of each of its tokens"
         logprobs.extend(part.logprobs)
         ranks.extend(part.ranks)
-        _add_top(top_ids, top_logprobs, part, k)
+        part = part.widened(k)
+        top_ids.extend(part.top_token_ids)
+        top_logprobs.extend(part.top_logprobs)
     step.sampled_logprobs, step.sampled_ranks = pack(logprobs), pack(ranks)
     if k:
         step.top_logprobs.CopyFrom(_top(k, top_ids, top_logprobs))
-
-
-def _add_top(top_ids: array[int], top_logprobs: array[float], part: TokenLogprobs, k: int) -> None:
-    """Append the entries of each place, filled up to k with what stands for nothing."""
-    num_missing = k - part.k
-    for place in range(len(part.ranks)):
-        entries = slice(place * part.k, (place + 1) * part.k)
-        top_ids.extend(part.top_token_ids[entries])
-        top_logprobs.extend(part.top_logprobs[entries])
-        top_ids.extend([0] * num_missing)
-        top_logprobs.extend([_NAN] * num_missing)
 
 
 def _prompt(places: PromptPlaces) -> step_pb2.PromptLogprobs:

@@ -5,7 +5,7 @@ Belongs to the engine thread. Knows no wire and no session.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import nan
 
@@ -84,12 +84,21 @@ class KeptRequests:
             output.first.append((0, kept.num_cached_tokens))
         if kept.finished is not None:
             output.finished.append(kept.finished)
-        sampled: Mapping[int, TokenLogprobs] = (
-            {} if kept.told is None else {handle: _padded(kept.told, len(token_ids))}
-        )
-        if sampled or kept.prompt:
-            output.told = Told(dict(sampled), {handle: list(kept.prompt)} if kept.prompt else {})
+        told = _told_of(kept) if token_ids else None
+        if told is not None or kept.prompt:
+            sampled = {} if told is None else {handle: _padded(told, len(token_ids))}
+            output.told = Told(sampled, {handle: list(kept.prompt)} if kept.prompt else {})
         return output
+
+
+def _told_of(kept: _Kept) -> TokenLogprobs | None:
+    """What is told of its newest tokens, be it nothing yet; None where it did not ask."""
+    sampling = kept.request.sampling
+    if kept.told is not None or not sampling.wants_logprobs:
+        return kept.told
+    # All its tokens are of an engine before. They have places all the same, and in them entries where later
+    # ones have some, or what comes next would take theirs.
+    return TokenLogprobs([], [], k=1 if sampling.logprobs or sampling.logprob_token_ids else 0)
 
 
 def _padded(told: TokenLogprobs, num_tokens: int) -> TokenLogprobs:

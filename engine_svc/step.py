@@ -6,6 +6,7 @@ Knows no tensors, no request status and no wire.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import nan
 
 from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.sampling_params import SamplingParams
@@ -80,8 +81,24 @@ class TokenLogprobs:
             self.top_logprobs[top],
         )
 
+    def widened(self, k: int) -> TokenLogprobs:
+        """The same with `k` entries a place, no fewer than there are: NaN and id 0 stand for nothing."""
+        num_missing = k - self.k
+        if not num_missing:
+            return self
+        widened = TokenLogprobs(self.logprobs, self.ranks, k)
+        for place in range(len(self.ranks)):
+            entries = slice(place * self.k, (place + 1) * self.k)
+            widened.top_token_ids += self.top_token_ids[entries] + [0] * num_missing
+            widened.top_logprobs += self.top_logprobs[entries] + [nan] * num_missing
+        return widened
+
     def extend(self, more: TokenLogprobs) -> None:
-        """Append places that are told of alike."""
+        """Append places. Where these and those have different numbers of entries, the fewer are filled up."""
+        if more.k != self.k:
+            k = max(self.k, more.k)
+            own, more = self.widened(k), more.widened(k)
+            self.k, self.top_token_ids, self.top_logprobs = k, own.top_token_ids, own.top_logprobs
         self.logprobs += more.logprobs
         self.ranks += more.ranks
         self.top_token_ids += more.top_token_ids

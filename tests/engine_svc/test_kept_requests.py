@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from math import isnan
+from typing import Any
 
 import pytest
 
+from engine_svc import convert
 from engine_svc.kept_requests import KeptRequests
 from engine_svc.request import FinishReason, Request, RequestOutput
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import PromptPlaces, TokenLogprobs
-from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.step_output import FinishedRow, StepOutput, UnreadSteps
 from engine_svc.told import Told
 
 
 class Kept:
     """One kept request, stepped by hand."""
 
-    def __init__(self, *, outputs_before: list[int] | None = None) -> None:
+    def __init__(self, *, outputs_before: list[int] | None = None, **wishes: Any) -> None:
         prompt = [1, 2, 3]
-        self.request = Request("r", prompt + (outputs_before or []), 3, SamplingParams(max_tokens=64))
+        sampling = SamplingParams(max_tokens=64, **wishes)
+        self.request = Request("r", prompt + (outputs_before or []), 3, sampling)
         self.requests = KeptRequests()
         self.requests.keep(self.request)
 
@@ -69,6 +73,34 @@ def test_what_was_told_goes_to_the_newest_tokens():
         [0, 5, 6],
     )
     assert told.prompts == {8: [PromptPlaces(1, later)]}
+
+
+def test_tokens_of_an_engine_before_have_their_places_before_anything_was_told():
+    adopted, later = Kept(outputs_before=[20, 21], logprobs=2).row(), StepOutput(6, [7], [1], [22])
+    assert adopted.told is not None
+    assert [isnan(value) for value in adopted.told.sampled[7].logprobs] == [True, True]
+    later.tell(Told({7: TokenLogprobs([-1.0], [2], 2, [5, 6], [-0.5, -2.0])}))
+    unread = UnreadSteps()
+    unread.add(adopted)
+    unread.add(later)
+    step = convert.to_step(unread.merged(), {})
+    assert [isnan(value) for value in array("f", step.sampled_logprobs)] == [True, True, False]
+    assert step.top_logprobs.k == 2
+    assert array("I", step.top_logprobs.token_ids).tolist() == [0] * 4 + [5, 6]
+    assert [isnan(value) for value in array("f", step.top_logprobs.logprobs)] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("wishes", "k"),
+    [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 1), ({"logprob_token_ids": (4,)}, 1)],
+)
+def test_places_have_others_beside_them_where_the_request_asked_for_others(wishes, k):
+    told = Kept(outputs_before=[20], **wishes).row().told
+    assert (None if told is None else told.sampled[7].k) == k
+
+
+def test_where_nothing_was_yielded_there_is_nothing_to_tell():
+    assert Kept(logprobs=1).row().told is None
 
 
 def test_what_is_kept_does_not_grow_with_what_was_given_away():
