@@ -284,9 +284,12 @@ class Session:
         # Before the steps: whoever adds early must hear that the engine is ready before any output.
         while self._unsent:
             yield self._numbered(self._unsent.popleft())
-        step = None if self._holds_back else self._outbox.take()
-        if step is not None:
-            yield self._step(step)
+        try:
+            step = None if self._holds_back else self._outbox.take()
+            if step is not None:
+                yield self._step(step)
+        except Exception as error:  # noqa: BLE001  Whatever it is, the step is lost by it.
+            self._break_off(error)
         if self._is_beat_due:
             self._is_beat_due = False
             self._num_unacknowledged_beats += self._holds_back
@@ -323,12 +326,8 @@ class Session:
         if self._outbox.has_overflowed:
             self.end(ResourceExhausted("frontend leaves its steps unread", reason="SLOW_READER"))
         elif self._replay is not None and self._num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
-            self.end(
-                ResourceExhausted(
-                    f"frontend leaves {self._replay.size_bytes} bytes of messages unacknowledged",
-                    reason="SLOW_READER",
-                )
-            )
+            unread = f"frontend leaves {self._replay.size_bytes} bytes of messages unacknowledged"
+            self.end(ResourceExhausted(unread, reason="SLOW_READER"))
 
     def _signs_of_life(self) -> Iterator[engine_pb2.ConnectResponse]:
         """How the loop gets on, whether or not it can say so itself; and the load, where it has changed."""
@@ -347,11 +346,8 @@ class Session:
     def _send(self, message: engine_pb2.ConnectResponse) -> None:
         if len(self._unsent) >= _MAX_UNSENT_MESSAGES:
             self._unsent.clear()
-            self.end(
-                ResourceExhausted(
-                    f"frontend left {_MAX_UNSENT_MESSAGES} messages unread", reason="SLOW_READER"
-                )
-            )
+            unread = f"frontend left {_MAX_UNSENT_MESSAGES} messages unread"
+            self.end(ResourceExhausted(unread, reason="SLOW_READER"))
         elif not self._is_over:
             self._unsent.append(message)
             self._changed.set()
@@ -370,7 +366,12 @@ class Session:
         self._loop.call_soon_threadsafe(self._woken)
 
     def _woken(self) -> None:
-        if not self._write_step():
+        try:
+            is_written = self._write_step()
+        except Exception as error:  # noqa: BLE001  The loop of events would log it and go on without the step.
+            self._break_off(error)
+            return
+        if not is_written:
             self._changed.set()
         if self._carrier is None and self._outbox.has_overflowed:
             self.end(Aborted("more was computed than is kept for a lost stream", reason="REPLAY_OVERFLOW"))
@@ -384,3 +385,9 @@ class Session:
             return False
         step = self._outbox.take()
         return step is None or carrier.writer.start(self._step(step))
+
+    def _break_off(self, error: Exception) -> None:
+        """A step was taken and is lost by a bug of ours. Were the next one told, nobody would miss it."""
+        logger.error("step could not be told", exc_info=error, extra={"frontend_id": self.frontend_id})
+        self._outbox.close()
+        self.end(Aborted("a step could not be told: internal error", reason="STEP_LOST"))
