@@ -15,6 +15,7 @@ from engine_svc.cache.observer import StoredBlocks
 from engine_svc.request import Request
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.step_output import StepOutput, UnreadSteps
+from engine_svc.step_pieces import pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ class Inbox:
 class Outbox:
     """Steps of one frontend session on their way out of the engine thread.
 
-    A reader that falls behind finds the unread steps merged into one. Past `max_bytes` of them the
-    outbox overflows: it keeps nothing more, and its session has to end.
+    A reader that falls behind finds the unread steps merged into one, or into as few as messages can hold.
+    Past `max_bytes` of them the outbox overflows: it keeps nothing more, and its session has to end.
     """
 
     def __init__(self, *, max_bytes: int, wake: Callable[[], None]) -> None:
@@ -125,6 +126,7 @@ class Outbox:
         self._wake = wake
         self._lock = threading.Lock()
         self._unread = UnreadSteps()
+        self._rest: deque[StepOutput] = deque()  # of what was taken and is too large for one message
         self._is_closed = False
         self._has_overflowed = False
 
@@ -141,18 +143,26 @@ class Outbox:
                 self._wake()
 
     def take(self) -> StepOutput | None:
-        """All unread steps as one, or None."""
-        if self._unread.is_empty:
-            return None
-        with self._lock:
-            unread, self._unread = self._unread, UnreadSteps()
-        return unread.merged()
+        """All unread steps as one, or where no message can hold it, its next piece; None: nothing waits."""
+        if not self._rest:
+            if self._unread.is_empty:
+                return None
+            with self._lock:
+                unread, self._unread = self._unread, UnreadSteps()
+            self._rest.extend(pieces(unread.merged()))
+        return self._rest.popleft()
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a step was taken in part."""
+        return bool(self._rest)
 
     def close(self) -> None:
         """Drop what is unread and whatever still comes. After this, nobody is woken any more."""
         with self._lock:
             self._is_closed = True
             self._unread = UnreadSteps()
+            self._rest.clear()
 
     @property
     def has_overflowed(self) -> bool:

@@ -285,9 +285,11 @@ class Session:
         while self._unsent:
             yield self._numbered(self._unsent.popleft())
         try:
-            step = None if self._holds_back else self._outbox.take()
-            if step is not None:
+            # One step, in as many messages as it takes. Behind each of them the frontend may have enough.
+            while not self._holds_back and (step := self._outbox.take()) is not None:
                 yield self._step(step)
+                if not self._outbox.has_rest:
+                    break
         except Exception as error:  # noqa: BLE001  Whatever it is, the step is lost by it.
             self._break_off(error)
         if self._is_beat_due:
@@ -384,7 +386,7 @@ class Session:
         if self._holds_back or self._outbox.has_overflowed:
             return False
         step = self._outbox.take()
-        return step is None or carrier.writer.start(self._step(step))
+        return step is None or (carrier.writer.start(self._step(step)) and not self._outbox.has_rest)
 
     def _break_off(self, error: Exception) -> None:
         """A step was taken and is lost by a bug of ours. Were the next one told, nobody would miss it."""

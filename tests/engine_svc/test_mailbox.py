@@ -9,6 +9,7 @@ from engine_svc.mailbox import Abort, Add, AllBlocksRemoved, Inbox, KVEventLog, 
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.step_pieces import MAX_PIECE_BYTES
 
 
 def make_add(request_id: str = "a") -> Add:
@@ -123,6 +124,28 @@ def test_one_step_is_taken_however_large_it_is():
     outbox.publish(make_step(2, {1: [2] * 100}))
     outbox.publish(make_step(3, {1: [3]}))
     assert outbox.has_overflowed
+
+
+def test_a_step_too_large_for_one_message_is_taken_in_pieces_before_what_comes_next():
+    outbox = Outbox(max_bytes=10, wake=lambda: None)
+    ids = list(range(MAX_PIECE_BYTES // 4))
+    outbox.publish(make_step(1, {1: ids}))
+    first = outbox.take()
+    assert outbox.has_rest
+    outbox.publish(make_step(2, {1: [7]}))
+    second, third = outbox.take(), outbox.take()
+    assert [step.step_number for step in (first, second, third)] == [1, 1, 2]
+    assert first.token_ids + second.token_ids == ids
+    assert not outbox.has_rest
+    assert outbox.take() is None
+
+
+def test_a_closed_outbox_keeps_no_piece_either():
+    outbox = Outbox(max_bytes=10, wake=lambda: None)
+    outbox.publish(make_step(1, {1: [1] * MAX_PIECE_BYTES}))
+    outbox.take()
+    outbox.close()
+    assert outbox.take() is None
 
 
 def test_a_closed_outbox_keeps_nothing_and_wakes_nobody():

@@ -106,6 +106,17 @@ async def test_steps_of_many_rows_reach_every_request_in_order():
     assert sorted(told) == [[row, row + 1, row + 2] for row in range(len(calls))]
 
 
+async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_and_in_order():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        engine.step({request: [5, 6]}, cached={request: 0}, step_number=9)
+        engine.step({request: [7]}, step_number=9)
+        engine.step({request: [8]}, finished={request: AT_LENGTH}, step_number=9)
+        assert (await read_all(call))[2] == [5, 6, 7, 8]
+
+
 async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
