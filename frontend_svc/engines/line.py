@@ -25,7 +25,7 @@ _HANDSHAKE_S = 10.0
 _RESUME_S = 0.5
 _RESUME_PAUSE_S = 0.05
 _MAX_REPLACING_S = 1.0
-# So many streams in a row may break before they have brought anything.
+# So many streams in a row may break before they have brought anything; then their session is given up.
 _MAX_BARREN_STREAMS = 10
 # Ends after which the engine may still run what the session has.
 _KEEPING_ENDS = (StreamEnd.BROKEN, StreamEnd.SILENT, StreamEnd.HUNG)
@@ -96,7 +96,10 @@ class EngineLine:
         self._num_barren = self._num_barren + 1 if self.session.last_seq == self._replaced_at_seq else 0
         self._replaced_at_seq = self.session.last_seq
         if self._num_barren >= _MAX_BARREN_STREAMS:
-            raise StreamLost(f"{lost}; so did {_MAX_BARREN_STREAMS} that brought nothing", lost.end)
+            # The engine answers, and what it has to say next does not come through. It would begin every
+            # other stream of this session with the same.
+            barren = f"{lost}; so did {_MAX_BARREN_STREAMS} that brought nothing"
+            raise StreamLost(barren, StreamEnd.DISMISSED)
         give_up_at = self._clock.now() + _MAX_REPLACING_S
         while True:
             await self.hang_up()
@@ -127,7 +130,7 @@ class EngineLine:
         if self.session.is_resumable and lost.end in _KEEPING_ENDS:
             self.session.move_all()
         else:
-            self.session = EngineSession()
+            self.session, self._num_barren = EngineSession(), 0
 
     async def hang_up(self) -> None:
         """Close the connection."""
