@@ -6,6 +6,7 @@ Belongs to the event loop. Knows no stream: what there is to answer goes to `sen
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 
 from engine_svc import convert
@@ -19,6 +20,7 @@ from engine_svc.tensors.source import TensorSource
 from service_kit.errors import (
     AlreadyExists,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -27,9 +29,12 @@ from service_kit.errors import (
 )
 from triptych.engine.v1 import add_pb2, engine_pb2
 
+logger = logging.getLogger(__name__)
+
 MAX_INFLIGHT_ADDS = 4096
 SESSION_LIVES = "SESSION_LIVES"
 _RETRY_AFTER_MS = 1000
+_MAX_LOGGED_CHARACTERS = 64
 
 
 class SessionRequests:
@@ -63,6 +68,10 @@ class SessionRequests:
             self._accept(entry)
         except ServiceError as error:
             self._reject(entry.handle, entry_id, error)
+        except Exception:
+            # A bug of ours that this request has met: it is no reason to end all others of the session.
+            logger.exception("add failed", extra={"request_id": entry.request_id[:_MAX_LOGGED_CHARACTERS]})
+            self._reject(entry.handle, entry_id, Internal("internal error: the request was not taken"))
 
     def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
         """Take over a request whose session is lost, or say why not."""

@@ -20,6 +20,7 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/failure_dump.py",
     "engine_svc/runner/executor.py",
     "engine_svc/session.py",
+    "engine_svc/session_requests.py",
     "frontend_svc/text/detokenizer.py",
     "frontend_svc/engines/artifacts.py",
     "frontend_svc/engines/client.py",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 
 import grpc.aio
 from google.rpc import status_pb2
 
+from engine_svc.request import Request
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens, make_scheduler
 from tests.engine_svc.service_rig import (
     ABORT,
@@ -219,6 +221,31 @@ async def test_a_bad_add_is_answered_alone_with_field_and_limit():
         assert "1000" in status.message
         rich = status_pb2.Status.FromString(status.details)
         assert b"prompt_token_ids" in b"".join(detail.value for detail in rich.details)
+
+
+async def test_an_add_that_a_bug_of_ours_stands_in_the_way_of_is_answered_alone(caplog):
+    rig = ServiceRig()
+
+    def prepare(request: Request) -> None:
+        if len(request.token_ids) == 3:
+            raise ZeroDivisionError("a secret of the house")
+
+    async with serving(rig) as stub:
+        assert rig.engine.core is not None
+        rig.engine.core = dataclasses.replace(rig.engine.core, prepare=prepare)
+        client = StreamClient(stub, "f")
+        await client.open()
+        await client.add(make_entry(1), make_entry(2, prompt=[1, 2, 3]), make_entry(3))
+        await client.until_ended(1, 3)
+        assert set(client.rejected) == {2}
+        status = client.rejected[2].status
+        assert status.code == grpc.StatusCode.INTERNAL.value[0]
+        assert "secret" not in status.message
+        # Its handle is free again.
+        await client.add(make_entry(2, attempt=1))
+        await client.until_ended(2)
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
 
 
 async def test_a_request_that_can_never_fit_is_refused():
