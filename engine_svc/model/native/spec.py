@@ -22,6 +22,8 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
+# Where each layer has a kind of its own, with a window or without.
+_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3"})
 # With these, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
 
@@ -134,7 +136,11 @@ def _head_dim(config: Any) -> int:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if config.model_type == "llama" and window is not None:
+        raise NotNative(f"sliding_window is {window}, which the code of a llama does not apply")
+    # The code of the other families has one mask for all layers, whatever kinds a file states.
+    kinds = getattr(config, "layer_types", None) if config.model_type in _FAMILIES_OF_LAYER_TYPES else None
+    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -97,6 +97,47 @@ def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
     assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
 
 
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def assert_computes_what_transformers_does(folder: Path) -> LoadedModel:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ours = load_model(folder, NATIVE)
+    token_ids = some_tokens()
+    difference = logits_in_chunks(ours, token_ids, [38, 39, NUM_TOKENS]) - eager_logits(theirs, token_ids)
+    assert difference.abs().max() < 1e-4
+    return ours
+
+
+_FULL, _MIXED = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": None}, [None, None]),
+        ("mixtral", {"sliding_window": 7}, [7, 7]),
+        ("mixtral", {"sliding_window": 7, "layer_types": _FULL}, [7, 7]),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7, "layer_types": _FULL}, [7, 7]),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 7}, [None, None]),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "layer_types": _MIXED}, [None, 7]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": _MIXED}, [None, 7]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, [None, 7]),
+        ("llama", {"layer_types": _MIXED}, [None, None]),
+    ],
+)
+def test_windows_are_those_that_the_code_of_the_family_applies(family, changes, windows, tmp_path):
+    make_checkpoint(family, tmp_path)
+    if "max_window_layers" in changes:
+        # What is saved states them, and they would go before.
+        changes = {**changes, "layer_types": None}
+    change_config(tmp_path, **changes)
+    ours = assert_computes_what_transformers_does(tmp_path)
+    assert [shape.window for shape in ours.facts.kv_shapes] == windows
+
+
 def test_both_roads_are_there_and_auto_takes_the_native_one(tmp_path):
     make_checkpoint("llama", tmp_path)
     roads = {road: load_model(tmp_path, LoadWishes(num_threads=1, model_impl=road)).road for road in
@@ -121,6 +162,7 @@ def test_the_native_road_is_refused_by_name_where_it_cannot_go(tmp_path):
             "rope_type is dynamic",
         ),
         ({"model_type": "gemma"}, "model type gemma"),
+        ({"sliding_window": 7}, "sliding_window is 7, which the code of a llama does not apply"),
     ],
 )
 def test_what_the_native_decoder_does_not_compute_goes_the_other_road(changes, reason, tmp_path):
