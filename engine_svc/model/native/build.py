@@ -181,13 +181,14 @@ class DecoderBuilder:
         return Attention(
             ops=self.ops,
             layer=place,
-            qkv=self._rows_linear(rows, spec.hidden_size, self.ops.pack_linear),
+            qkv=self._rows_linear(rows, spec.hidden_size, spec.has_qkv_bias, self.ops.pack_linear),
             out=self._columns_linear(
                 prefix + "o_proj",
                 spec.hidden_size,
                 spec.num_heads * dim,
                 rank * num_heads * dim,
                 num_heads * dim,
+                spec.has_out_bias,
             ),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -203,8 +204,10 @@ class DecoderBuilder:
         total, share = spec.intermediate_size, spec.intermediate_size // ranks
         rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
         return GatedFeedForward(
-            gate_up=self._rows_linear(rows, spec.hidden_size, self.ops.pack_gated_linear),
-            down=self._columns_linear(prefix + "down_proj", spec.hidden_size, total, rank * share, share),
+            gate_up=self._rows_linear(rows, spec.hidden_size, spec.has_mlp_bias, self.ops.pack_gated_linear),
+            down=self._columns_linear(
+                prefix + "down_proj", spec.hidden_size, total, rank * share, share, spec.has_mlp_bias
+            ),
         )
 
     def _mixture(self, prefix: str, experts: ExpertsSpec, index: int) -> FeedForward:
@@ -253,7 +256,7 @@ class DecoderBuilder:
         return packed
 
     def _rows_linear(
-        self, parts: list[tuple[str, int, int, int]], num_columns: int, pack: PackLinear
+        self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
     ) -> Linear:
         """One projection of several, each given as (name, rows in all, first row, rows of this rank)."""
         weight = torch.cat(
@@ -263,17 +266,19 @@ class DecoderBuilder:
             ]
         )
         bias = None
-        if parts[0][0] + ".bias" in self.weights.names:
+        if has_bias:
             bias = torch.cat(
                 [self._read(name + ".bias", (total,), 0, first, count) for name, total, first, count in parts]
             )
         return self._packed(weight, bias, self.quantization, pack)
 
-    def _columns_linear(self, name: str, num_rows: int, total: int, first: int, count: int) -> Linear:
+    def _columns_linear(
+        self, name: str, num_rows: int, total: int, first: int, count: int, has_bias: bool
+    ) -> Linear:
         """A projection of which each rank holds a share of the inputs, so that their results add up."""
         weight = self._read(name + ".weight", (num_rows, total), 1, first, count)
         bias = None
-        if name + ".bias" in self.weights.names:
+        if has_bias:
             bias = self._read(name + ".bias", (num_rows,))
             if self.parallel.tp_rank:
                 # Once in the sum.

@@ -56,6 +56,9 @@ class DecoderSpec:
     vocab_size: int
     eps: float
     has_qk_norm: bool
+    has_qkv_bias: bool
+    has_out_bias: bool  # of attention's last projection
+    has_mlp_bias: bool  # of dense layers
     ties_embeddings: bool
     windows: tuple[int | None, ...]  # per layer
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None has a dense network
@@ -84,9 +87,11 @@ def read_spec(config: Any) -> DecoderSpec:
         raise NotNative(f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotNative("rope turns a part of each head only")
-    num_layers = config.num_hidden_layers
+    num_layers, family = config.num_hidden_layers, config.model_type
+    # The code of the other families does not ask the config.
+    has_attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(config.attention_bias)
     return DecoderSpec(
-        model_type=config.model_type,
+        model_type=family,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
         num_heads=config.num_attention_heads,
@@ -95,7 +100,10 @@ def read_spec(config: Any) -> DecoderSpec:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        has_qk_norm=config.model_type.startswith("qwen3"),
+        has_qk_norm=family.startswith("qwen3"),
+        has_qkv_bias=family == "qwen2" or has_attention_bias,
+        has_out_bias=has_attention_bias,
+        has_mlp_bias=family == "llama" and bool(config.mlp_bias),
         ties_embeddings=bool(config.tie_word_embeddings),
         windows=_windows(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),

@@ -91,12 +91,14 @@ _STATED_BY_FAMILY: Mapping[str, Mapping[str, _Check]] = {
 _OPTIONAL = frozenset(
     {"model_type", "head_dim", "dtype", "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling"}
 )
-# What tells nothing of the numbers that a native decoder computes; biases are where the weights have them.
+# Left out, these are false in every family that knows them.
+_BIASES = ("attention_bias", "mlp_bias")
+# What tells nothing of the numbers that a native decoder computes.
 _PASSED_OVER = frozenset(
     {
-        "architectures", "attention_bias", "attention_dropout", "bos_token_id", "initializer_range",
-        "mlp_bias", "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef",
-        "router_jitter_noise", "transformers_version", "use_cache",
+        "architectures", "attention_dropout", "bos_token_id", "initializer_range", "output_router_logits",
+        "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
+        "transformers_version", "use_cache",
     }
 )  # fmt: skip
 # The same, of families that state that no layer has a window.
@@ -119,7 +121,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     stated = {**_STATED, **_STATED_BY_FAMILY[model_type]}
     if not all(name in content and check(content[name]) for name, check in stated.items()):
         return None
-    allowed = {*stated, *_OPTIONAL, *_PASSED_OVER}
+    allowed = {*stated, *_OPTIONAL, *_BIASES, *_PASSED_OVER}
     if "use_sliding_window" in stated:
         allowed |= _OF_UNUSED_WINDOWS
     rope, dtype = _rope(content), content.get("dtype", content.get("torch_dtype"))
@@ -129,11 +131,12 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
         content["hidden_size"] % content["num_attention_heads"] == 0
         and _is_full(content.get("layer_types"), content["num_hidden_layers"])
         and _is_size_or_none(content.get("head_dim"))
+        and all(_is_bool(content.get(name, False)) for name in _BIASES)
         and not ("dtype" in content and "torch_dtype" in content)
     )
     if rope is None or not is_known or not is_sound or not set(content) <= allowed:
         return None
-    values = {name: content[name] for name in stated}
+    values = {name: content[name] for name in stated} | {name: content.get(name, False) for name in _BIASES}
     values |= {"model_type": model_type, "rope_parameters": rope, "head_dim": content.get("head_dim")}
     return ModelConfig(
         architecture=_ARCHITECTURES[model_type],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,87 @@ def test_windows_are_those_that_the_code_of_the_family_applies(family, changes, 
     change_config(tmp_path, **changes)
     ours = assert_computes_what_transformers_does(tmp_path)
     assert [shape.window for shape in ours.facts.kv_shapes] == windows
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+_ROWS = {
+    "q_proj": 32,
+    "k_proj": 16,
+    "v_proj": 16,
+    "o_proj": 32,
+    "gate_proj": 64,
+    "up_proj": 64,
+    "down_proj": 32,
+}
+
+
+def add_biases(weights: dict[str, torch.Tensor], names: Iterable[str] = _ROWS) -> None:
+    """A bias that is not 0 for each of these projections, in place of one that is there."""
+    generator = torch.Generator().manual_seed(6)
+    for layer in range(2):
+        for name in names:
+            part = "self_attn" if name[0] in "qkvo" else "mlp"
+            bias = torch.randn(_ROWS[name], generator=generator)
+            weights[f"model.layers.{layer}.{part}.{name}.bias"] = bias
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": False, "mlp_bias": False}),
+        ("llama", {"attention_bias": True, "mlp_bias": False}),
+        ("llama", {"attention_bias": False, "mlp_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"attention_bias": False, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": False, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("mixtral", {"attention_bias": True}),
+        ("qwen3_moe", {"attention_bias": False}),
+        ("qwen3_moe", {"attention_bias": True}),
+    ],
+)
+def test_biases_are_those_that_the_code_of_the_family_adds(family, changes, tmp_path):
+    make_checkpoint(family, tmp_path)
+    change_config(tmp_path, **changes)
+    change_weights(tmp_path, add_biases)
+    assert_computes_what_transformers_does(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "missing", [".bias", "layers.1.self_attn.q_proj.bias", "layers.0.self_attn.k_proj.bias"]
+)
+def test_a_bias_that_is_missing_is_refused_by_name(missing, tmp_path):
+    make_checkpoint("qwen2", tmp_path)
+
+    def drop(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.endswith(missing)]:
+            del weights[name]
+
+    change_weights(tmp_path, drop)
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks model\.layers\..*_proj\.bias"):
+        load_model(tmp_path, NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "missing"),
+    [
+        ("llama", {"attention_bias": True}, "o_proj"),
+        ("llama", {"mlp_bias": True}, "down_proj"),
+        ("qwen3", {"attention_bias": True}, "v_proj"),
+    ],
+)
+def test_a_bias_that_the_config_states_must_be_there(family, changes, missing, tmp_path):
+    make_checkpoint(family, tmp_path)
+    change_config(tmp_path, **changes)
+    change_weights(tmp_path, lambda weights: add_biases(weights, _ROWS.keys() - {missing}))
+    with pytest.raises(CheckpointError, match=rf"the checkpoint lacks .*{missing}\.bias"):
+        load_model(tmp_path, NATIVE)
 
 
 def test_both_roads_are_there_and_auto_takes_the_native_one(tmp_path):

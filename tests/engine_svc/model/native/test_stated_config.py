@@ -146,6 +146,13 @@ def test_what_is_out_of_the_common_is_left_to_transformers(changes, tmp_path):
     assert read_stated_config(write(tmp_path, published("llama", **changes))) is None
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_biases_are_read_alike(family, name, tmp_path):
+    assert_read_alike(write(tmp_path, published(family, **{name: True})))
+    assert read_stated_config(write(tmp_path, published(family, **{name: 1}))) is None
+
+
 @pytest.mark.parametrize(
     "changes", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
 )
