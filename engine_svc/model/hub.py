@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ("*.safetensors", "*.json", "*.jinja")
+_NEEDED = ("*.safetensors", "*.json", "*.jinja")
+_WANTED = (*_NEEDED, "tokenizer.model")
 # Other forms of the same weights, and of other tools.
 _UNWANTED = ("*/*", "consolidated*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -47,8 +48,9 @@ def find_model(
 ) -> Path:
     """The folder of the model: of that path, or of the hub's copy of "org/name", downloaded if need be.
 
-    Downloads safetensors, JSON and templates, never pickles, into the hub's cache. token and offline are for
-    callers who know better than the environment; revision is a branch, tag or commit of the hub.
+    Downloads safetensors, JSON, templates and a tokenizer.model, never pickles, into the hub's cache. token
+    and offline are for callers who know better than the environment; revision is a branch, tag or commit of
+    the hub.
     progress is told ("download", bytes done, bytes missing at first).
     Raises CheckpointError, a line that says what to do, where the model cannot be had.
     """
@@ -183,23 +185,41 @@ class _Hub:
 
     def _cached(self, why: str, error: Exception | None = None) -> Path:
         """The folder as an earlier download left it, complete; `why` the hub is not asked."""
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
-            folder = snapshot_download(
-                self._name,
-                revision=self._revision,
-                local_files_only=True,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
-            )
+            folder = self._complete_snapshot()
         except LocalEntryNotFoundError as missing:
             raise CheckpointError(f"{why}, and {self._cache} does not have all of {self._name}") from (
                 error or missing
             )
         logger.warning("the cached model is used", extra={"model": self._name, "why": why})
-        return Path(folder)
+        return folder
+
+    def _complete_snapshot(self) -> Path:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return self._snapshot(_WANTED)
+        except LocalEntryNotFoundError:
+            # Whoever filled the cache may have left out what is only read where there is no tokenizer.json.
+            folder = self._snapshot(_NEEDED)
+            if not (folder / "tokenizer.json").is_file():
+                raise
+            return folder
+
+    def _snapshot(self, patterns: tuple[str, ...]) -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self._name,
+                revision=self._revision,
+                local_files_only=True,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_UNWANTED),
+            )
+        )
 
     def _after_refusal(self, status: int, error: Exception) -> Path:
         if status in (401, 403):

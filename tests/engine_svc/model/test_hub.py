@@ -89,10 +89,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("tiny")
     make_checkpoint("llama", folder)
     unwanted = ("pytorch_model.bin", "consolidated.safetensors", "README.md", "training.pt", "run_me.py")
-    return {**folder_files(folder), "chat_template.jinja": b"{{ x }}", **dict.fromkeys(unwanted, b"x" * 64)}
+    others = {"chat_template.jinja": b"{{ x }}", "tokenizer.model": b"pieces"}
+    return {**folder_files(folder), **others, **dict.fromkeys(unwanted, b"x" * 64)}
 
 
-WANTED = {"config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"}
+WANTED = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "chat_template.jinja",
+    "tokenizer.model",
+}
 
 
 def test_a_folder_is_found_without_a_socket_and_without_the_hubs_library(tmp_path):
@@ -173,6 +180,17 @@ def test_a_half_downloaded_model_is_not_taken_for_a_whole_one(tmp_path, files):
     (folder / "model.safetensors").unlink()
     found = find("org/tiny", tmp_path, offline=True)
     assert "does not have all of org/tiny" in found.refusal
+
+
+@pytest.mark.parametrize("has_json", [True, False])
+def test_a_cache_without_tokenizer_model_is_whole_where_there_is_a_tokenizer_json(tmp_path, files, has_json):
+    of_json = {"tokenizer.json": b"{}"} if has_json else {}
+    with serve(FakeHub({**files, **of_json})) as hub:
+        folder = find("org/tiny", tmp_path, hub).folder
+    (folder / "tokenizer.model").unlink()
+    found = find("org/tiny", tmp_path, offline=True)
+    assert found.folder == (folder if has_json else None)
+    assert ("does not have all of org/tiny" in found.refusal) is not has_json
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
