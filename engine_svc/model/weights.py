@@ -35,7 +35,6 @@ class WeightReader:
         self.files = [SafetensorsFile(path) for path in files]
         self._stored = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
         self.names = frozenset(self._stored)
-        self.names = frozenset(self._stored)
         self._unread = dict.fromkeys(self._stored)
         self._device = torch.device(device)
         self._dtype = dtype
