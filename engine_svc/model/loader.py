@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from engine_svc.model.checkpoint import weight_files, weights_digest
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
@@ -282,11 +283,9 @@ def _native(
         quantization=quantization,
         share=share,
     )
+    cos_sin = _rotary_table(config, facts).to(device)
     try:
-        # One place more than the longest sequence: a step may be planned before its end is known.
-        model = builder.build(
-            facts.architecture, rotary_table(config.config, facts.max_position + 1).to(device)
-        )
+        model = builder.build(facts.architecture, cos_sin)
     except ValueError as error:
         if isinstance(error, CheckpointError | UnsupportedModel):
             raise
@@ -295,6 +294,18 @@ def _native(
         logger.warning("weights without a use", extra={"names": listed(reader.unread())})
     reader.finish()
     return model
+
+
+def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
+    try:
+        # One place more than the longest sequence: a step may be planned before its end is known.
+        return rotary_table(config.config, facts.max_position + 1)
+    # What the functions of transformers raise for parameters that they were not made for.
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{facts.architecture}: rope cannot be computed as config.json states it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _choose_dtype(wish: str, config: ModelConfig, reader: WeightReader) -> torch.dtype:

@@ -26,6 +26,7 @@ _FOREIGN_ERRORS = (
     RuntimeError,
     ValueError,
     LookupError,
+    ArithmeticError,
     TypeError,
     AttributeError,
     ImportError,

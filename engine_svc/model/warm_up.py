@@ -33,7 +33,8 @@ _KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "logits_to_keep"})
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # What the code of a model raises when it is not made for being called like this.
 _FOREIGN_ERRORS = (
-    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError,
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError,
+    AssertionError,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine_svc.model.errors import CheckpointError, UnsupportedModel
+from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.facts import KVShape
 from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.prepacked import PackedProjection
@@ -264,3 +264,36 @@ def test_a_rope_that_depends_on_the_batch_limits_the_length(copy):
     }
     change_json(copy / "config.json", rope_parameters=rope)
     assert load(copy).facts.max_position == 96
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 0.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mixtral", {"head_dim": None, "rope_parameters": _YARN}, "NoneType"),
+        ("llama", {"rope_parameters": {**_YARN, "rope_type": "linear", "factor": "x"}}, "'str'"),
+        ("llama", {"rope_parameters": _LLAMA3}, "division by zero"),
+    ],
+)
+def test_a_rope_that_cannot_be_computed_is_refused(family, changes, reason, model_impl, tmp_path):
+    make_checkpoint(family, tmp_path)
+    change_json(tmp_path / "config.json", **changes)
+    assert reason in refusal(tmp_path, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_more_positions_than_an_integer_holds_are_refused(copy, model_impl):
+    change_json(copy / "config.json", max_position_embeddings=10**25)
+    with pytest.raises(ModelError, match="int too big"):
+        load(copy, model_impl=model_impl)
