@@ -99,7 +99,10 @@ class ThreadExecutor:
         self._plans.put(called)
         answer = called.answers.get()
         if isinstance(answer, _Failed):
-            raise answer.error
+            try:
+                raise answer.error
+            finally:
+                del answer  # or this frame, which is in the error's traceback, would keep the error
         return [answer]
 
     def take_oldest(self) -> LaunchedStep:
@@ -107,7 +110,12 @@ class ThreadExecutor:
         step = self._steps.get()
         self._num_untaken -= 1
         if isinstance(step, _Failed):
-            raise step.error
+            try:
+                raise step.error
+            finally:
+                # Or this frame, which is in the error's traceback, would keep the error, and with it all that
+                # the step had computed, until a full collection.
+                del step
         return step
 
     def drop(self) -> None:

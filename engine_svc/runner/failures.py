@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
@@ -9,6 +11,20 @@ from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
 # PyTorch has no types for these.
 _SAYS_FULL = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _SAYS_LOST = ("CUDA error", "Triton Error [CUDA]", "CUDNN_STATUS_")
+
+
+def raise_translated(error: RuntimeError | MemoryError) -> NoReturn:
+    """Raise what `translated` makes of `error`, which is being handled."""
+    told = translated(error)
+    try:
+        if told is error:
+            # Not from itself: an error that is its own cause is a cycle.
+            raise error
+        raise told from error
+    finally:
+        # This frame is in the traceback of what it raises, and so is all that the step had computed: a cycle
+        # through a local would keep that until a full collection, and in an engine there may never be one.
+        del told, error
 
 
 def translated(error: RuntimeError | MemoryError) -> Exception:

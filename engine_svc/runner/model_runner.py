@@ -16,7 +16,7 @@ from engine_svc.model.facts import ModelFacts
 from engine_svc.model.group_exchange import GroupExchange
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.embedded_rows import EmbeddedRows
-from engine_svc.runner.failures import translated
+from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
 from engine_svc.runner.input_batch import InputBatch, Ints, StepInputs
 from engine_svc.runner.kv_tensors import KVTensors
@@ -112,7 +112,7 @@ class ModelRunner:
         try:
             return self._execute(plan)
         except (RuntimeError, MemoryError) as error:
-            raise translated(error) from error
+            raise_translated(error)
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> RunningStep:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine_svc.runner.failures import translated
+from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.prompt_rows import PromptPart
 from engine_svc.runner.sampler import Sampled
 from engine_svc.step import PromptPlaces, StepPlan, StepResult
@@ -44,7 +44,7 @@ class RunningStep:
         try:
             return self._result()
         except (RuntimeError, MemoryError) as error:
-            raise translated(error) from error
+            raise_translated(error)
 
     def _result(self) -> StepResult:
         plan = self._plan

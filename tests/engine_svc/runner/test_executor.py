@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.step import StepPlan, StepResult
+from tests.connections import without_collections
 
 
 @dataclass
@@ -84,6 +88,25 @@ def test_an_executor_goes_on_after_its_steps_were_dropped():
     after = [executor.launch(StepPlan(number)) for number in (16, 17)]
     assert [step.result().step_number for step in after] == [16, 17]
     assert runner.steps == [12, 16, 17]
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", [InlineExecutor, ThreadExecutor])
+def test_what_a_failed_call_had_in_hand_is_freed_without_a_collection(kind):
+    held: list[weakref.ref[FinishedStep]] = []
+
+    def work(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        in_hand = FinishedStep(StepResult(1, sampled=[]))
+        held.append(weakref.ref(in_hand))
+        raise ValueError("bad luck")
+
+    executor = kind(RecordingRunner(), {"work": work})
+    with without_collections():
+        with contextlib.suppress(ValueError):
+            executor.call("work", {})
+        # The thread that did it has forgotten it when it has done the next.
+        executor.launch(StepPlan(1)).result()
+        assert held[0]() is None
     executor.shutdown()
 
 

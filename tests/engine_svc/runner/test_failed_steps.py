@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +27,7 @@ from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.step import StepPlan
 from service_kit.clock import FakeClock
+from tests.connections import without_collections
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
 from tests.engine_svc.runner.fakes import apply
@@ -66,6 +69,24 @@ class FailingHook:
             raise error
 
 
+class ComputingHook:
+    """Computes something in each step, and raises in the second and the third."""
+
+    def __init__(self, make_error: Callable[[], Exception]) -> None:
+        self._make_error = make_error
+        self.of_failed_steps: list[weakref.ref[torch.Tensor]] = []
+
+    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        """Nothing is there yet."""
+
+    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        activation = torch.zeros(1)
+        if plan.step_number in (2, 3):
+            self.of_failed_steps.append(weakref.ref(activation))
+            # No local may hold it: this frame is in its traceback.
+            raise self._make_error()
+
+
 class Reader:
     """Reads tokens and log probabilities by handle, and counts ends."""
 
@@ -89,7 +110,7 @@ class Reader:
 
 
 def serve(
-    model: TinyModel, *, hook: FailingHook | None, is_beside: bool, steps_in_flight: int
+    model: TinyModel, *, hook: FailingHook | ComputingHook | None, is_beside: bool, steps_in_flight: int
 ) -> tuple[Reader, ModelRunner]:
     """Run all requests to their ends on the real runner."""
     runner = model.runner(hooks=() if hook is None else (hook,))
@@ -167,6 +188,29 @@ def test_a_poisonous_row_leaves_the_others_tokens_alone(tiny_model, moment):
     ended = seen.tokens.pop(3)
     assert ended == expected.tokens.pop(3)[: len(ended)]
     assert seen.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["inline", "thread"])
+@pytest.mark.parametrize(
+    "make_error",
+    [
+        lambda: RuntimeError("shapes do not match"),
+        lambda: torch.OutOfMemoryError("CUDA out of memory"),
+        lambda: MemoryError(),
+        lambda: ValueError("bad luck"),
+    ],
+    ids=["runtime", "full", "memory", "value"],
+)
+def test_what_a_failed_step_computed_is_freed_without_a_collection(
+    tiny_model, monkeypatch, is_beside, make_error
+):
+    # pytest keeps what is logged, and with it the traceback.
+    monkeypatch.setattr(logging.getLogger("engine_svc.engine"), "disabled", True)
+    hook = ComputingHook(make_error)
+    with without_collections():
+        serve(tiny_model("llama", "native"), hook=hook, is_beside=is_beside, steps_in_flight=1)
+        assert len(hook.of_failed_steps) == 2
+        assert [activation() for activation in hook.of_failed_steps] == [None, None]
 
 
 def test_a_runner_after_a_failed_step_is_in_the_state_of_a_new_one(tiny_model):
