@@ -50,6 +50,9 @@ class EagerWriter(Generic[_Message]):
         """Nobody waits any more for what was written, or looks at what it ends with."""
         if not self.is_free() and self._writing is not None:
             self._waits_for.add_done_callback(self.close)
+        else:
+            # Its traceback has this writer: a cycle that only a full collection would free.
+            self._failure = None
 
     def _go_on(self, writing: Coroutine[asyncio.Future[Any], None, object]) -> None:
         """Let a write go on to where it waits next."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import weakref
 
 import pytest
 
 from service_kit.eager_writer import EagerWriter
+from tests.connections import without_collections
 
 
 class Wire:
@@ -120,3 +123,17 @@ async def test_what_a_closed_writer_has_written_ends_by_itself():
     del writer
     gc.collect()
     assert not unseen
+
+
+async def test_a_writer_that_failed_and_is_closed_is_freed_without_a_collection():
+    async def refuse(message: int) -> None:
+        raise asyncio.InvalidStateError("the call is over")
+
+    with without_collections():
+        freed = weakref.ref(writer := EagerWriter(refuse))
+        writer.start(1)
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await writer.finish()
+        writer.close()
+        del writer
+        assert freed() is None
