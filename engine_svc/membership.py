@@ -126,6 +126,8 @@ class Membership:
                 await self._report_until_done(call, commands)
             finally:
                 commands.cancel()
+                # Its error may be what ends this session, and then this frame is in the traceback.
+                del commands
                 for answering in self._answering:
                     answering.cancel()
         finally:
@@ -158,7 +160,11 @@ class Membership:
                 continue
             has_work = self._engine.board.read().has_work
             await self._pause(self._pace.wait_s(clock.now(), has_work=has_work), commands)
-        await commands
+        try:
+            await commands
+        finally:
+            # Or this frame, which is in the traceback of the task's error, would keep it and the call.
+            del commands
 
     async def _say_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:
         if self._engine.lifecycle.state is EngineState.STOPPED:

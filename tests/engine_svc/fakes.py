@@ -15,7 +15,7 @@ from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.step import StepPlan, StepResult
-from service_kit.errors import ServiceError
+from service_kit.errors import ServiceError, Unavailable
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 VOCAB_SIZE = 1000
@@ -138,6 +138,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.num_sessions = 0
         self.commands: asyncio.Queue[command_pb2.Command] = asyncio.Queue()
         self.refusal: ServiceError | None = None  # what registrations are answered with
+        self.num_to_end = 0  # sessions that are ended at their first report
         self.epoch = epoch
         self._renew_after_ms = renew_after_ms
         self._lease_ms = lease_ms
@@ -166,6 +167,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                             sender = asyncio.create_task(self._send_commands(context, writing))
                     case "report":
                         self.reports.append(request.report)
+                        if self.num_to_end:
+                            self.num_to_end -= 1
+                            raise Unavailable("the coordinator stops")
                     case "command_result":
                         self.results.append(request.command_result)
                     case "goodbye":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from service_kit.clock import MonotonicClock
 from service_kit.errors import FailedPrecondition, InvalidArgument
 from service_kit.server import INTERNAL, Registration, Server
+from tests.connections import without_collections
 from tests.engine_svc.fakes import FakeCoordinator, make_scheduler
 from tests.engine_svc.lockstep_rig import Meetings, Rank
 from tests.engine_svc.service_rig import make_facts
@@ -124,6 +126,22 @@ async def test_an_engine_comes_before_its_coordinator_and_outlives_it():
                 await coordinator.until(lambda coordinator=coordinator: len(coordinator.reports) > 0)
                 assert membership.is_member
                 assert coordinator.registrations[0].model_name == "fake"
+
+
+async def test_a_call_that_the_coordinator_has_ended_is_freed_without_a_collection():
+    engine, coordinator = make_engine(), FakeCoordinator()
+    coordinator.num_to_end = 3
+    async with serve(coordinator) as address:
+        with without_collections():
+            num_before = _num_calls()
+            async with member(engine, address, []):
+                await coordinator.until(lambda: len(coordinator.reports) == 4)
+                # Only that of the session that stands.
+                assert _num_calls() - num_before == 1
+
+
+def _num_calls() -> int:
+    return sum(grpc.aio.StreamStreamCall in type(one).__mro__ for one in gc.get_objects())
 
 
 async def test_commands_are_acknowledged_or_refused_by_name():
