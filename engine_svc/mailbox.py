@@ -163,6 +163,8 @@ class Outbox:
             self._is_closed = True
             self._unread = UnreadSteps()
             self._rest.clear()
+            # Whoever is woken has the outbox: a cycle that only a full collection would free.
+            self._wake = _wake_nobody
 
     @property
     def has_overflowed(self) -> bool:
@@ -347,3 +349,7 @@ class KVEventLog:
                     del self._cached[block_hash, event.group]
             case AllBlocksRemoved():
                 self._cached.clear()
+
+
+def _wake_nobody() -> None:
+    """Whoever was to be woken has gone."""

@@ -119,6 +119,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             reader.cancel()
             carrier.writer.close()
             self._detach(session, carrier)
+            # Its error may be this call's, and then this frame is in the traceback.
+            del reader
 
     async def GetArtifacts(
         self,

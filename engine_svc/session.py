@@ -276,8 +276,13 @@ class Session:
             dead = engine_pb2.Dead(reason=failure.reason, exit_code=failure.exit_code, handles=self._handles)
             writer.start(self._numbered(engine_pb2.ConnectResponse(dead=dead)))
             await writer.finish()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # This frame is in its traceback, and would keep it, and with it the session.
+                del error
 
     def _waiting(self) -> Iterator[bytes]:
         """What there is to say now. A message that was handed out once is kept for a replay, not repeated."""

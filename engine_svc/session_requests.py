@@ -118,6 +118,8 @@ class SessionRequests:
             if self._kept(entry) is None:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
+        # It is the session's, which has this: a cycle that only a full collection would free.
+        self._send = _send_nothing
         return num_aborted
 
     def _accept(self, entry: add_pb2.AddEntry) -> None:
@@ -228,3 +230,7 @@ class SessionRequests:
         """Whether another session has adopted it: nothing that is said here counts for it any more."""
         kept = self._kept(entry)
         return kept is not None and kept.owner != self._number
+
+
+def _send_nothing(message: engine_pb2.ConnectResponse) -> None:
+    """Nobody is there any more who would hear it."""

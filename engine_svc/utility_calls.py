@@ -44,6 +44,8 @@ class SessionCalls:
         """Answer nothing any more; what has not begun never will."""
         for task in self._tasks.values():
             task.cancel()
+        # It is the session's, which has this: a cycle that only a full collection would free.
+        self._send = _send_nothing
 
     def _tell(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
         del self._tasks[call_id]
@@ -80,6 +82,10 @@ class AdminCalls:
             self._num_calls -= 1
         logger.info("utility call served", extra={"call": name})
         return admin_pb2.UtilityResponse(result=result)
+
+
+def _send_nothing(result: utility_pb2.UtilityResult) -> None:
+    """Nobody is there any more who would hear it."""
 
 
 def _check_room(num_calls: int) -> None:
