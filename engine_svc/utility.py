@@ -61,47 +61,16 @@ class Role(Enum):
     ADMIN = "admin"
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """How a call is served. The handler is given the call and its time in seconds."""
-
-    handler: Callable[[utility_pb2.UtilityCall, float], Awaitable[utility_pb2.UtilityResult]]
-    role: Role
-
-
 class UtilityDesk:
     """Serves the calls to one engine."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
-        anybody, admin = Role.FRONTEND, Role.ADMIN
-        # What the contract has beside these, nothing in this engine can do yet.
-        self._entries: dict[str, _Entry] = {
-            "get_supported_tasks": _Entry(self._get_supported_tasks, anybody),
-            "pause": _Entry(self._pause, admin),
-            "resume": _Entry(self._resume, admin),
-            "is_paused": _Entry(self._is_paused, anybody),
-            "sleep": _Entry(self._sleep, admin),
-            "wake": _Entry(self._wake, admin),
-            "is_sleeping": _Entry(self._is_sleeping, anybody),
-            "reset_prefix_cache": _Entry(self._reset_prefix_cache, admin),
-            "profile": _Entry(self._profile, admin),
-            "collective": _Entry(self._collective, admin),
-            "get_weight_version": _Entry(self._get_weight_version, anybody),
-            "set_weight_version": _Entry(self._set_weight_version, admin),
-            "update_weights": _Entry(self._update_weights, admin),
-            "get_config": _Entry(self._get_config, anybody),
-            "get_statistics": _Entry(self._get_statistics, anybody),
-        }
-        # Functions that run on every rank, by the only names that are known.
-        self._collectives: dict[str, Callable[[EngineControls], list[int]]] = {
-            "memory": lambda controls: controls.num_bytes_in_use()
-        }
 
     def check(self, call: utility_pb2.UtilityCall, role: Role) -> None:
         """Raise Unimplemented for what nobody serves here, PermissionDenied for what this role may not."""
         name = call.WhichOneof("call")
-        entry = self._entries.get(name or "")
+        entry = _ENTRIES.get(name or "")
         if entry is None:
             raise Unimplemented(
                 f"call {name or 'unknown'} is not served by this engine", reason="CALL_NOT_SERVED"
@@ -118,7 +87,7 @@ class UtilityDesk:
         name = str(call.WhichOneof("call"))
         timeout_ms = call.timeout_ms if call.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
         try:
-            result = await self._entries[name].handler(call, min(timeout_ms, MAX_TIMEOUT_MS) / 1000)
+            result = await _ENTRIES[name].handler(self, call, min(timeout_ms, MAX_TIMEOUT_MS) / 1000)
         except ServiceError as error:
             error.message = f"call to {name} failed: {error.message}"
             error.args = (error.message,)
@@ -192,9 +161,9 @@ class UtilityDesk:
         return _done()
 
     async def _collective(self, call: utility_pb2.UtilityCall, timeout_s: float) -> utility_pb2.UtilityResult:
-        function = self._collectives.get(call.collective.name)
+        function = _COLLECTIVES.get(call.collective.name)
         if function is None:
-            raise Unimplemented(f"the only collectives are {', '.join(self._collectives)}")
+            raise Unimplemented(f"the only collectives are {', '.join(_COLLECTIVES)}")
         if call.collective.arguments:
             raise InvalidArgument("this collective takes no arguments", field="collective.arguments")
         ranks = await self._ask(function, timeout_s)
@@ -292,6 +261,39 @@ class UtilityDesk:
         if controls is None:
             raise Unimplemented("this engine is stepped by its caller, and takes no calls")
         return controls
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """How a call is served. The handler is given the desk, the call and its time in seconds."""
+
+    handler: Callable[[UtilityDesk, utility_pb2.UtilityCall, float], Awaitable[utility_pb2.UtilityResult]]
+    role: Role
+
+
+# What the contract has beside these, nothing in this engine can do yet. Methods of a desk that are kept in it
+# would be a cycle, and there is a desk to each session.
+_ENTRIES: dict[str, _Entry] = {
+    "get_supported_tasks": _Entry(UtilityDesk._get_supported_tasks, Role.FRONTEND),
+    "pause": _Entry(UtilityDesk._pause, Role.ADMIN),
+    "resume": _Entry(UtilityDesk._resume, Role.ADMIN),
+    "is_paused": _Entry(UtilityDesk._is_paused, Role.FRONTEND),
+    "sleep": _Entry(UtilityDesk._sleep, Role.ADMIN),
+    "wake": _Entry(UtilityDesk._wake, Role.ADMIN),
+    "is_sleeping": _Entry(UtilityDesk._is_sleeping, Role.FRONTEND),
+    "reset_prefix_cache": _Entry(UtilityDesk._reset_prefix_cache, Role.ADMIN),
+    "profile": _Entry(UtilityDesk._profile, Role.ADMIN),
+    "collective": _Entry(UtilityDesk._collective, Role.ADMIN),
+    "get_weight_version": _Entry(UtilityDesk._get_weight_version, Role.FRONTEND),
+    "set_weight_version": _Entry(UtilityDesk._set_weight_version, Role.ADMIN),
+    "update_weights": _Entry(UtilityDesk._update_weights, Role.ADMIN),
+    "get_config": _Entry(UtilityDesk._get_config, Role.FRONTEND),
+    "get_statistics": _Entry(UtilityDesk._get_statistics, Role.FRONTEND),
+}
+# Functions that run on every rank, by the only names that are known.
+_COLLECTIVES: dict[str, Callable[[EngineControls], list[int]]] = {
+    "memory": lambda controls: controls.num_bytes_in_use()
+}
 
 
 def _mode(value: utility_pb2.PauseMode, field: str, default: PauseMode | None = None) -> PauseMode:

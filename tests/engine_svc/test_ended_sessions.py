@@ -11,6 +11,7 @@ import pytest
 
 from engine_svc.servicer import FULL_NAME
 from engine_svc.session import Session
+from engine_svc.utility import UtilityDesk
 from service_kit.channel import open_channel
 from tests.connections import without_collections
 from tests.engine_svc.fakes import LIMIT_S
@@ -125,3 +126,4 @@ async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
         with without_collections():
             num_left = await end(rig, stub)
             await until_freed(Session, num_left)
+            await until_freed(UtilityDesk, num_left)
