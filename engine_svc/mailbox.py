@@ -328,6 +328,8 @@ class KVEventLog:
         """Wake `reader` no more."""
         with self._lock:
             self._readers.discard(reader)
+            # As with an outbox.
+            reader.wake = _wake_nobody
 
     @property
     def num_readers(self) -> int:

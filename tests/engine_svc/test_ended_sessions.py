@@ -9,6 +9,8 @@ import gc
 import grpc.aio
 import pytest
 
+from engine_svc.kv_subscription import KVSubscription
+from engine_svc.mailbox import KVEventLog
 from engine_svc.servicer import FULL_NAME
 from engine_svc.session import Session
 from engine_svc.utility import UtilityDesk
@@ -127,3 +129,13 @@ async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
             num_left = await end(rig, stub)
             await until_freed(Session, num_left)
             await until_freed(UtilityDesk, num_left)
+
+
+async def test_a_subscription_that_has_ended_is_freed_without_a_collection():
+    rig = ServiceRig(kv_event_log=KVEventLog(max_batches=8, max_blocks=8))
+    async with serving(rig) as stub:
+        with without_collections():
+            call = stub.SubscribeKvEvents(engine_pb2.SubscribeKvEventsRequest())
+            await call.read()
+            call.cancel()
+            await until_freed(KVSubscription)
