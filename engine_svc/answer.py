@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from engine_svc.error_frames import clear_frames
 from service_kit.errors import Internal
 
 logger = logging.getLogger(__name__)
@@ -32,21 +32,7 @@ def give(answer: Future[T], work: Callable[[], T]) -> None:
         answer.set_exception(Internal("the engine cannot go on, and ends"))
         raise error
     except Exception as error:  # noqa: BLE001  Whatever it is, it belongs to who waits for the answer.
-        _clear_frames(error)
+        clear_frames(error)
         answer.set_exception(error)
     else:
         answer.set_result(result)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Let go of all that failed work had in hand, which may be weights; where it failed can still be told.
-
-    The frames of the traceback and the answer that the error is given to hold each other: without this, that
-    would stay until a full collection.
-    """
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:
-        chain.append(following)
-        traceback.clear_frames(following.__traceback__)
-        following = following.__cause__ or following.__context__

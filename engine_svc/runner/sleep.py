@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_svc.error_frames import clear_frames
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
@@ -185,7 +185,7 @@ class Resident:
     def _return_to_old(self, error: Exception) -> None:
         """Bring the weights back that were given up for what `error` has prevented."""
         # What was read is held by the frames that the error came through: both may be more than fits.
-        _clear_frames(error)
+        clear_frames(error)
         return_free_memory(self._kv.device)
         try:
             self._bring_back_weights()
@@ -251,10 +251,3 @@ class Resident:
 
 def _form(facts: ModelFacts) -> tuple[object, ...]:
     return facts.architecture, facts.kv_shapes, facts.vocab_size, facts.max_position, facts.dtype
-
-
-def _clear_frames(error: BaseException) -> None:
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__

@@ -78,7 +78,8 @@ async def read_outputs(call) -> tuple[bytes, dict[int, Told]]:
         output.ids += event.token_ids
         output.text += event.text
         told = event.logprobs
-        top = [(list(one.token_ids), list(one.logprobs), list(one.texts)) for one in told.top]
+        tops = told.top or [output_pb2.TopLogprobs()] * len(told.token_ids)
+        top = [(list(one.token_ids), list(one.logprobs), list(one.texts)) for one in tops]
         output.logprobs += zip(told.token_ids, told.logprobs, told.ranks, told.texts, top, strict=True)
     return prompt, outputs
 
