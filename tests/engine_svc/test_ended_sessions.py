@@ -24,11 +24,23 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 RESUME = {"features": ["resume"]}
 
 
-async def until_freed(kind: type, num_left: int = 0) -> None:
-    """Wait until no more objects of a type are there; what a call does after its end has no event."""
-    async with asyncio.timeout(LIMIT_S):
-        while sum(type(one) is kind for one in gc.get_objects()) > num_left:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+class Population:
+    """The objects of a type that have come since, whoever left others in this process before."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        # Held, so that no other gets the place of one of them, by which they are known.
+        self._others = [one for one in gc.get_objects() if type(one) is kind]
+
+    async def until_freed(self, num_left: int = 0) -> None:
+        """Wait until no more are there; what a call does after its end has no event."""
+        others = {id(one) for one in self._others}
+        async with asyncio.timeout(LIMIT_S):
+            while self._count(others) > num_left:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def _count(self, others: set[int]) -> int:
+        return sum(type(one) is self._kind and id(one) not in others for one in gc.get_objects())
 
 
 async def used(stub: engine_pb2_grpc.EngineCoreServiceStub) -> StreamClient:
@@ -129,16 +141,18 @@ async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
     rig = ServiceRig()
     async with serving(rig) as stub:
         with without_collections():
+            sessions, desks = Population(Session), Population(UtilityDesk)
             num_left = await end(rig, stub)
-            await until_freed(Session, num_left)
-            await until_freed(UtilityDesk, num_left)
+            await sessions.until_freed(num_left)
+            await desks.until_freed(num_left)
 
 
 async def test_a_subscription_that_has_ended_is_freed_without_a_collection():
     rig = ServiceRig(kv_event_log=KVEventLog(max_batches=8, max_blocks=8))
     async with serving(rig) as stub:
         with without_collections():
+            subscriptions = Population(KVSubscription)
             call = stub.SubscribeKvEvents(engine_pb2.SubscribeKvEventsRequest())
             await call.read()
             call.cancel()
-            await until_freed(KVSubscription)
+            await subscriptions.until_freed()
