@@ -27,9 +27,13 @@ from triptych.engine.v1 import engine_pb2
 TOKEN_CHARACTERS = 32
 MAX_RESUME_STATE_BYTES = 64 * 1024
 _ID_BYTES = 16
-# An engine may take a moment to notice that the frontend is gone.
+# An engine takes a moment to notice that the frontend is gone: 2 s where its host is, or where it hangs.
 _ASK_AGAIN_S = 0.05
-_MAX_ASKING_S = 2.0
+_MAX_ASKING_S = 4.0
+# One that this frontend has no stream to, or no more, may have the request.
+_OUT_OF_REACH = frozenset({EngineState.CONNECTING, EngineState.LOADING, EngineState.RECONNECTING})
+# A leaving engine finishes what it has.
+_ASKABLE = frozenset({EngineState.READY, EngineState.DRAINING})
 
 
 def output_request_id(token: str, output_index: int) -> str:
@@ -136,10 +140,10 @@ class Adoption:
         give_up_at = self._clock.now() + _MAX_ASKING_S
         while True:
             clients = self._directory.clients()
-            # One whose stream is being replaced may have it.
-            may_have_it = any(client.state is EngineState.RECONNECTING for client in clients)
+            # A frontend that has just begun knows no engine yet.
+            may_have_it = not clients or any(client.state in _OUT_OF_REACH for client in clients)
             for client in clients:
-                if client.state is not EngineState.READY or not client.adoptions.are_possible:
+                if client.state not in _ASKABLE or client.model is None or not client.adoptions.are_possible:
                     continue
                 try:
                     return client, await client.adoptions.ask(request_id)

@@ -64,16 +64,16 @@ class Doomed:
             await self._frontend.close()
 
 
+def another_frontend(*engines: FakeEngine) -> Frontend:
+    addresses = tuple(engine.address for engine in engines)
+    config = FrontendConfig(port=0, engine=addresses, text_workers=1, reconnect_window_s=0.2)
+    return Frontend(config, heartbeat_s=HEARTBEAT_S)
+
+
 @contextlib.asynccontextmanager
 async def doomed(*engines: FakeEngine) -> AsyncIterator[Doomed]:
     """One more frontend of engines that are served already."""
-    config = FrontendConfig(
-        port=0,
-        engine=tuple(engine.address for engine in engines),
-        text_workers=1,
-        reconnect_window_s=0.2,
-    )
-    frontend = Frontend(config, heartbeat_s=HEARTBEAT_S)
+    frontend = another_frontend(*engines)
     address = await frontend.public.start()
     frontend.connect(address)
     async with open_channel(address, profile="public") as channel:
