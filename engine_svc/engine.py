@@ -298,8 +298,7 @@ class Engine:
     def _add(self, command: Add) -> None:
         request = command.request
         self._routes.begin(command)
-        if command.deadline_at is not None:
-            self._deadlines.note(command.deadline_at, request.request_id)
+        self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         try:
             self._scheduler.add(request)

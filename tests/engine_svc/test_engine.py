@@ -9,7 +9,7 @@ import pytest
 
 from engine_svc.device_errors import DeviceLost
 from engine_svc.engine import Engine
-from engine_svc.mailbox import Abort, Add, Board, Call, Inbox, Outbox, Stop
+from engine_svc.mailbox import Abort, Add, Adopt, Board, Call, Inbox, Outbox, Stop
 from engine_svc.no_lockstep import NoLockstep
 from engine_svc.request import FinishReason, Request
 from engine_svc.sampling_params import SamplingParams
@@ -85,12 +85,14 @@ class Rig:
         max_tokens: int = 5,
         frontend: Frontend | None = None,
         deadline_at: float | None = None,
+        is_kept: bool = False,
     ) -> None:
         prompt = prompt_of(handle)
         request = Request(
             f"r{handle}", list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens, seed=handle)
         )
-        assert self.inbox.put(Add(request, (frontend or self.frontend).outbox, handle, deadline_at))
+        outbox = (frontend or self.frontend).outbox
+        assert self.inbox.put(Add(request, outbox, handle, deadline_at, is_kept))
 
     def start(self) -> None:
         self._thread.start()
@@ -231,6 +233,21 @@ def test_an_id_used_again_does_not_inherit_the_deadline_of_its_first_life():
     rig.frontend.read_until_ended(2)
     rig.stop()
     assert rig.frontend.ends == [(1, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
+
+
+def test_a_request_that_another_frontend_adopts_keeps_its_deadline():
+    rig, other = Rig(), Frontend()
+    rig.executor.gate.clear()
+    rig.add(1, deadline_at=5.0, max_tokens=20, is_kept=True)
+    rig.start()
+    rig.executor.wait_for_launches(1)
+    assert rig.inbox.put(Adopt("r1", other.outbox, 9))
+    rig.clock.advance(6.0)
+    rig.executor.gate.set()
+    for frontend in (rig.frontend, other):
+        frontend.read_until_ended(1)
+    rig.stop()
+    assert (rig.frontend.ends, other.ends) == ([(1, FinishReason.ABORT)], [(9, FinishReason.ABORT)])
 
 
 def test_figures_tell_of_a_step_in_flight():
