@@ -16,6 +16,8 @@ from triptych.engine.v1 import utility_pb2
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_AT_ONCE = 4
+# They may wait for requests until somebody resumes, whose call is not to wait for them.
+_WAITING_CALLS = frozenset({"pause", "sleep"})
 
 
 class SessionCalls:
@@ -65,21 +67,25 @@ class SessionCalls:
 
 
 class AdminCalls:
-    """The utility calls that come to the admin listener, which is where the admin role is."""
+    """The utility calls that come to the admin listener, which is where the admin role is.
+
+    So many at once at most that may wait for requests, and as many others.
+    """
 
     def __init__(self, engine: ServedEngine) -> None:
         self._desk = UtilityDesk(engine)
-        self._num_calls = 0
+        self._num_calls = {True: 0, False: 0}  # by whether they may wait
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         """Answer one; a failure is a ServiceError."""
-        _check_room(self._num_calls)
         name = request.call.WhichOneof("call") or "unknown"
-        self._num_calls += 1
+        may_wait = name in _WAITING_CALLS
+        _check_room(self._num_calls[may_wait])
+        self._num_calls[may_wait] += 1
         try:
             result = await self._desk.answer(request.call, Role.ADMIN)
         finally:
-            self._num_calls -= 1
+            self._num_calls[may_wait] -= 1
         logger.info("utility call served", extra={"call": name})
         return admin_pb2.UtilityResponse(result=result)
 

@@ -140,8 +140,11 @@ class WorkerGroup:
             worker.terminate()
 
     async def stop(self) -> int:
-        """Drain all of them at once, kill what is left after the limit. Returns the worst exit code."""
-        workers = list(self._workers.values())
+        """Drain all of them at once, kill what is left after the limit. Returns the worst exit code.
+
+        One that had ended before, and was to be started again, is not among them.
+        """
+        workers = [worker for worker in self._workers.values() if not worker.has_ended]
         await asyncio.gather(*(worker.stop(self._limits.stop_s) for worker in workers))
         return max((worker.exit_code for worker in workers), default=0)
 
@@ -179,8 +182,8 @@ class WorkerGroup:
                 extra={"worker": index, "exit_code": worker.exit_code, "restart_in_s": delay_s},
             )
             await asyncio.sleep(delay_s)
-            # One that dies before it serves is seen, and counted, in the next turn.
-            with contextlib.suppress(WorkerDied):
+            # One that dies before it serves, or cannot be started, is seen, and counted, in the next turn.
+            with contextlib.suppress(WorkerDied, OSError):
                 await self._start(index)
 
 

@@ -43,6 +43,11 @@ class WorkerProcess:
         return self._process.pid
 
     @property
+    def has_ended(self) -> bool:
+        """False while it runs."""
+        return self._process.returncode is not None
+
+    @property
     def exit_code(self) -> int:
         """What it ended with, as a shell tells it; 0 while it runs, and for one that ended when asked to."""
         code = self._process.returncode or 0

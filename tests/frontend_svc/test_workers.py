@@ -196,6 +196,37 @@ async def test_the_worst_exit_code_counts():
     assert await one.stop() == 3
 
 
+async def test_one_that_died_before_a_stop_does_not_count():
+    one = group(SERVE, 0, 0, restart_delay_s=WAIT_S)
+    await one.start()
+    running = asyncio.ensure_future(one.keep_running())
+    os.kill(one.addresses[1].pid, signal.SIGKILL)
+    await vars(one)["_workers"][1].wait()
+    running.cancel()
+    assert await one.stop() == 0
+
+
+async def test_a_worker_that_cannot_be_started_again_now_is_given_up_only_in_the_end():
+    programs = [sys.executable, "/nonexistent/python"]
+    failing = WorkerGroup(
+        1,
+        lambda index, admin_port: [
+            programs[admin_port is not None],
+            "-c",
+            ANNOUNCE + "sys.exit(5)\n",
+            "0",
+            "0",
+        ],
+        environment(),
+        WorkerLimits(startup_s=WAIT_S, restart_delay_s=0.01, max_restarts=2),
+    )
+    await failing.start()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerDied, match="after 2 restarts"):
+            await failing.keep_running()
+    assert await failing.stop() == 0
+
+
 async def test_a_worker_that_does_not_end_is_killed():
     deaf = group(SERVE.replace("sys.exit(int(sys.argv[1]))", "None") + "signal.pause()\n" * 9, 0, stop_s=0.2)
     await deaf.start()
@@ -214,7 +245,8 @@ async def test_a_worker_that_does_not_serve_in_time_is_killed():
     silent = group("import signal; signal.pause()", 0, startup_s=0.1)
     with pytest.raises(WorkerDied, match=r"worker 0 did not serve within 0\.1 s"):
         await silent.start()
-    assert await silent.stop() == 128 + signal.SIGKILL
+    assert vars(silent)["_workers"][0].exit_code == 128 + signal.SIGKILL
+    assert await silent.stop() == 0
 
 
 def test_what_a_worker_is_told_differs_from_what_its_parent_was():
