@@ -12,7 +12,7 @@ import grpc.aio
 from frontend_svc.engines.adoptions import EngineAdoptions
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.columns import MalformedStep, read_step
-from frontend_svc.engines.engine_state import HELD_STATES, TRANSITIONS, EngineState
+from frontend_svc.engines.engine_state import HELD_STATES, IN_USE_STATES, TRANSITIONS, EngineState
 from frontend_svc.engines.handshake import SCHEMA_REVISION, FrontendIdentity
 from frontend_svc.engines.line import EngineLine
 from frontend_svc.engines.load_messages import load_of_stats, num_tokens_of
@@ -234,9 +234,8 @@ class EngineClient:
         return stream
 
     def _can_resume(self, lost: StreamLost) -> bool:
-        is_in_use = self.state in (EngineState.READY, EngineState.DRAINING)
-        is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT)
-        return is_wire and is_in_use and self._line.session.is_resumable and not self._is_closing
+        is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT) and not self._is_closing
+        return is_wire and self.state in IN_USE_STATES and self._line.session.is_resumable
 
     async def _replace(self, lost: StreamLost) -> EngineStream:
         was_draining = self.state is EngineState.DRAINING
@@ -360,7 +359,9 @@ class EngineClient:
 
     def _end_visit(self, lost: StreamLost) -> None:
         """The engine is lost, and with it what it had of ours."""
-        if not self._is_closing and self.state is not EngineState.DOWN and self.down_reason != str(lost):
+        was_in_use = self.state in IN_USE_STATES
+        is_news = was_in_use or (self.state is not EngineState.DOWN and self.down_reason != str(lost))
+        if is_news and not self._is_closing:
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
         loss = self._line.loss(lost)
         self._stream = None
@@ -368,7 +369,7 @@ class EngineClient:
         self.account.reset()
         self._steps.forget()
         self._line.lose(lost)
-        if self.state in (EngineState.READY, EngineState.DRAINING, EngineState.RECONNECTING):
+        if was_in_use:
             self._lost_at = self._clock.now()
         self._tensors.stop()
         self.adoptions.lose(str(lost))

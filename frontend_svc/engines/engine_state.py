@@ -22,6 +22,9 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
+# It serves, or did until a moment ago.
+IN_USE_STATES = (EngineState.READY, EngineState.DRAINING, EngineState.RECONNECTING)
+
 TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.CONNECTING: frozenset({EngineState.LOADING, EngineState.DOWN, EngineState.CLOSED}),
     EngineState.LOADING: frozenset(

@@ -182,6 +182,18 @@ async def test_a_dying_engines_last_words_are_known():
         assert (await read_all(call))[2] == [6]
 
 
+async def test_each_loss_of_an_engine_that_served_is_logged_whatever_its_reason(caplog):
+    engine = FakeEngine(answer("x"))
+    async with serving(engine) as (client, _):
+        for num_losses in (1, 2):
+            await read_all(client.generate())
+            engine.die()
+            async with asyncio.timeout(WAIT_S):
+                while caplog.text.count("engine lost") < num_losses:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    assert caplog.text.count("engine lost") == 2
+
+
 async def test_messages_are_acknowledged():
     engine = FakeEngine(answer("the cat sat on the mat"))
     async with serving(engine) as (client, _):
