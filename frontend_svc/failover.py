@@ -21,6 +21,7 @@ from service_kit.clock import Clock
 from service_kit.errors import Internal, ResourceExhausted, ServiceError, Unavailable
 
 MAX_MOVES = 3
+MAX_PLANNED_MOVES = 32  # away from engines that were told to stop: every repetition has a limit
 MAX_HELD = 256
 QUARANTINED = "QUARANTINED"
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
@@ -158,7 +159,7 @@ class Moves:
         self._fail = fail
         self._tell = tell
         self._remaining_s = remaining_s
-        self._num_moves = 0
+        self._num_moves = self._num_planned_moves = 0
         self._origin: EngineClient | None = None
         self._cause = LossKind.REFUSED
         self._error: ServiceError = Unavailable("not sent yet")
@@ -228,7 +229,7 @@ class Moves:
         failover = self._failover
         if failover.suspects.lose(self.suspect, client.address, cause, had_output=had_output):
             self._quarantine()
-        elif self._num_moves >= MAX_MOVES or failover.is_closed:
+        elif failover.is_closed or not self._may_move():
             self._end_with(error)
         elif cause is LossKind.REFUSED:
             self._refused_by.add(client)
@@ -313,9 +314,19 @@ class Moves:
             # What an engine lacks just now it may have before the wait is over.
             return None
 
+    def _may_move(self) -> bool:
+        if self._cause is LossKind.LEFT:
+            return self._num_planned_moves < MAX_PLANNED_MOVES
+        return self._num_moves < MAX_MOVES
+
     def _go_on(self, delay_s: float = 0.0) -> None:
         failover = self._failover
-        if not failover.budget.take():
+        if self._cause is LossKind.LEFT:
+            # That an engine is told to stop says nothing against the others, nor against the request.
+            self._num_planned_moves += 1
+        elif failover.budget.take():
+            self._num_moves += 1
+        else:
             self._end_with(
                 Unavailable(
                     f"too many requests were sent again of late: {self._error.message}",
@@ -324,7 +335,6 @@ class Moves:
                 )
             )
             return
-        self._num_moves += 1
         self._wait_until = failover.clock.now() + failover.directory.reconnect_window_s
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._join)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from frontend_svc.engines.loss import LossKind
 from frontend_svc.engines.routing.engine_info import RoutingRequest
-from frontend_svc.failover import Failover, Moves, Wish
-from service_kit.clock import MonotonicClock
+from frontend_svc.failover import MAX_PLANNED_MOVES, Failover, Moves, Wish
+from service_kit.clock import FakeClock
 from service_kit.errors import ServiceError, Unavailable
 
 LOST = Unavailable("lost")
@@ -56,12 +56,22 @@ class Engines:
         return None
 
 
+class NoChance(random.Random):
+    """Has nobody wait before a move."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class World:
     """Requests by name over these engines."""
 
-    def __init__(self, *, num_engines: int, proof_s: float) -> None:
+    def __init__(
+        self, *, num_engines: int, proof_s: float = 2.0, chance: random.Random | None = None
+    ) -> None:
         self.engines = Engines(num_engines)
-        self.failover = Failover(self.engines, MonotonicClock(), random.Random(3), proof_s=proof_s)
+        chance = chance or random.Random(3)
+        self.failover = Failover(self.engines, FakeClock(), chance, proof_s=proof_s)
         self.moves: dict[str, Moves] = {}
         self.errors: dict[str, ServiceError] = {}
         self.changed = asyncio.Event()
@@ -78,12 +88,12 @@ class World:
         self.moves[name] = Moves(self.failover, Wish(None, RoutingRequest()), send=send, fail=fail)
         self.moves[name].start()
 
-    def lose_first(self) -> None:
-        """The engine that is used dies, before any request has had output of it."""
+    def lose_first(self, cause: LossKind = LossKind.DEATH, *, had_output: bool = False) -> None:
+        """The engine that is used is lost, where not said otherwise before any output of it."""
         lost = self.engines.left.pop(0)
         for moves in list(self.moves.values()):
             if moves.client is not None and moves.client.address == lost.address:
-                moves.lose(LossKind.DEATH, LOST, has_begun=False, had_output=False)
+                moves.lose(cause, LOST, has_begun=had_output, had_output=had_output)
         self.failover.engines_changed()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -131,3 +141,42 @@ async def test_a_request_that_is_about_to_be_sent_on_ends_with_the_frontend():
     await world.until(lambda: "a" in world.errors)
     assert world.errors["a"] is LOST
     assert world.engines.left[0].received == []
+
+
+async def test_engines_that_are_told_to_stop_use_up_neither_moves_nor_the_budget():
+    world = World(num_engines=9, chance=NoChance())
+    world.start("a")
+    for _ in range(5):
+        world.lose_first(LossKind.LEFT)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.failover.budget.left == 1024
+    for _ in range(3):
+        world.lose_first(had_output=True)
+        await world.until(lambda: bool(world.engines.left[0].received))
+        world.moves["a"].prove()
+    assert world.failover.budget.left == 1021
+    world.lose_first(had_output=True)
+    assert world.errors == {"a": LOST}
+
+
+async def test_planned_moves_have_a_limit_too():
+    world = World(num_engines=MAX_PLANNED_MOVES + 2, chance=NoChance())
+    world.start("a")
+    for _ in range(MAX_PLANNED_MOVES):
+        world.lose_first(LossKind.LEFT)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.errors == {}
+    world.lose_first(LossKind.LEFT)
+    assert world.errors == {"a": LOST}
+
+
+async def test_an_engine_that_lives_and_gives_up_a_session_may_do_so_for_a_fault():
+    """As one whose step cannot be told: where that goes on and on, it is to end."""
+    world = World(num_engines=5, chance=NoChance())
+    world.start("a")
+    for _ in range(3):
+        world.lose_first(LossKind.DISMISSAL)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.failover.budget.left == 1021
+    world.lose_first(LossKind.DISMISSAL)
+    assert world.errors == {"a": LOST}
