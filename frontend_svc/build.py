@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 # One whose client does not read does not keep other clients from going on elsewhere.
 _CALLS_END_S = 0.1
+# What a call that no drain waits for has to end by itself.
+_CALLS_GRACE_S = 0.5
 _INFERENCE = "triptych.api.v1.InferenceService"
 _CHAT = "triptych.api.v1.ChatService"
 _EMBEDDING = "triptych.api.v1.EmbeddingService"
@@ -120,7 +123,9 @@ class Frontend:
         self.generation = Generation(
             self.directory, self.failover, self.admission, limits, reader_limit, self.requests, self.draining
         )
-        self.resumable = _resumable_streams(self.generation, self.directory, clock, reader_limit)
+        self.resumable = _resumable_streams(
+            self.generation, self.directory, clock, reader_limit, self.draining
+        )
         self.pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
@@ -151,8 +156,14 @@ class Frontend:
             self._coordinator.start()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for the open ones."""
+        """Refuse new requests and wait for the open ones, and for who reads one."""
         await self.draining.run()
+
+    async def end_calls(self) -> None:
+        """Behind a drain: take no more calls, tell those that go on that another frontend may be asked."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CALLS_GRACE_S + _CALLS_END_S):
+                await self.public.end_calls(shutting_down, grace_s=_CALLS_GRACE_S)
 
     async def cut(self) -> None:
         """End every call, which another frontend may be asked for, and leave what can be adopted."""
@@ -287,12 +298,11 @@ class Frontend:
 
 
 def _resumable_streams(
-    generation: Generation, directory: Directory, clock: MonotonicClock, limit: ReaderLimit
+    generation: Generation, directory: Directory, clock: MonotonicClock, limit: ReaderLimit, drain: Drain
 ) -> ResumableStreams:
     stream_of = functools.partial(stream_generate, generation)
-    return ResumableStreams(
-        stream_of, functools.partial(stream_rest, generation, Adoption(directory, clock)), limit
-    )
+    rest_of = functools.partial(stream_rest, generation, Adoption(directory, clock))
+    return ResumableStreams(stream_of, rest_of, limit, drain)
 
 
 def public_profile(config: FrontendConfig) -> LimitProfile:

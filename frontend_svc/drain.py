@@ -1,4 +1,4 @@
-"""Which requests a frontend still has to finish before it may stop. Knows no request."""
+"""What a frontend still has to finish before it may stop. Knows no request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def shutting_down() -> Unavailable:
 
 
 class Drain:
-    """Counts the requests that are open, and refuses new ones once it has begun.
+    """Counts the requests that are open and those who read one, and refuses new ones once it has begun.
 
-    `on_busy` is called when the first is open, `on_idle` when the last has ended.
+    `on_busy` is called when the first is there, `on_idle` when the last has ended.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Drain:
         self._on_busy = on_busy
         self._on_idle = on_idle
         self._num_open = 0
+        self._num_awaited = 0
         self._has_begun = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -43,7 +44,7 @@ class Drain:
         return self._has_begun
 
     async def run(self) -> None:
-        """Refuse new requests from here on; returns when the open ones have ended."""
+        """Refuse new requests from here on; returns when all have ended that it waits for."""
         self._has_begun = True
         await self._idle.wait()
 
@@ -53,13 +54,23 @@ class Drain:
         if self._has_begun:
             raise shutting_down()
         self._num_open += 1
-        if self._num_open == 1:
+        try:
+            with self.awaited():
+                yield
+        finally:
+            self._num_open -= 1
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Have `run` wait for the end of the block, also where it has begun: nothing new is asked for."""
+        self._num_awaited += 1
+        if self._num_awaited == 1:
             self._idle.clear()
             self._on_busy()
         try:
             yield
         finally:
-            self._num_open -= 1
-            if not self._num_open:
+            self._num_awaited -= 1
+            if not self._num_awaited:
                 self._idle.set()
                 self._on_idle()

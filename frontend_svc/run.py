@@ -66,6 +66,7 @@ async def _serve(config: FrontendConfig) -> int:
         # there, or from a list of endpoints, a moment later; what was sent until then is served.
         await asyncio.sleep(config.drain_lag_s)
         await frontend.drain()
+        await frontend.end_calls()
 
     async def cut(cause: DrainCut) -> None:
         await frontend.cut()

@@ -81,9 +81,12 @@ class OpenCalls:
             if not self._calls:
                 self._idle.set()
 
-    async def end(self, error_of: ErrorOf) -> None:
-        """End all of them; returns when they have ended."""
+    async def end(self, error_of: ErrorOf, *, grace_s: float = 0.0) -> None:
+        """End those that do not end by themselves within `grace_s`; returns when all have ended."""
         self._error_of = error_of
+        if grace_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace_s)
         for call in list(self._calls):
             call.end(error_of)
         await self._idle.wait()

@@ -172,12 +172,13 @@ class Server:
         """Say NOT_SERVING for everything, for good. Calls go on being served."""
         self._health.drain()
 
-    async def end_calls(self, error_of: Callable[[], ServiceError]) -> None:
-        """End every call with an error, but those of health and reflection; later ones get the same.
+    async def end_calls(self, error_of: Callable[[], ServiceError], *, grace_s: float = 0.0) -> None:
+        """End with an error, `grace_s` from now, every call but those of health and reflection.
 
-        Returns when all have ended, which one that writes to a client that does not read may never do.
+        Later ones get the error at once. Returns when all have ended, which one that writes to a client that
+        does not read may never do.
         """
-        await self._calls.end(error_of)
+        await self._calls.end(error_of, grace_s=grace_s)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from frontend_svc.adoption import TOKEN_CHARACTERS, not_kept
 from frontend_svc.caller import Caller
+from frontend_svc.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
 from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
@@ -239,13 +240,15 @@ class ResumableStream:
 class ResumableStreams:
     """The streams of this process that can be resumed, by their tokens.
 
-    A stream is forgotten at the end of its grace, which begins when its call ends, however that ends.
+    A stream is forgotten at the end of its grace, which begins when its call ends, however that ends. A drain
+    waits for calls that read one, which may go on long after the request of the stream has ended.
     """
 
-    def __init__(self, stream_of: StreamOf, rest_of: RestOf, limit: ReaderLimit) -> None:
+    def __init__(self, stream_of: StreamOf, rest_of: RestOf, limit: ReaderLimit, drain: Drain) -> None:
         self._stream_of = stream_of
         self._rest_of = rest_of
         self._limit = limit
+        self._drain = drain
         self._streams: dict[str, ResumableStream] = {}
         self._read: OrderedDict[str, ResumableStream] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()  # of streams that are forgotten
@@ -263,9 +266,10 @@ class ResumableStreams:
         caller = self._outliving(caller, token)
         messages = self._stream_of(request, caller)
         stream = self._keep(token, messages, grace_s, caller)
-        async with contextlib.aclosing(stream.read(0)) as messages:
-            async for message in messages:
-                yield message
+        with self._drain.awaited():
+            async with contextlib.aclosing(stream.read(0)) as messages:
+                async for message in messages:
+                    yield message
 
     async def resume(
         self, request: inference_pb2.ResumeRequest, caller: Caller
@@ -277,9 +281,10 @@ class ResumableStreams:
         stream = self._streams.get(request.resume_token)
         if stream is None:
             stream = self._take_over(request, caller)
-        async with contextlib.aclosing(stream.read(request.last_position)) as messages:
-            async for message in messages:
-                yield message
+        with self._drain.awaited():
+            async with contextlib.aclosing(stream.read(request.last_position)) as messages:
+                async for message in messages:
+                    yield message
 
     async def close(self) -> None:
         """Forget all of them. What a client can name is left to the next frontend, the rest aborted."""

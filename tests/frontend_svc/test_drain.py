@@ -95,6 +95,17 @@ async def test_every_call_that_waits_for_whatever_is_told_that_another_frontend_
     assert engine.goodbyes == ["the frontend stops"]
 
 
+async def test_a_call_that_no_drain_waits_for_is_told_so_at_its_end():
+    engine = FakeEngine(chat_template=ENDLESS)
+    async with serving(engine, text_time_limit_s=600.0) as (client, frontend):
+        template = tokenizer_pb2.ApplyChatTemplateRequest(messages=[USER])
+        ending = asyncio.ensure_future(ending_of(client.tokenizer.ApplyChatTemplate(template)))
+        await until_open(frontend, 1)
+        await asyncio.wait_for(frontend.drain(), WAIT_S)
+        await asyncio.wait_for(frontend.end_calls(), WAIT_S)
+        assert await ending == DRAINING
+
+
 async def test_a_request_that_waits_for_an_engine_is_told_so_too():
     engine = FakeEngine()
     async with serving(engine, reconnect_window_s=600.0) as (client, frontend):

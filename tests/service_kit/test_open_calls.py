@@ -55,6 +55,40 @@ async def test_whatever_waits_ends_with_the_error_and_what_comes_later_is_refuse
         assert await refusal(call_unary(channel)) == LEAVING
 
 
+async def test_a_call_has_a_grace_to_end_by_itself_in_which_no_other_begins() -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        has_begun.set()
+        await may_end.wait()
+        return b"done"
+
+    async with serving([FakeService(unary=wait).register()]) as (server, channel):
+        unary = asyncio.ensure_future(call_unary(channel))
+        await has_begun.wait()
+        ending = asyncio.ensure_future(server.end_calls(leaving, grace_s=600.0))
+        await asyncio.sleep(0)
+        assert await refusal(call_unary(channel)) == LEAVING
+        may_end.set()
+        assert await unary == b"done"
+        await asyncio.wait_for(ending, 10)
+
+
+async def test_a_call_that_outlasts_its_grace_ends_with_the_error() -> None:
+    has_begun = asyncio.Event()
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        has_begun.set()
+        await asyncio.Event().wait()
+        return b""
+
+    async with serving([FakeService(unary=wait).register()]) as (server, channel):
+        unary = asyncio.ensure_future(call_unary(channel))
+        await has_begun.wait()
+        await asyncio.wait_for(server.end_calls(leaving, grace_s=0.01), 10)
+        assert await refusal(unary) == LEAVING
+
+
 async def test_a_call_that_writes_ends_behind_its_message() -> None:
     enough = b"x" * 1024
     flood_begins = asyncio.Event()

@@ -12,6 +12,7 @@ from frontend_svc.adoption import not_kept
 from frontend_svc.api.resumable import MessageLog, ResumableStreams
 from frontend_svc.build import Frontend
 from frontend_svc.caller import Caller
+from frontend_svc.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from service_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, Unavailable
 from tests.frontend_svc.fakes import (
@@ -231,8 +232,8 @@ class Source:
 CALLER = Caller("call", "", "", lambda: None)
 
 
-def streams_of(source: Source, **limits: int) -> ResumableStreams:
-    return ResumableStreams(source.stream, nothing_kept, ReaderLimit(**limits))
+def streams_of(source: Source, drain: Drain | None = None, **limits: int) -> ResumableStreams:
+    return ResumableStreams(source.stream, nothing_kept, ReaderLimit(**limits), drain or Drain())
 
 
 async def nothing_kept(resume, caller, on_adopted) -> AsyncGenerator[Response, None]:
@@ -374,4 +375,25 @@ async def test_of_streams_that_were_read_whole_only_so_many_are_kept():
         await anext(resumed(streams, tokens[0], 0))
     assert (await anext(resumed(streams, tokens[1], 0))).position == 1
     assert len(set(tokens)) == 1025 and all(len(token) == 32 for token in tokens)
+    await streams.close()
+
+
+async def test_a_drain_waits_for_who_reads_a_stream_that_is_complete_and_for_who_comes_back_to_it():
+    source, drain = Source(), Drain()
+    streams = streams_of(source, drain)
+    source.say()
+    reader, token = await begun(streams)
+    source.say(1)
+    source.say(2)
+    source.messages.put_nowait(None)
+    draining = asyncio.ensure_future(drain.run())
+    await source.taken(3)
+    assert (await anext(reader)).position == 2
+    second = resumed(streams, token, 1)
+    assert (await anext(second)).position == 2
+    await reader.aclose()
+    assert not draining.done()
+    assert [one.position async for one in second] == [3]
+    await asyncio.wait_for(draining, WAIT_S)
+    assert drain.num_open == 0
     await streams.close()
