@@ -53,7 +53,8 @@ class Finished:
     """One output has ended. `reason` is stop, length, abort, error or repetition.
 
     `stop_match` is the stop string, or the token id, that a `stop` stopped on. `cumulative_logprob` is the
-    sum over its tokens, None where no log probabilities were asked for. `error_message` says what went wrong.
+    sum over its tokens, None where no log probabilities were asked for or one of them is not known.
+    `error_message` says what went wrong.
     """
 
     output_index: int

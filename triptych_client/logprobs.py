@@ -22,8 +22,9 @@ class TokenLogprob:
     """One token, sampled or given.
 
     `logprob` and `rank` (1 for the most likely) are None where there is none, as for the first token of a
-    prompt. `text` is what it adds to those before it, empty for one that only begins a character, None where
-    detokenize was false. `top` are the most likely tokens of its place, best first.
+    prompt, or where they were lost with an engine and a frontend. `text` is what it adds to those before it,
+    empty for one that only begins a character, None where detokenize was false. `top` are the most likely
+    tokens of its place, best first.
     """
 
     token_id: int

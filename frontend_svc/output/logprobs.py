@@ -14,8 +14,9 @@ from frontend_svc.text.token_text import MAX_CONTEXT_TOKENS, TokenTexts
 class Logprobs:
     """Consecutive places as parallel columns; `top_*` have a sequence for each place, best first, or none.
 
-    NaN and rank 0 stand where there is nothing to tell, as at the first place of a prompt. The texts are
-    empty lists where the request wants no text. Packed where there are many: they may wait for a reader.
+    NaN and rank 0 stand where there is nothing to tell: at the first place of a prompt, and at tokens of an
+    engine that died before the frontend did that knew more of them. The texts are empty lists where the
+    request wants no text. Packed where there are many: they may wait for a reader.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -78,18 +79,23 @@ class LogprobReader:
     `context` is the end of the tokens before the first place, so that a text is what a token adds to it.
     """
 
-    __slots__ = ("_context", "_has_top", "_texts", "cumulative")
+    __slots__ = ("_context", "_has_top", "_sum", "_texts")
 
     def __init__(self, texts: TokenTexts | None, context: Sequence[int] = (), *, has_top: bool) -> None:
         self._texts = texts
         self._has_top = has_top
         self._context = list(context[-MAX_CONTEXT_TOKENS:])
-        self.cumulative = 0.0
+        self._sum = 0.0
+
+    @property
+    def cumulative(self) -> float | None:
+        """The sum of all that was read; None once a place without a value was, as it cannot be known then."""
+        return None if math.isnan(self._sum) else self._sum
 
     def read(self, token_ids: Sequence[int], columns: LogprobColumns) -> Logprobs:
         """The places of `token_ids`, which come after those that were read before."""
         read = Logprobs(list(token_ids), list(columns.logprobs), list(columns.ranks))
-        self.cumulative += sum(value for value in read.logprobs if not math.isnan(value))
+        self._sum += sum(read.logprobs)
         if self._has_top:
             _add_top(read, columns)
         if self._texts is not None:

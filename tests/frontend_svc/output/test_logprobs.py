@@ -41,13 +41,21 @@ def test_a_prompt_begins_where_a_text_does():
     assert LogprobReader(TEXTS, has_top=False).read([WORD, WORD], columns(2)).texts == ["a", " a"]
 
 
-def test_values_are_summed_but_for_those_that_are_not_there():
+def test_values_are_summed_over_all_that_is_read():
     reader = LogprobReader(None, has_top=False)
-    nothing = LogprobColumns([math.nan], [0])
-    assert math.isnan(reader.read([LETTER], nothing).logprobs[0])
     read = reader.read([LETTER, WORD, LETTER], columns(3))
-    assert (reader.cumulative, read.ranks) == (-3.0, [1, 2, 3])
+    reader.read([WORD, WORD], columns(2))
+    assert (reader.cumulative, read.ranks) == (-4.0, [1, 2, 3])
     assert (read.texts, read.top_texts, read.top_ids) == ([], [], [])
+
+
+def test_there_is_no_sum_once_a_value_is_not_there():
+    reader = LogprobReader(None, has_top=False)
+    reader.read([LETTER], columns(1))
+    assert math.isnan(reader.read([LETTER], LogprobColumns([math.nan], [0])).logprobs[0])
+    assert reader.cumulative is None
+    reader.read([LETTER, WORD, LETTER], columns(3))
+    assert reader.cumulative is None
 
 
 def test_what_the_neighbours_of_a_step_asked_for_changes_nothing():

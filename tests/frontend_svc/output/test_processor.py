@@ -180,6 +180,16 @@ async def test_each_row_gets_its_own_places_of_the_logprob_columns():
     assert (first.cumulative_logprob, second.cumulative_logprob) == (-3.0, -3.0)
 
 
+async def test_an_output_with_a_token_of_which_nothing_is_told_has_no_sum():
+    fixture, nan = Fixture(), float("nan")
+    one = fixture.add(1)
+    columns = LogprobColumns(floats(nan, -2), ints(0, 2))
+    fixture.processor.process(StepColumns([1], [2], [A, B], {}, {}, columns))
+    (piece,) = (await one.collector.get()).pieces
+    assert piece.logprobs is not None and piece.logprobs.ranks == [0, 2]
+    assert piece.cumulative_logprob is None
+
+
 async def test_what_is_told_of_a_prompt_in_parts_comes_with_the_first_token():
     fixture, nan = Fixture(), float("nan")
     state = fixture.add(1, prompt=[A, B, C])
