@@ -250,6 +250,10 @@ class Generation:
         """Have a drain wait for the end of the block; raises Unavailable once it has begun."""
         return self._drain.counted()
 
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
+        """Have a drain wait for the end of the block, as for who reads what has ended."""
+        return self._drain.awaited()
+
     @contextlib.asynccontextmanager
     async def open(
         self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace

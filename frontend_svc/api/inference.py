@@ -61,9 +61,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
         """Stream the outputs of many prompts; one that is refused does not end the others."""
         messages = stream_batch(self._stream_of, request.requests, caller_of(context))
-        async with contextlib.aclosing(messages):
-            async for message in messages:
-                yield message
+        with self._generation.awaited():
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    yield message
 
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: ResumeContext

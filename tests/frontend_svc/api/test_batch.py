@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from frontend_svc.api.batch import MAX_BATCH_ITEMS, stream_batch
+from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.caller import Caller
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from tests.frontend_svc.fakes import (
@@ -27,6 +28,16 @@ from triptych.common.v1 import error_pb2
 
 CALLER = Caller("call", "", "", lambda: None)
 Responses = dict[int, list[generate_pb2.GenerateResponse]]
+
+
+class NoContext:
+    """Of a call that came over no wire."""
+
+    def invocation_metadata(self) -> None:
+        """Nothing was sent beside the request."""
+
+    def time_remaining(self) -> None:
+        """It may take as long as it likes."""
 
 
 async def read_batch(messages) -> tuple[Responses, dict[int, error_pb2.ErrorStatus]]:
@@ -128,6 +139,23 @@ async def test_cancel_aborts_every_item():
         call.cancel()
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
         assert frontend.draining.num_open == 0
+
+
+async def test_a_drain_waits_for_who_reads_items_that_have_ended():
+    async with serving(FakeEngine(echo)) as (client, frontend):
+        await client.until_engines_are_ready(1)
+        servicer = InferenceServicer(frontend.generation, frontend.resumable)
+        messages = servicer.GenerateBatch(batch(make_request([5, 6, 7])), NoContext())
+        read = [await anext(messages)]
+        draining = asyncio.ensure_future(frontend.drain())
+        async with asyncio.timeout(WAIT_S):
+            while frontend.draining.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not draining.done()
+        read += [message async for message in messages]
+        await asyncio.wait_for(draining, WAIT_S)
+    assert read[-1].response.HasField("finished")
 
 
 async def test_an_id_given_twice_and_a_grace_that_cannot_be_are_refused_by_item():
