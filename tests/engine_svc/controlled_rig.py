@@ -132,6 +132,7 @@ async def controlled(*, profile_dir: Path | None = None) -> AsyncIterator[Contro
     async with serving(rig) as stub:
         frontend = StreamClient(stub, "operator-test")
         await frontend.open()
+        await frontend.until(lambda: "ready" in frontend.kinds())
         try:
             yield Controlled(rig, runners, frontend, weights)
         finally:
