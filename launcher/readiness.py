@@ -13,6 +13,8 @@ from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, from_rpc_error
 
 _RETRY_S = 0.1
+# It is not there yet; or it stops, whose end is seen by who started it.
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 async def await_ready(service: str, address: str) -> None:
@@ -27,7 +29,7 @@ async def await_ready(service: str, address: str) -> None:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in _AWAY:
                     raise from_rpc_error(error) from error
             await asyncio.sleep(_RETRY_S)
 

@@ -17,7 +17,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class LateHealth(health_pb2_grpc.HealthServicer):
-    """Cannot be asked the first time, and then serves when it is told to."""
+    """Cannot be asked at first, stops while it is asked, and then serves when it is told to."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -29,6 +29,9 @@ class LateHealth(health_pb2_grpc.HealthServicer):
         self.num_asked += 1
         if self.num_asked == 1:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        if self.num_asked == 2:
+            # In gRPC's words, as of a server that stops with calls open.
+            await context.abort(grpc.StatusCode.CANCELLED, "Cancelling all calls")
         assert request.service == READINESS["engine"]
         yield _Status(status=_Status.NOT_SERVING)
         await self.may_serve.wait()
@@ -48,5 +51,5 @@ async def test_a_service_is_awaited_and_no_connection_stays():
         servicer.may_serve.set()
         await waiting
         await until_connections(address, 0)
-    assert servicer.num_asked == 2
+    assert servicer.num_asked == 3
     await server.stop(None)
