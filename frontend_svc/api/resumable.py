@@ -28,6 +28,8 @@ StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Respo
 # Logs that were read to their end, kept for a client whose connection broke on the last messages.
 _MAX_READ_LOGS = 1024
 _TOKEN_BYTES = TOKEN_CHARACTERS // 2
+# What no stream reaches; what comes behind it can be counted.
+_MAX_POSITION = 2**48
 
 
 class RestOf(Protocol):
@@ -297,6 +299,11 @@ class ResumableStreams:
             await asyncio.wait(self._ending)
 
     def _take_over(self, request: inference_pb2.ResumeRequest, caller: Caller) -> ResumableStream:
+        if request.last_position > _MAX_POSITION:
+            raise InvalidArgument(
+                f"last_position is {request.last_position}, the limit is {_MAX_POSITION}",
+                field="last_position",
+            )
         # Behind `started` whoever does not say what it has got has got what nobody can cut off.
         can_be_cut = bool(request.received) or request.last_position == 1
         if not can_be_cut or len(request.resume_token) != TOKEN_CHARACTERS:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import grpc
+import pytest
+
 from frontend_svc.engines.client import EngineState
 from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, serving
 from tests.frontend_svc.test_adoption import GRACE_MS, another_frontend, doomed, read_some, rest_of
+from triptych.api.v1 import inference_pb2
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -39,6 +43,20 @@ async def test_a_frontend_that_has_just_begun_looks_until_it_has_heard_of_its_en
         finally:
             await frontend.public.stop(0)
             await frontend.close()
+
+
+async def test_a_position_that_no_stream_reaches_is_refused_and_no_engine_asked():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        received = [inference_pb2.ReceivedOutput(num_tokens=1)]
+        request = inference_pb2.ResumeRequest(
+            resume_token="0" * 32, last_position=2**64 - 1, received=received
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.inference.Resume(request, timeout=WAIT_S).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == f"last_position is {2**64 - 1}, the limit is {2**48}"
+    assert engine.num_asked_adoptions == 0
 
 
 async def test_an_engine_that_leaves_is_asked_too():
