@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from service_kit.process import signal_child
+from service_kit.process import signal_child, signal_name
 
 _NUM_LAST_LINES = 20
 # One line of a child's log; a longer one is cut into pieces.
@@ -88,7 +88,7 @@ class ChildProcess:
         if code is None:
             return f"(pid {self.pid}) is running"
         if code < 0:
-            return f"(pid {self.pid}) was killed by {signal.Signals(-code).name}"
+            return f"(pid {self.pid}) was killed by {signal_name(-code)}"
         return f"(pid {self.pid}) exited with code {code}"
 
     async def wait(self) -> None:

@@ -86,6 +86,14 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def signal_name(number: int) -> str:
+    """What people call a signal. Those for real time have no names, but the first and the last of them."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """Send `number` to a child that was started by asyncio, if it still runs.
 

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from engine_svc.device_errors import DeviceLost
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.silence import Silence
+from service_kit.process import signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +150,16 @@ class RankWatch:
     def _run(self) -> None:
         lost: RankLost | None = None
         try:
-            self._ranks = [_start(start) for start in self._starts]
+            for start in self._starts:
+                self._ranks.append(_start(start))
             for rank, start in enumerate(self._starts):
                 self.say(rank, start.spec)
             lost = self._watch()
         except OSError as error:
             lost = RankLost(len(self._ranks), f"cannot be started: {error}")
+        except Exception as error:  # Whatever it is: nobody else looks, and the engine would wait for ever.
+            logger.exception("the watch over the ranks failed")
+            lost = RankLost(0, f"can no longer be watched: {type(error).__name__}: {error}")
         finally:
             # Whatever ended the watch: nobody is left behind.
             self._ask_to_end()
@@ -217,7 +222,7 @@ class RankWatch:
         for index, rank in enumerate(self._ranks):
             code = rank.process.poll()
             if code is not None and code < 0:
-                killed = killed or RankLost(index, f"was ended by {signal.Signals(-code).name}")
+                killed = killed or RankLost(index, f"was ended by {signal_name(-code)}")
             elif code is not None:
                 ended = ended or RankLost(index, f"ended with exit code {code}")
         return killed, ended

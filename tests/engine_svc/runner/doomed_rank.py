@@ -1,0 +1,26 @@
+"""A rank that does with its process or its line what its first message says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+from engine_svc.runner.rank_line import RankLine
+
+
+def main() -> None:
+    """End by a signal, or say what is no message and wait for the end."""
+    fd = int(sys.argv[1])
+    line = RankLine(fd)
+    spec: dict[str, Any] = line.hear()
+    if "signal" in spec:
+        os.kill(os.getpid(), spec["signal"])
+    with socket.socket(fileno=os.dup(fd)) as raw:
+        raw.sendall(spec["says"].encode())
+    line.hear()
+
+
+if __name__ == "__main__":
+    main()
