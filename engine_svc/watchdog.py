@@ -1,7 +1,8 @@
-"""Ends a process whose step hangs, after it has written down where all threads stand. Knows no wire."""
+"""Ends a process whose step hangs, and before that writes down where all threads stand. Knows no wire."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -19,8 +20,10 @@ EXIT_HUNG = 71
 _TICK_S = 0.25
 # While nothing runs. What begins meanwhile is seen that much later, and an idle process stays idle.
 _IDLE_TICKS = 4
+# For the log and the stacks, before anybody is told: they should be there when the process ends in order.
+_WRITE_S = 1.0
 # For who is told to end the process in order; then it is ended at once. With the default limit of a step, and
-# the time to see that it is passed, the process is gone within 10 s.
+# the time to see that it is passed and to write, the process is gone within 10 s.
 _GRACE_S = 3.0
 
 
@@ -106,7 +109,20 @@ class Watchdog:
         what = f"step {figures.step_number}"
         if figures.is_in_call:
             what = f"a call behind {what}"
-        reason = f"{what} has been running for {seen_s:.1f} s: it hangs"
+        try:
+            # Beside this thread: what hangs may be who reads it, and then the writing hangs as well.
+            writing = threading.Thread(
+                target=self._write_down, args=(figures, seen_s), name="watchdog-writing", daemon=True
+            )
+            writing.start()
+            writing.join(_WRITE_S)
+            self._on_hang(f"{what} has been running for {seen_s:.1f} s: it hangs")
+        finally:
+            # Whatever could not be done: the process ends.
+            if not self._is_over.wait(self._grace_s):
+                self._end_process(EXIT_HUNG)
+
+    def _write_down(self, figures: Figures, seen_s: float) -> None:
         logger.critical(
             "the engine thread hangs",
             extra={
@@ -117,10 +133,15 @@ class Watchdog:
             },
         )
         self._dump_stacks()
-        self._on_hang(reason)
-        if not self._is_over.wait(self._grace_s):
-            self._end_process(EXIT_HUNG)
 
 
 def _dump_stacks() -> None:
-    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    # Not at once to stderr: no thread runs while it is written, and it may be that nobody reads.
+    with open(os.memfd_create("triptych-stacks", os.MFD_CLOEXEC), "w+") as stacks:
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        stacks.seek(0)
+        text = stacks.read()
+    # The process may have been started without it, or closed it.
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end="", file=sys.__stderr__, flush=True)

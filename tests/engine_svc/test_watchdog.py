@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -202,10 +206,12 @@ class Notes:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.ended = threading.Event()
+        self.when_dumped: Callable[[], object] = lambda: None
         self.when_told: Callable[[], None] = lambda: None
 
     def dump(self) -> None:
         self.words.append("dump")
+        self.when_dumped()
 
     def hear(self, reason: str) -> None:
         self.words.append(reason)
@@ -239,6 +245,77 @@ def test_a_hang_is_dumped_told_and_ends_a_process_that_does_not_end_itself():
     dumped, told, ended = notes.words
     assert (dumped, ended) == ("dump", f"exit {EXIT_HUNG}")
     assert told.startswith("step 7 has been running for ")
+
+
+def test_a_process_whose_stacks_nobody_reads_is_told_and_ends():
+    notes, board, is_read = Notes(), Board(), threading.Event()
+    board.post(Figures(step_number=7, step_started_at=0.0))
+    notes.when_dumped = is_read.wait
+    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+    watchdog.start()
+    assert notes.ended.wait(10)
+    is_read.set()
+    assert watchdog.join(10)
+    dumped, told, ended = notes.words
+    assert (dumped, ended) == ("dump", f"exit {EXIT_HUNG}")
+    assert told.startswith("step 7 has been running for ")
+
+
+# Its stderr is a pipe that is full, and nobody reads it.
+HUNG_AND_UNREAD = """
+import contextlib, os, sys, threading
+from engine_svc.mailbox import Board, Figures
+from engine_svc.watchdog import Watchdog
+from service_kit.clock import MonotonicClock
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+with contextlib.suppress(BlockingIOError):
+    while True:
+        os.write(writer, b"x")
+os.set_blocking(writer, True)
+sys.__stderr__ = os.fdopen(writer, "w")
+board = Board()
+board.post(Figures(step_number=7, step_started_at=0.0))
+Watchdog(board, MonotonicClock(), lambda reason: None, limit_s=0.05, tick_s=0.01, grace_s=0.0).start()
+threading.Event().wait()
+"""
+
+
+def test_the_dump_of_the_stacks_holds_up_nobody_else():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    hung = [sys.executable, "-c", HUNG_AND_UNREAD]
+    assert subprocess.run(hung, env=environment, timeout=60, check=False).returncode == EXIT_HUNG
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_process_that_cannot_be_told_ends():
+    notes, board = Notes(), Board()
+    board.post(Figures(step_number=7, step_started_at=0.0))
+
+    def fail() -> None:
+        raise RuntimeError("the event loop is closed")
+
+    notes.when_told = fail
+    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+    watchdog.start()
+    assert notes.ended.wait(10)
+    assert watchdog.join(10)
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["without", "with"])
+def test_a_process_with_or_without_stderr_is_told_and_ends(stderr, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "__stderr__", stderr)
+    notes, board = Notes(), Board()
+    board.post(Figures(step_number=7, step_started_at=0.0))
+    watchdog = Watchdog(
+        board, MonotonicClock(), notes.hear, limit_s=0.05, tick_s=0.01, grace_s=0.0, end_process=notes.end
+    )
+    watchdog.start()
+    assert notes.ended.wait(10)
+    assert watchdog.join(10)
+    assert len(notes.words) == 2
+    assert stderr is None or "test_watchdog.py" in stderr.getvalue()
 
 
 def test_a_call_that_hangs_is_not_told_as_a_step():
