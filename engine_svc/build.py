@@ -149,7 +149,6 @@ def build_engine(
     """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
     # Here and not above: these import torch, and a process should answer before that is done.
     from engine_svc.build_runner import build_runner
-    from engine_svc.features.observe import RequestSpans
 
     check_tokenizer(served.artifacts)
 
@@ -163,6 +162,22 @@ def build_engine(
         side = build_ranks(config, tell, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
     else:
         side = build_runner(config, tell)
+    try:
+        return _put_together(config, served, side, defer)
+    except BaseException:
+        # Ranks and threads would stay where the engine is a part of somebody else's process.
+        side.executor.shutdown()
+        raise
+
+
+def _put_together(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    defer: Callable[[Callable[[], None]], object],
+) -> tuple[Engine, LoadedCore]:
+    from engine_svc.features.observe import RequestSpans
+
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -213,6 +214,22 @@ def test_the_context_is_fitted_to_the_memory_only_where_nobody_chose_it(llama):
     )
     with pytest.raises(ValueError, match="max_model_len"):
         Built(EngineConfig(model=str(llama), num_kv_blocks=10, max_model_len=200, num_threads=1))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2], ids=["in a thread", "in ranks"])
+def test_of_an_engine_that_cannot_be_built_nothing_is_left_running(llama, num_stages, tmp_path):
+    children, threads = psutil.Process().children(), threading.enumerate()
+    config = EngineConfig(
+        model=str(llama),
+        num_kv_blocks=20,
+        num_threads=1,
+        pipeline_parallel_size=num_stages,
+        record_decisions=str(tmp_path / "no folder" / "case.json.gz"),
+    )
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        Built(config)
+    assert psutil.Process().children() == children
+    assert {thread.name for thread in threading.enumerate() if thread not in threads} <= {"tqdm_monitor"}
 
 
 def test_an_engine_knows_what_its_operator_says_of_it(llama):
