@@ -33,6 +33,11 @@ Progress = Callable[[str, int, int], None]
 # A prompt of usual size: every kernel is used, and all weights are read once.
 WARM_UP_TOKENS = 64
 
+GPU_IS_FULL = (
+    "the GPU has too little memory for this model: lower --gpu-memory-utilization or "
+    "--max-num-batched-tokens, quantize, or divide the model over more GPUs"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerSide:
@@ -69,10 +74,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         runner.warm_up(WARM_UP_TOKENS)
         progress("warm-up", 1, 1)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "the GPU has too little memory for this model: lower --gpu-memory-utilization or "
-            "--max-num-batched-tokens, quantize, or divide the model over more GPUs"
-        ) from error
+        raise ConfigError(GPU_IS_FULL) from error
     calls = runner_calls(runner)
     # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
     is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine_svc.engine import Engine
 from engine_svc.mailbox import Stop
+from engine_svc.runner.rank_watch import RankLost
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.watchdog import EXIT_HUNG, Watchdog
 
@@ -91,5 +92,7 @@ class EngineThread:
 
 
 def _described(error: Exception) -> str:
+    if isinstance(error, RankLost):
+        return f"rank {error.rank} {error.why}, see the engine's log"
     # The text of an unknown error may hold paths or values; its type says enough to people elsewhere.
     return f"internal error ({type(error).__name__}), see the engine's log"

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from engine_svc.build_runner import WARM_UP_TOKENS, free_memory, kernel_mode, load_wishes, make_runner
+from engine_svc.build_runner import (
+    GPU_IS_FULL,
+    WARM_UP_TOKENS,
+    free_memory,
+    kernel_mode,
+    load_wishes,
+    make_runner,
+)
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, groups_of_stage
 from engine_svc.model.loader import LoadedModel, load_model
@@ -63,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except Exception as error:
         with contextlib.suppress(EOFError):
-            line.say({"failed": f"raised {type(error).__name__}: {error}"})
+            line.say({"failed": f"raised {type(error).__name__}", "details": str(error)})
         raise
     return 0
 
@@ -95,16 +102,22 @@ def _serve(rank: _Rank) -> None:
 
 
 def _prepare(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
-    """Load, say what there is, and make of it what the engine answers. Keeps no part of the model itself."""
+    """Get ready, or say why that cannot be where people can mend it."""
     try:
-        loaded = load_model(
-            rank.config.model, load_wishes(rank.config), parallel=parallel, progress=_progress(rank)
-        )
-    except (ValueError, OSError) as error:
-        rank.line.say({"refused": str(error)})
+        return _load(rank, parallel)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        is_full = isinstance(error, torch.OutOfMemoryError)
+        rank.line.say({"refused": GPU_IS_FULL if is_full else str(error)})
         # The engine ends this process.
         rank.line.hear()
         raise
+
+
+def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
+    """Load, say what there is, and make of it what the engine answers. Keeps no part of the model itself."""
+    loaded = load_model(
+        rank.config.model, load_wishes(rank.config), parallel=parallel, progress=_progress(rank)
+    )
     rank.line.say({"loaded": _describe(rank, loaded)})
     sizes: dict[str, Any] = rank.line.hear()["sizes"]  # type: ignore[assignment]  # The engine says it so.
     loaded = _with_groups(loaded, sizes)

@@ -251,7 +251,7 @@ class ProcessGroup:
         lost = self._watch.lost
         assert lost is not None, "the channel was interrupted without a rank having been lost"
         # A new one each time: an exception that is raised twice tells of both places at once.
-        return RankLost(lost.rank, lost.why)
+        return RankLost(lost.rank, lost.why, lost.details)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,16 @@ RankMessage = dict[str, object]
 
 
 class RankLost(DeviceLost):
-    """A rank ended, hung or failed, so that the engine cannot go on; all its ranks are being ended."""
+    """A rank ended, hung or failed, so that the engine cannot go on; all its ranks are being ended.
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} {why}")
+    details: the text of an error, which may hold paths or values.
+    """
+
+    def __init__(self, rank: int, why: str, details: str = "") -> None:
+        super().__init__(f"rank {rank} {why}" + (f": {details}" if details else ""))
         self.rank = rank
         self.why = why
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +160,10 @@ class RankWatch:
                 self.say(rank, start.spec)
             lost = self._watch()
         except OSError as error:
-            lost = RankLost(len(self._ranks), f"cannot be started: {error}")
+            lost = RankLost(len(self._ranks), "cannot be started", str(error))
         except Exception as error:  # Whatever it is: nobody else looks, and the engine would wait for ever.
             logger.exception("the watch over the ranks failed")
-            lost = RankLost(0, f"can no longer be watched: {type(error).__name__}: {error}")
+            lost = RankLost(0, f"can no longer be watched ({type(error).__name__})", str(error))
         finally:
             # Whatever ended the watch: nobody is left behind.
             self._ask_to_end()
@@ -169,7 +173,7 @@ class RankWatch:
             self._wait_for_ends(self._grace_s)
 
     def _tell(self, lost: RankLost) -> None:
-        logger.error("a rank is lost", extra={"rank": lost.rank, "why": lost.why})
+        logger.error("a rank is lost", extra={"rank": lost.rank, "why": lost.why, "details": lost.details})
         self.lost = lost
         self._messages.put(lost)
         os.eventfd_write(self.lost_fd, 1)
@@ -211,7 +215,7 @@ class RankWatch:
         for line in lines:
             message = json.loads(line)
             if "failed" in message:
-                return RankLost(index, str(message["failed"]))
+                return RankLost(index, str(message["failed"]), str(message["details"]))
             self._messages.put((index, message))
         return None
 

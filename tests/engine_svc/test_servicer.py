@@ -13,6 +13,8 @@ import pytest
 from engine_svc.artifacts import read_artifacts
 from engine_svc.lifecycle import EngineState
 from engine_svc.mailbox import Fail
+from engine_svc.runner.rank_watch import RankLost
+from engine_svc.served_engine import Failure
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.service_rig import (
     LENGTH,
@@ -127,6 +129,14 @@ async def test_a_model_that_cannot_be_loaded_is_told_and_exits_as_wrong_usage():
         await client.until(lambda: client.is_over)
         assert client.heard[-1].dead.reason == "folder has no config.json"
         assert rig.engine.failure.exit_code == 2
+
+
+async def test_how_a_rank_was_lost_is_told_without_what_its_error_says():
+    rig = ServiceRig()
+    rig.load_error = RankLost(1, "raised ValueError", "what was in /a/folder")
+    async with serving(rig, load=False):
+        await rig.load()
+        assert rig.engine.failure == Failure("rank 1 raised ValueError, see the engine's log", 70)
 
 
 async def test_draining_refuses_new_requests_and_finishes_the_running_ones():

@@ -46,4 +46,4 @@ def test_a_rank_that_any_signal_ends_is_lost(number: int, name: str) -> None:
 
 
 def test_a_watch_that_fails_has_lost_its_ranks() -> None:
-    assert "can no longer be watched: JSONDecodeError" in str(lost_after({"says": "no message\n"}))
+    assert "can no longer be watched (JSONDecodeError)" in str(lost_after({"says": "no message\n"}))

@@ -1,0 +1,50 @@
+"""What a rank says when it cannot get ready."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine_svc import rank_main
+from engine_svc.config import EngineConfig
+from engine_svc.model.process_parallel import Place, ProcessParallel
+from engine_svc.runner.progress_board import ProgressBoard
+from engine_svc.runner.rank_line import RankLine
+
+
+class EndedLine:
+    """A line whose engine ends the rank as soon as it listens."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, object]] = []
+
+    def say(self, message: dict[str, object]) -> None:
+        self.said.append(message)
+
+    def hear(self) -> dict[str, object]:
+        raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("the config says so"), "the config says so"),
+        (FileNotFoundError("there is no folder"), "there is no folder"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "the GPU has too little memory"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_people_can_mend_is_refused_in_words(error, words, monkeypatch):
+    def load_model(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rank_main, "load_model", load_model)
+    line, board = EndedLine(), ProgressBoard.create(2)
+    rank = rank_main._Rank(EngineConfig("folder"), Place(0, 2, 1), {}, cast(RankLine, line), board)
+    with pytest.raises(EOFError):
+        rank_main._prepare(rank, cast(ProcessParallel, None))
+    board.close()
+    [message] = line.said
+    assert str(message["refused"]).startswith(words)
