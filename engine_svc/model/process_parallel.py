@@ -79,6 +79,9 @@ class ProcessParallel:
             ]
             groups = [dist.new_group(list(stage)) for stage in stages]
             self._stage = groups[place.pp_rank]
+        # Gloo adds three and more in an order that depends on the size of the tensor: a row's sum
+        # would depend on the rows beside it.
+        self._adds_in_order = self.tp_size > 2 and not is_gpu
         self._num_sent = self._num_received = 0
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -87,6 +90,12 @@ class ProcessParallel:
         if self.tp_size == 1:
             return x
         x = x.contiguous()
+        if self._adds_in_order:
+            first, *others = self._part_of_each(x)
+            total = first.float()
+            for part in others:
+                total += part
+            return x.copy_(total)
         dist.all_reduce(x, group=self._stage)
         return x
 
@@ -94,9 +103,7 @@ class ProcessParallel:
         """[..., N] of each tensor-parallel rank, side by side in the last dimension."""
         if self.tp_size == 1:
             return x
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.tp_size)]
-        dist.all_gather(parts, x.contiguous(), group=self._stage)
-        return torch.cat(parts, dim=-1)
+        return torch.cat(self._part_of_each(x.contiguous()), dim=-1)
 
     def send(self, hidden: Tensor) -> None:
         """Hand [T, hidden] to the next stage, which may take it later: the caller no longer writes it."""
@@ -115,6 +122,11 @@ class ProcessParallel:
         dist.recv(hidden, self._previous, tag=self._num_received % _NUM_TAGS)
         self._num_received += 1
         return hidden
+
+    def _part_of_each(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.tp_size)]
+        dist.all_gather(parts, x, group=self._stage)
+        return parts
 
     def close(self) -> None:
         """Leave the others. Nothing may be under way."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from engine_svc.model.facts import KVShape, LayerGroup, group_layers, groups_of_stage
 from engine_svc.model.process_parallel import Place
@@ -58,26 +59,60 @@ parallel.close()
 """
 
 
-def test_stages_add_and_join_among_themselves_and_pass_on_in_order() -> None:
-    store = os.memfd_create("store")
-    module_path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": module_path, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXCHANGE, str(rank), str(store)],
-            pass_fds=[store],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
+ADD_UP = """
+import sys, torch
+from engine_svc.model.process_parallel import Place, ProcessParallel
+rank, fd, num_ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+parallel = ProcessParallel(
+    Place(rank, num_ranks, 1), store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0
+)
+with torch.inference_mode():
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = torch.randn(num_ranks, 64, 576, generator=torch.Generator().manual_seed(1)).to(dtype)
+        total = sum(part.float() for part in parts)
+        for num_rows in (1, 2, 3, 7, 16, 33, 64):
+            rows = parallel.all_reduce(parts[rank, :num_rows].clone())
+            print(dtype, num_rows, rows.dtype, int((rows != total.to(dtype)[:num_rows]).sum()))
+parallel.close()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_sum_of_a_row_has_the_same_bits_whatever_is_summed_beside_it(num_ranks: int) -> None:
+    expected = [
+        f"{dtype} {num_rows} {dtype} 0"
+        for dtype in (torch.float32, torch.bfloat16)
+        for num_rows in (1, 2, 3, 7, 16, 33, 64)
     ]
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
-    os.close(store)
-    assert [process.returncode for process in processes] == [0] * 4
+    assert outputs_of(ADD_UP, num_ranks) == [expected] * num_ranks
+
+
+def test_stages_add_and_join_among_themselves_and_pass_on_in_order() -> None:
+    outputs = outputs_of(EXCHANGE, num_ranks=4)
     for rank, lines in enumerate(outputs):
         first = rank // 2 * 2
         joined = [[first, value, first + 1, value] for value in (10.0, 20.0)]
         assert (
             lines == [str([[2.0 * first + 3], [4, 3], [[float(x) for x in row] for row in joined], True])] * 2
         )
+
+
+def outputs_of(program: str, num_ranks: int) -> list[list[str]]:
+    """The lines of each rank that runs `program` and ends well."""
+    store = os.memfd_create("store")
+    module_path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": module_path, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(store), str(num_ranks)],
+            pass_fds=[store],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    os.close(store)
+    assert [process.returncode for process in processes] == [0] * num_ranks
+    return outputs
