@@ -139,7 +139,6 @@ class RanksStarting:
             "store_fd": self._store_fd,
             "board_fd": self._board.fd,
             "heart_interval_s": _HEART_INTERVAL_S,
-            "step_s": self._limits.step_s,
             "plans": [*plans.fds, plans.capacity],
         }
         fds = [self._store_fd, self._board.fd, *plans.fds]

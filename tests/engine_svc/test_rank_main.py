@@ -10,6 +10,7 @@ import torch
 from engine_svc import rank_main
 from engine_svc.config import EngineConfig
 from engine_svc.model.process_parallel import Place, ProcessParallel
+from engine_svc.runner.process_group import GroupLimits
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.rank_line import RankLine
 
@@ -25,6 +26,25 @@ class EndedLine:
 
     def hear(self) -> dict[str, object]:
         raise EOFError
+
+
+def test_the_engine_gives_an_exchange_up_before_the_ranks_do(monkeypatch):
+    timeouts = []
+
+    def meet(place: Place, *, timeout_s: float, **options: Any) -> None:
+        timeouts.append(timeout_s)
+        raise EOFError
+
+    monkeypatch.setattr(rank_main, "ProcessParallel", meet)
+    limits, board = GroupLimits(), ProgressBoard.create(2)
+    spec = {"store_fd": 0}
+    rank = rank_main._Rank(
+        EngineConfig("folder", device="cpu"), Place(0, 2, 1), spec, cast(RankLine, EndedLine()), board
+    )
+    with pytest.raises(EOFError):
+        rank_main._serve(rank)
+    board.close()
+    assert timeouts[0] > 100 * max(limits.step_s, limits.start_s)
 
 
 @pytest.mark.parametrize(
