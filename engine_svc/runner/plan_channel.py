@@ -12,6 +12,7 @@ import os
 import select
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,13 +90,18 @@ def create_channel(num_readers: int, capacity: int = DEFAULT_CAPACITY) -> Channe
 
 
 class ChannelWriter:
-    """The one that writes. A message longer than the ring goes in pieces, as fast as the readers read."""
+    """The one that writes. A message longer than the ring goes in pieces, as fast as the readers read.
 
-    def __init__(self, end: WriterEnd, *, interrupt_fd: int | None = None) -> None:
+    replies: what the readers write in turn. It is read while they make no room: they may be waiting for that.
+    """
+
+    def __init__(
+        self, end: WriterEnd, *, interrupt_fd: int | None = None, replies: ChannelReader | None = None
+    ) -> None:
         self._ring = _Ring(end.memory_fd, end.capacity)
         self._reader_fds = end.reader_fds
         self._unread = [0] * len(end.reader_fds)  # bytes, as far as this side knows
-        self._waiters = [_Waiter(read_fd, interrupt_fd) for _, read_fd in end.reader_fds]
+        self._waiters = [_Waiter(read_fd, interrupt_fd, replies) for _, read_fd in end.reader_fds]
         self._num_pieces = 0
         self._position = 0
 
@@ -139,10 +145,12 @@ class ChannelReader:
     """One of those that read. spin_s: how long to look again and again before going to sleep."""
 
     def __init__(self, end: ReaderEnd, *, interrupt_fd: int | None = None, spin_s: float = 0.0) -> None:
+        self.written_fd = end.written_fd  # readable when there is more
         self._ring = _Ring(end.memory_fd, end.capacity)
         self._read_fd = end.read_fd
         self._waiter = _Waiter(end.written_fd, interrupt_fd)
         self._spin_s = spin_s
+        self._kept: deque[bytes] = deque()  # messages that were read before anybody asked for them
         self._available = 0
         self._num_pieces = 0
         self._position = 0
@@ -152,7 +160,20 @@ class ChannelReader:
 
         Raises ChannelInterrupted when told to give up.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._kept:
+            return self._kept.popleft()
+        return self._read(None if timeout_s is None else time.monotonic() + timeout_s)
+
+    def keep(self) -> None:
+        """Read what was written so far, for `receive` to find."""
+        while (message := self._read(0.0)) is not None:
+            self._kept.append(message)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._ring.close()
+
+    def _read(self, deadline: float | None) -> bytes | None:
         piece, has_more = self._next_piece(deadline)
         if piece is None or not has_more:
             return piece
@@ -163,10 +184,6 @@ class ChannelReader:
             assert piece is not None, "a wait without an end ended with nothing"
             pieces.append(piece)
         return b"".join(pieces)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._ring.close()
 
     def _next_piece(self, deadline: float | None) -> tuple[bytes | None, bool]:
         if not self._available:
@@ -209,15 +226,18 @@ class _Ring:
 
 
 class _Waiter:
-    """Waits for a counter that others add to."""
+    """Waits for a counter that others add to, and reads `replies` meanwhile."""
 
-    def __init__(self, fd: int, interrupt_fd: int | None) -> None:
+    def __init__(self, fd: int, interrupt_fd: int | None, replies: ChannelReader | None = None) -> None:
         self._fd = fd
         self._interrupt_fd = interrupt_fd
+        self._replies = replies
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         if interrupt_fd is not None:
             self._poll.register(interrupt_fd, select.POLLIN)
+        if replies is not None:
+            self._poll.register(replies.written_fd, select.POLLIN)
 
     def take(self, deadline: float | None, spin_s: float = 0.0) -> int | None:
         """What was added since the last time; None where nothing was until the deadline."""
@@ -231,6 +251,9 @@ class _Waiter:
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return None
+            if self._replies is not None:
+                # Before the wait: of what has been counted, and not read, its counter says nothing any more.
+                self._replies.keep()
             ready = self._poll.poll(None if remaining is None else remaining * 1000)
             if any(fd == self._interrupt_fd for fd, _ in ready):
                 raise ChannelInterrupted("the other side of the channel is gone")

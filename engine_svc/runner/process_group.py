@@ -170,8 +170,9 @@ class ProcessGroup:
         self._channels = (plans, results)
         self._encoder = encoder
         self._limits = limits
-        self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd)
         self._results = ChannelReader(results.readers[0], interrupt_fd=watch.lost_fd)
+        # A rank that waits for room for a result takes up no plan.
+        self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd, replies=self._results)
         self._is_open = True
         self.num_plan_bytes = 0
 

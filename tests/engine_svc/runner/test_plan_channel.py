@@ -110,6 +110,29 @@ while message := reader.receive():
 """
 
 
+def test_two_that_write_more_than_a_ring_to_each_other_both_arrive() -> None:
+    """Whoever waits for room reads what the other one writes, and finds it later."""
+    there, back = (create_channel(num_readers=1, capacity=CAPACITY) for _ in range(2))
+    replies = ChannelReader(back.readers[0])
+    writer = ChannelWriter(there.writer, replies=replies)
+    plan, small, large = b"p" * 3 * CAPACITY, b"s", b"r" * 3 * CAPACITY
+
+    def answer_before_reading() -> bytes | None:
+        answers = ChannelWriter(back.writer)
+        for reply in (small, small, large):
+            answers.send(reply, timeout_s=5)
+        return ChannelReader(there.readers[0]).receive(timeout_s=5)
+
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(answer_before_reading)
+        assert replies.receive(timeout_s=5) == small
+        writer.send(plan, timeout_s=5)
+        assert received.result() == plan
+    assert [replies.receive(timeout_s=0) for _ in range(3)] == [small, large, None]
+    there.close()
+    back.close()
+
+
 def reading_process(channel: Channel, index: int) -> subprocess.Popen[bytes]:
     end = channel.readers[index]
     numbers = [str(number) for number in (*end.fds, end.capacity)]
