@@ -85,6 +85,11 @@ class KVEvents:
         self._num_in_flight -= 1
         self._flush()
 
+    def on_withdraw(self) -> None:
+        """Tell of what the steps did to the cache, and what taking them back did: no step is in flight."""
+        self._num_in_flight = 0
+        self._flush()
+
     def on_finish(self, request: Request) -> None:
         """With no step in flight there may be none any more; then tell what a plan without rows evicted."""
         if not self._num_in_flight:

@@ -47,5 +47,8 @@ class LogSteps:
             },
         )
 
+    def on_withdraw(self) -> None:
+        """A step that fails has no line."""
+
     def on_finish(self, request: Request) -> None:
         """Nor have ends one here."""

@@ -37,6 +37,9 @@ class RequestSpans:
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """Nothing: the scheduler stamps what happens."""
 
+    def on_withdraw(self) -> None:
+        """Nothing: the scheduler stamps what happens."""
+
     def on_finish(self, request: Request) -> None:
         """Have the spans made, later; none where no context came with the request."""
         if request.trace_context[0]:

@@ -20,5 +20,8 @@ class SchedulerHook(Protocol):
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """The tokens of a step have been appended."""
 
+    def on_withdraw(self) -> None:
+        """Every step in flight was taken back: there is no `on_update` of any of them."""
+
     def on_finish(self, request: Request) -> None:
         """A request ended; reason and times are set. Its blocks become free after this, unless held now."""

@@ -173,7 +173,7 @@ class Scheduler:
 
     def withdraw(self, now: float) -> None:
         """Take back every step in flight, as none yields anything; its requests compute its tokens anew."""
-        withdraw_steps(self._in_flight, self._roster, self._kv_cache, now)
+        withdraw_steps(self._in_flight, self._roster, self._kv_cache, self._hooks, now)
         # Nobody is to wait for tokens that never come.
         self._updated_step_number = self._step_number
 

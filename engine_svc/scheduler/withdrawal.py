@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.request import Request, RequestStatus
+from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.roster import Roster
 
 
-def withdraw_steps(in_flight: StepsInFlight, roster: Roster, kv_cache: KVCache, now: float) -> None:
+def withdraw_steps(
+    in_flight: StepsInFlight, roster: Roster, kv_cache: KVCache, hooks: Sequence[SchedulerHook], now: float
+) -> None:
     """Queue the requests of all steps in flight again, without blocks, the first admitted before the others.
 
     What these steps were to compute can not be found any more; what was computed before them still can.
@@ -21,6 +26,8 @@ def withdraw_steps(in_flight: StepsInFlight, roster: Roster, kv_cache: KVCache, 
             preempt_settled(roster, request, now)
     # Behind the releases: a block that one request fills may have been taken over by another already.
     kv_cache.disown([*withdrawn.block_ids, *kv_cache.take_registered()])
+    for hook in hooks:
+        hook.on_withdraw()
 
 
 def preempt_settled(roster: Roster, request: Request, now: float) -> None:

@@ -339,6 +339,9 @@ def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_
         def on_update(self, plan: StepPlan, result: StepResult) -> None:
             pass
 
+        def on_withdraw(self) -> None:
+            pass
+
         def on_finish(self, request: Request) -> None:
             pass
 

@@ -41,6 +41,9 @@ class FeatureHook:
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """Nothing to learn."""
 
+    def on_withdraw(self) -> None:
+        """Nothing to learn."""
+
     def on_finish(self, request: Request) -> None:
         """Take hold of blocks that are sent; forget what is no longer awaited."""
         if self.loading.get(request.request_id) is request:

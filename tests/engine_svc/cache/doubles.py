@@ -127,6 +127,9 @@ class Sender:
             assert self.kv_cache is not None
             self.kv_cache.let_go(self.held.pop(0)[1])
 
+    def on_withdraw(self) -> None:
+        """Nothing: what is planned later has greater numbers."""
+
     def on_finish(self, request: Request) -> None:
         """Take hold of the blocks before they are free."""
         assert self.kv_cache is not None
@@ -221,6 +224,9 @@ class EncoderCache:
         plan.extras[EncoderCache] = self.take_evicted()
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
+        """Nothing."""
+
+    def on_withdraw(self) -> None:
         """Nothing."""
 
     def on_finish(self, request: Request) -> None:

@@ -124,6 +124,13 @@ class Workload:
         self.unfinished = [name for name in self.unfinished if name in alive]
         return is_updated
 
+    def lose_steps(self) -> bool:
+        """Plan a step, which fails with those in flight. Whether there were any."""
+        num_lost = len(self.in_flight) + bool(self.stage.schedule().request_ids)
+        self.in_flight.clear()
+        self.stage.scheduler.withdraw(self.stage.now)
+        return num_lost > 0
+
     def add(self) -> None:
         """One more request."""
         rng = self.rng
@@ -147,16 +154,17 @@ def test_events_add_up_to_what_can_be_found_after_every_step(groups, depth):
         told = Told(groups=groups, max_num_batched_tokens=24, async_scheduling=depth == 2)
         workload = Workload(seed, told.stage, depth)
         for _ in range(NUM_ROUNDS):
-            is_updated = workload.play()
+            is_withdrawn = workload.rng.random() < 0.05
+            is_updated = workload.lose_steps() if is_withdrawn else workload.play()
             told.read()
             if is_updated:
                 assert set(told.replica.blocks) == told.findable(), seed
-                seen["updates"] += 1
+                seen["withdrawals" if is_withdrawn else "updates"] += 1
         assert max(told.batch_sizes) <= NUM_BLOCKS + 24
         seen += told.replica.seen
         seen["preemptions"] += told.stage.scheduler.stats().num_preemptions
         seen["hits"] += told.stage.scheduler.stats().prefix_hits
-    assert seen["updates"] > 500
+    assert seen["updates"] > 500 and seen["withdrawals"] > 20
     for name in ("StoredBlocks", "RemovedBlocks", "AllBlocksRemoved", "preemptions", "hits"):
         assert seen[name] > 0, name
 
@@ -286,6 +294,19 @@ def test_what_is_left_of_a_plan_without_rows_is_told_at_the_end_of_the_last_requ
     assert len(published) == 1
     events.on_evict(3, b"a", 0)
     events.on_finish(ended)
+    assert published[1:] == [[RemovedBlocks([b"a"], 0)]]
+
+
+def test_after_a_failed_step_what_the_end_of_the_last_request_evicts_is_told_at_once():
+    published: list[Sequence[KVEvent]] = []
+    events = KVEvents(lambda batch, num_blocks: published.append(batch))
+    events.on_store(StoredBlocks([b"a"], b"root", [1], 1, 0))
+    for number in (1, 2):
+        events.on_plan(StepPlan(number))
+    events.on_withdraw()
+    assert len(published) == 1
+    events.on_evict(3, b"a", 0)
+    events.on_finish(_request("a", [1]))
     assert published[1:] == [[RemovedBlocks([b"a"], 0)]]
 
 

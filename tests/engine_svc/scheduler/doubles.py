@@ -178,6 +178,9 @@ class Quiet:
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """Nothing."""
 
+    def on_withdraw(self) -> None:
+        """Nothing."""
+
     def on_finish(self, request: Request) -> None:
         """Nothing."""
 

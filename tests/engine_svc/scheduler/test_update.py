@@ -186,6 +186,9 @@ class _Listener:
         assert plan.extras[_Listener] is self
         self.heard.append(f"update {result.sampled}")
 
+    def on_withdraw(self) -> None:
+        self.heard.append("withdraw")
+
     def on_finish(self, request: Request) -> None:
         assert request.finish_reason is not None
         self.heard.append(f"finish {request.request_id} {request.finish_reason.value}")
@@ -198,6 +201,9 @@ def test_hooks_hear_everything_in_order():
     stage.step()
     stage.scheduler.abort(["b"], now=2.0)
     stage.schedule()
+    stage.add(request("c", 8))
+    stage.schedule()
+    stage.scheduler.withdraw(now=3.0)
     assert listener.heard == [
         "add a",
         "add b",
@@ -205,6 +211,9 @@ def test_hooks_hear_everything_in_order():
         "finish a length",
         f"update [[{NEW_TOKEN}], [{NEW_TOKEN}]]",
         "finish b abort",
+        "add c",
+        "plan c",
+        "withdraw",
     ]
 
 
