@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from engine_svc.request import Request
 from engine_svc.step import StepPlan, StepResult
@@ -16,18 +17,19 @@ class LogSteps:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        # When those in flight began; not in the plan, which goes to ranks as well.
+        self._began_at: deque[float] = deque()
 
     def on_add(self, request: Request) -> None:
         """Requests have lines of their own elsewhere."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Note when the step began; with the plan, for a step that fails has no line."""
-        plan.extras[LogSteps] = self._clock.now()
+        """Note when the step began."""
+        self._began_at.append(self._clock.now())
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """Log the step."""
-        began_at = plan.extras[LogSteps]
-        assert isinstance(began_at, float)
+        began_at = self._began_at.popleft()
         sizes = [
             num_tokens - len(drafts)
             for num_tokens, drafts in zip(plan.num_tokens, plan.draft_token_ids, strict=True)
@@ -49,6 +51,7 @@ class LogSteps:
 
     def on_withdraw(self) -> None:
         """A step that fails has no line."""
+        self._began_at.clear()
 
     def on_finish(self, request: Request) -> None:
         """Nor have ends one here."""

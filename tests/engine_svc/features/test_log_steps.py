@@ -22,6 +22,8 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
         preempted=["e"],
     )
     hook.on_plan(plan)
+    # Ranks can read no more of a plan than they have forms for.
+    assert plan.extras == {}
     clock.advance(0.25)
     with caplog.at_level(logging.INFO):
         hook.on_update(plan, StepResult(7, [[], [1], [8, 2], [3]]))
@@ -37,3 +39,23 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
         "num_preempted": 1,
         "duration_ms": 250.0,
     }
+
+
+def test_steps_that_overlap_have_their_own_durations_and_those_that_fail_no_line(
+    caplog: pytest.LogCaptureFixture,
+):
+    clock = FakeClock(5.0)
+    hook = LogSteps(clock)
+    with caplog.at_level(logging.INFO):
+        for number in (1, 2):
+            hook.on_plan(StepPlan(number))
+            clock.advance(0.1)
+        hook.on_withdraw()
+        for number in (3, 4):
+            hook.on_plan(StepPlan(number))
+            clock.advance(0.1)
+        for number in (3, 4):
+            hook.on_update(StepPlan(number), StepResult(number, []))
+            clock.advance(0.2)
+    lines = [(vars(record)["step_number"], vars(record)["duration_ms"]) for record in caplog.records]
+    assert lines == [(3, 200.0), (4, 300.0)]
