@@ -94,7 +94,7 @@ def runner_calls(runner: ControlledRunner) -> dict[str, Call]:
 
 
 class RunnerControl:
-    """Asks all ranks for one thing, and tells what became of it. Refused where none of them could."""
+    """Asks all ranks for one thing, and tells what became of it."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -111,10 +111,8 @@ class RunnerControl:
 
         Refused where any rank could not: others may be awake then, for whom the next wake has nothing to do.
         """
-        answers = self._executor.call("wake", {"tags": [tag.value for tag in tags]})
         # What is awake is what was there before: ranks that are not all awake still hold one model.
-        if refusals := _all_of(_REFUSAL, answers):
-            raise Refused(refusals[0])
+        self._ask_each("wake", tags=[tag.value for tag in tags])
 
     def reload_weights(self, folder: Path | None = None) -> str:
         """Put the weights of `folder`, or the present ones' anew, in place; returns their digest.
@@ -129,19 +127,34 @@ class RunnerControl:
         return digests.pop()
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> list[Path]:
-        """Record what steps do from now on; the files, one a rank, that the stop will write."""
-        answers = self._ask("start_profile", folder=str(folder), prefix=prefix)
+        """Record what steps do from now on; the files, one a rank, that the stop will write.
+
+        Refused where any rank could not; then none records, or all do so as before.
+        """
+        answers = self._executor.call("start_profile", {"folder": str(folder), "prefix": prefix})
+        if refusals := _all_of(_REFUSAL, answers):
+            if len(refusals) < len(answers):
+                self._executor.call("stop_profile", {})
+            raise Refused(refusals[0])
         return [Path(str(answer["file"])) for answer in answers]
 
     def stop_profile(self) -> list[Path]:
-        """End that, and write them."""
-        return [Path(str(answer["file"])) for answer in self._ask("stop_profile")]
+        """End that, and write them. Refused where any rank could not write its own; none records any more."""
+        return [Path(str(answer["file"])) for answer in self._ask_each("stop_profile")]
 
     def num_bytes_in_use(self) -> list[int]:
         """Memory that each rank holds: its GPU's, or on a CPU that of its process."""
-        return [int(str(answer["num_bytes"])) for answer in self._ask("memory")]
+        return [int(str(answer["num_bytes"])) for answer in self._ask_each("memory")]
+
+    def _ask_each(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+        """What changes nothing that ranks hold together: Refused where any of them could not."""
+        answers = self._executor.call(name, arguments)
+        if refusals := _all_of(_REFUSAL, answers):
+            raise Refused(refusals[0])
+        return answers
 
     def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+        """What all ranks have to do, or none."""
         answers = self._executor.call(name, arguments)
         refusals, losses = _all_of(_REFUSAL, answers), _all_of(_LOSS, answers)
         failures = losses + refusals

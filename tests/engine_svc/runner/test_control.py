@@ -78,8 +78,10 @@ class ManyRanks:
     """Ranks in other processes: what goes to them and comes back is JSON."""
 
     calls: Sequence[Mapping[str, Call]]
+    called: list[str] = field(default_factory=list)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
+        self.called.append(name)
         sent = json.dumps(arguments)
         return [json.loads(json.dumps(calls[name](json.loads(sent)))) for calls in self.calls]
 
@@ -152,6 +154,38 @@ def test_a_wake_for_which_one_rank_has_no_room_is_refused_and_wakes_the_rest_the
         [("wake", WakeTag.WEIGHTS)] * 2,
         [("wake", WakeTag.WEIGHTS)],
     ]
+
+
+def test_a_profile_that_some_ranks_cannot_begin_is_stopped_in_the_others_and_refused():
+    runners = [FakeRunner(), FakeRunner(refuses=PermissionError("/traces cannot be written to"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(Refused, match="/traces cannot be written to"):
+        control.start_profile(Path("/traces"), "p")
+    assert runners[0].asked == [("start", Path("/traces"), "p"), ("stop",)]
+
+
+def test_a_profile_that_no_rank_can_begin_leaves_the_one_that_runs():
+    runners = [FakeRunner(refuses=ValueError("is recording already")) for _ in range(2)]
+    ranks = ManyRanks([runner_calls(runner) for runner in runners])
+    with pytest.raises(Refused, match="is recording already"):
+        RunnerControl(ranks).start_profile(Path("/traces"), "p")
+    assert ranks.called == ["start_profile"]
+
+
+def test_a_profile_that_some_ranks_cannot_write_is_refused_and_ends_no_engine():
+    runners = [FakeRunner(), FakeRunner(refuses=OSError("no space left"))]
+    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
+    with pytest.raises(Refused, match="no space left"):
+        control.stop_profile()
+
+
+def test_memory_that_some_ranks_cannot_tell_is_refused_and_ends_no_engine():
+    def fails(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        return {"refusal": "the driver says nothing"}
+
+    ranks = ManyRanks([runner_calls(FakeRunner()), {"memory": fails}])
+    with pytest.raises(Refused, match="the driver says nothing"):
+        RunnerControl(ranks).num_bytes_in_use()
 
 
 def test_a_bug_in_a_rank_is_no_refusal():
