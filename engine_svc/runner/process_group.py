@@ -193,17 +193,11 @@ class ProcessGroup:
 
         Takes no results: those of steps in flight come afterwards, as ever.
         """
-        self._send(CALL + json.dumps({"name": name, "arguments": arguments or {}}).encode())
-        answers: dict[int, RankMessage] = {}
-        # As long as loading may take: weights may be read again.
-        deadline = time.monotonic() + self._limits.start_s
-        while len(answers) < len(self.process_ids):
-            try:
-                rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise self._give_up(f"did not answer {name} in {self._limits.start_s:g} s") from None
-            answers[rank] = _object_in(message, "answer")
-        return [answers[rank] for rank in sorted(answers)]
+        self._watch.may_be_busy = True
+        try:
+            return self._answers_to(name, arguments or {})
+        finally:
+            self._watch.may_be_busy = False
 
     def drop(self) -> None:
         """Not possible: ranks do what they were told, each at its time, and an error ends them."""
@@ -237,6 +231,19 @@ class ProcessGroup:
                 return decode_result(message)
             left_s -= look_s
         raise self._give_up(f"did not finish a step in {self._limits.step_s:g} s")
+
+    def _answers_to(self, name: str, arguments: Mapping[str, object]) -> list[RankMessage]:
+        self._send(CALL + json.dumps({"name": name, "arguments": arguments}).encode())
+        answers: dict[int, RankMessage] = {}
+        # As long as loading may take: weights may be read again.
+        deadline = time.monotonic() + self._limits.start_s
+        while len(answers) < len(self.process_ids):
+            try:
+                rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise self._give_up(f"did not answer {name} in {self._limits.start_s:g} s") from None
+            answers[rank] = _object_in(message, "answer")
+        return [answers[rank] for rank in sorted(answers)]
 
     def _send(self, message: bytes) -> None:
         if self._watch.lost is not None:

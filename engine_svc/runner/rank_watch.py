@@ -62,7 +62,7 @@ class WatchLimits:
     """How long ranks may be silent. A long step is no silence, as another thread gives the signs of life."""
 
     hang_s: float = 4.0
-    start_hang_s: float = 60.0  # until all are ready: imports may keep a process busy for seconds
+    start_hang_s: float = 60.0  # until all are ready, and in a call: some work lets no other thread run
     stop_s: float = 5.0  # from being asked to end to being killed
 
 
@@ -100,8 +100,9 @@ class RankWatch:
         self._blamed: RankLost | None = None
         self._is_stopping = False
         self._grace_s = limits.stop_s
-        self._silence = Silence(len(starts), start_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
-        self._are_all_ready = False
+        self._silence = Silence(len(starts), busy_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
+        # With what stops a heart for seconds, such as imports, or the end of a profile.
+        self.may_be_busy = True
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
@@ -126,7 +127,7 @@ class RankWatch:
 
     def all_are_ready(self) -> None:
         """From now on silence is a hang."""
-        self._are_all_ready = True
+        self.may_be_busy = False
 
     def blame(self, rank: int, why: str) -> RankLost:
         """Give the ranks up because of what the caller has seen; returns what is lost when none is left."""
@@ -233,7 +234,7 @@ class RankWatch:
 
     def _find_silent(self, elapsed: float) -> RankLost | None:
         beats = [self._board.beats(index) for index in range(len(self._ranks))]
-        silent = self._silence.look(beats, elapsed, are_all_ready=self._are_all_ready)
+        silent = self._silence.look(beats, elapsed, may_be_busy=self.may_be_busy)
         return RankLost(silent[0], f"gave no sign of life for {silent[1]:g} s") if silent else None
 
     def _ask_to_end(self) -> None:
