@@ -110,7 +110,7 @@ def profile(
     action: Annotated[str, typer.Argument(help="start or stop")],
     prefix: Annotated[str, typer.Option(help="beginning of the file's name, with start")] = "",
 ) -> None:
-    """Record an engine's steps into a file below its --profile-dir."""
+    """Record an engine's steps, at most 100, into a file below its --profile-dir."""
     from triptych.engine.v1 import utility_pb2
 
     if action not in ("start", "stop"):

@@ -119,6 +119,7 @@ class ModelRunner:
         model = self._resident.awake_model()
         if any(plan.draft_token_ids):
             raise ValueError(f"step {plan.step_number} has draft tokens, and nothing here verifies drafts")
+        self._profiler.begin_step()
         with self._profiler.range("apply"):
             self._apply(plan)
             if not plan.request_ids:

@@ -15,15 +15,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 logger = logging.getLogger(__name__)
 
+# To end a recording, torch keeps all other threads of the process waiting, the longer the more it holds: 1 to
+# 2 s for 100,000 events. A step has tens of them with native kernels, thousands in transformers' own code.
+MAX_NUM_STEPS = 100
+
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 class Profiler:
-    """One recording at a time. While there is none, a range is one shared object that does nothing."""
+    """One recording at a time. While there is none, a range is one shared object that does nothing.
 
-    def __init__(self) -> None:
+    Of steps beyond max_num_steps nothing is recorded.
+    """
+
+    def __init__(self, *, max_num_steps: int = MAX_NUM_STEPS) -> None:
         self._recording: profile | None = None
+        self._max_num_steps = max_num_steps
+        self._num_steps = 0  # in the recording, or that came while it was full
         self._target = Path()
+        self._activities: list[ProfilerActivity] = []
         self._num_started = 0
 
     @property
@@ -33,7 +43,20 @@ class Profiler:
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Names, in the trace, what is done inside."""
-        return _NO_RANGE if self._recording is None else record_function(name)
+        is_idle = self._recording is None or self._num_steps > self._max_num_steps
+        return _NO_RANGE if is_idle else record_function(name)
+
+    def begin_step(self) -> None:
+        """A step is about to run."""
+        recording = self._recording
+        if recording is None:
+            return
+        self._num_steps += 1
+        if self._num_steps == self._max_num_steps + 1:
+            # What was recorded is written at the stop, whose caller knows that it takes a while.
+            recording.toggle_collection_dynamic(False, self._activities)
+            told = {"num_steps": self._max_num_steps, "file": str(self._target)}
+            logger.warning("profile is full", extra=told)
 
     def start(self, folder: Path, prefix: str = "engine") -> Path:
         """Begin to record; returns where `stop` will write, a file of this process alone.
@@ -49,12 +72,12 @@ class Profiler:
             raise PermissionError(f"{folder} cannot be written to")
         self._num_started += 1
         self._target = folder / f"{prefix}-{os.getpid()}-{self._num_started}.trace.json.gz"
-        activities = [ProfilerActivity.CPU]
+        self._activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        recording = profile(activities=activities)
+            self._activities.append(ProfilerActivity.CUDA)
+        recording = profile(activities=self._activities)
         recording.start()
-        self._recording = recording
+        self._recording, self._num_steps = recording, 0
         logger.info("profiling", extra={"file": str(self._target)})
         return self._target
 

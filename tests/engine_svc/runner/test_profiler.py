@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine_svc.runner.profiler import Profiler
+from engine_svc.runner.profiler import MAX_NUM_STEPS, Profiler
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS
 from tests.engine_svc.runner.fakes import PlanDriver
 
@@ -59,6 +60,41 @@ def test_each_recording_has_a_file_and_its_own_events(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert "first" in names_in(files[0]) and "second" not in names_in(files[0])
     assert "second" in names_in(files[1]) and "first" not in names_in(files[1])
+
+
+def test_a_recording_holds_so_many_steps_and_says_where_it_ends(tmp_path, caplog):
+    profiler = Profiler(max_num_steps=2)
+    target = profiler.start(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2, 3, 4):
+            profiler.begin_step()
+            with profiler.range(f"step {number}"):
+                torch.ones(3).sum()
+    (record,) = caplog.records
+    assert (record.message, vars(record)["num_steps"], vars(record)["file"]) == (
+        "profile is full", 2, str(target),
+    )  # fmt: skip
+    assert profiler.is_recording
+    names = names_in(profiler.stop())
+    assert [names.count(f"step {number}") for number in (1, 2, 3, 4)] == [1, 1, 0, 0]
+    assert names.count("aten::ones") == 2
+    profiler.start(tmp_path)
+    profiler.begin_step()
+    with profiler.range("step 5"):
+        torch.ones(3).sum()
+    assert "step 5" in names_in(profiler.stop())
+
+
+def test_a_runner_records_no_more_steps_than_a_recording_holds(tiny_model, tmp_path):
+    runner = tiny_model("llama", "native").runner()
+    driver = PlanDriver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    driver.add("r", [1, 2, 3, 4])
+    target = runner.start_profile(tmp_path, "unit")
+    driver.step({"r": 4})
+    for _ in range(MAX_NUM_STEPS + 3):
+        driver.step({})
+    runner.stop_profile()
+    assert names_in(target).count("apply") == MAX_NUM_STEPS
 
 
 def test_a_second_start_and_a_stop_without_start_are_refused(tmp_path):
