@@ -177,12 +177,15 @@ class EngineControls:
                 f"prefix has to be a part of a file name, at most {_MAX_PREFIX_CHARACTERS} characters",
                 field="profile.prefix",
             )
+        self._held.lockstep.check_still(or_apart=True)
         with _refusals():
             files = self._runners.start_profile(self._profile_dir, prefix or self._profile_prefix)
         logger.info("profile begun", extra={"files": [str(file) for file in files]})
 
     def stop_profile(self) -> None:
         """End the recording and write its files, one a rank."""
+        # This takes seconds, for which no other rank would wait in a step.
+        self._held.lockstep.check_still(or_apart=True)
         with _refusals():
             self._runners.stop_profile()
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_svc.controls import EngineControls
+from engine_svc.controls import ControlledLockstep, EngineControls
 from engine_svc.engine import Engine
 from engine_svc.mailbox import Call
 from engine_svc.runner.sleep import WakeTag
@@ -113,7 +113,9 @@ class Controlled:
 
 
 @contextlib.asynccontextmanager
-async def controlled(*, profile_dir: Path | None = None) -> AsyncIterator[Controlled]:
+async def controlled(
+    *, profile_dir: Path | None = None, lockstep: ControlledLockstep | None = None
+) -> AsyncIterator[Controlled]:
     """A loaded engine with one frontend, ready for both."""
     runners, weights = FakeRunners(), list[tuple[Path, str]]()
 
@@ -125,6 +127,7 @@ async def controlled(*, profile_dir: Path | None = None) -> AsyncIterator[Contro
             clock=MonotonicClock(),
             weights_folder=Path("/models/first"),
             profile_dir=profile_dir,
+            lockstep=lockstep,
             on_weights=lambda folder, digest: weights.append((folder, digest)),
         )
 

@@ -10,6 +10,7 @@ import pytest
 
 from engine_svc import announce
 from engine_svc.lifecycle import EngineState
+from engine_svc.no_lockstep import NoLockstep
 from engine_svc.runner.control import Refused
 from engine_svc.utility import Role, UtilityDesk
 from service_kit.channel import open_channel
@@ -129,6 +130,30 @@ async def test_facts_that_change_reach_frontends_as_another_ready():
         engine.rig.engine.renew(replace(core.facts, model_name="other"))
         await engine.frontend.until(lambda: engine.frontend.kinds().count("ready") == num_readies + 1)
     assert engine.frontend.last("ready").ready.model_name == "other"
+
+
+class Stepping(NoLockstep):
+    """Other ranks may step with this one while `steps`."""
+
+    steps = True
+
+    def check_still(self, *, or_apart: bool = False) -> None:
+        assert or_apart
+        if self.steps:
+            raise FailedPrecondition("pause all of them first", reason="RANKS_NOT_QUIET")
+
+
+async def test_profiles_of_ranks_that_step_together_begin_and_end_while_all_stand_still(tmp_path: Path):
+    lockstep = Stepping()
+    async with controlled(profile_dir=tmp_path, lockstep=lockstep) as engine:
+        for start in (True, False):
+            with pytest.raises(FailedPrecondition, match="pause all of them first"):
+                await engine.call(profile={"start": start})
+        assert engine.runners.asked == []
+        lockstep.steps = False
+        for start in (True, False):
+            await engine.call(profile={"start": start})
+    assert [name for name, _ in engine.runners.asked] == ["start_profile", "stop_profile"]
 
 
 async def test_profiles_need_a_folder_and_a_plain_name(tmp_path: Path):
