@@ -20,7 +20,6 @@ from triptych_kernels.attention_batch import AttentionBatch
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_DOT = 16  # the fewest rows and columns of a product on tensor cores
 _ROWS_PER_SEARCH = 256
-_NUM_STAGES = 3
 _MIN_KEYS_PER_SPLIT = 512
 _MAX_SPLITS = 64
 
@@ -34,6 +33,15 @@ def _find_row(query_starts_ptr, num_rows, place, BLOCK_Q: tl.constexpr, BLOCK_R:
         start = tl.load(query_starts_ptr + row, mask=row < num_rows, other=0)
         num_begun += tl.sum(((start // BLOCK_Q + row <= place) & (row < num_rows)).to(tl.int32), axis=0)
     return num_begun - 1
+
+
+@triton.jit
+def _keys_of_split(first_key, end_key, split, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where its share of the keys begins and ends, in whole tiles."""
+    num_tiles = (end_key - first_key + BLOCK_N - 1) // BLOCK_N
+    split_keys = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * BLOCK_N
+    first_key += split * split_keys
+    return first_key, tl.minimum(end_key, first_key + split_keys)
 
 
 @triton.jit
@@ -127,10 +135,7 @@ def _paged_attention_kernel(
         first_seen = tl.maximum(first_position + tile * BLOCK_Q - WINDOW + 1, 0)
     first_key = first_seen // BLOCK_N * BLOCK_N
     if NUM_SPLITS > 1:
-        num_tiles = (end_key - first_key + BLOCK_N - 1) // BLOCK_N
-        split_keys = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * BLOCK_N
-        first_key += split * split_keys
-        end_key = tl.minimum(end_key, first_key + split_keys)
+        first_key, end_key = _keys_of_split(first_key, end_key, split, NUM_SPLITS, BLOCK_N)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -143,11 +148,14 @@ def _paged_attention_kernel(
     table = block_tables_ptr + row.to(tl.int64) * table_stride
     key_head = key_cache_ptr + kv_head.to(tl.int64) * num_slots * KEY_DIM
     value_head = value_cache_ptr + kv_head.to(tl.int64) * num_slots * VALUE_DIM
+    # A tile ahead: Triton loads keys and values early only if no load of the same turn says where they are.
+    key = first_key + tl.arange(0, BLOCK_N)
+    block = tl.load(table + key // BLOCK_SIZE, mask=(key >= first_seen) & (key < end_key), other=0)
     for start in range(first_key, end_key, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         is_key = (key >= first_seen) & (key < end_key)
-        block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        block = tl.load(table + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < end_key, other=0)
         is_k = is_key[None, :] & (d < KEY_DIM)[:, None]
         k = tl.load(key_head + slot[None, :] * KEY_DIM + d[:, None], mask=is_k, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")
@@ -215,6 +223,7 @@ class _Tile:
     queries: int  # times heads that share a KV head
     keys: int
     num_warps: int
+    num_stages: int
 
 
 def paged_attention(
@@ -305,7 +314,7 @@ def _constants(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Til
         "BLOCK_D": max(_MIN_DOT, triton.next_power_of_2(key_dim)),
         "BLOCK_E": max(_MIN_DOT, triton.next_power_of_2(value_dim)),
         "num_warps": tile.num_warps,
-        "num_stages": _NUM_STAGES,
+        "num_stages": tile.num_stages,
     }
 
 
@@ -334,7 +343,9 @@ def _tile_for(dtype: torch.dtype, head_dim: int, share: int, max_query_length: i
     largest = 16 if dtype is torch.float32 or row_bytes > 512 else 128 if row_bytes <= 256 else 64
     wanted = 64 if max_query_length is None else triton.next_power_of_2(max_query_length * share)
     queries = max(least, min(wanted, largest))
-    return _Tile(queries, keys, num_warps=8 if queries > 64 else 4)
+    # With three, such tiles take more than the 99 KiB of shared memory that small GPUs have.
+    is_wide = row_bytes > 256 and queries > 32
+    return _Tile(queries, keys, num_warps=8 if queries > 64 else 4, num_stages=2 if is_wide else 3)
 
 
 def _room_for_parts(

@@ -19,7 +19,6 @@ from triptych_kernels import AttentionBatch, Ops
 from triptych_kernels.triton import triton_ops
 
 _CPU = torch.device("cpu")
-_COMPUTE_CAPABILITY = 90
 _SHAPE = DecoderShape(
     hidden_size=256, intermediate_size=384, num_heads=8, num_kv_heads=2, head_dim=128, vocab_size=10_000,
     num_experts=8, num_chosen=2, expert_size=64, num_rows=(1, 40), context=1100, prompt=700,
@@ -29,8 +28,11 @@ _SHAPE = DecoderShape(
 class AbsentGPU:
     """What Triton asks of a driver before it compiles."""
 
+    def __init__(self, compute_capability: int = 90) -> None:
+        self._compute_capability = compute_capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", _COMPUTE_CAPABILITY, 32)
+        return GPUTarget("cuda", self._compute_capability, 32)
 
     def get_current_device(self) -> int:
         return 0
