@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +32,25 @@ _GUARD = Path(__file__).with_name("guard.cpp")
 
 
 class Stream:
-    """The only one there is, so nobody has to wait for another."""
+    """A name for the order in which all is done anyhow, so nobody has to wait for another."""
+
+    current: Stream
 
     def wait_stream(self, other: Stream) -> None:
         """Nothing to wait for."""
+
+
+Stream.current = Stream()
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    """As `torch.cuda.stream`."""
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
 
 
 class Event:
@@ -73,9 +88,9 @@ class Graph:
 
 
 @contextmanager
-def record_graph(graph: Graph, pool: object = None) -> Iterator[None]:
+def record_graph(graph: Graph, pool: object = None, stream: Stream | None = None) -> Iterator[None]:
     """As `torch.cuda.graph`."""
-    with DEVICE.record() as work:
+    with on_stream(stream or Stream()), DEVICE.record() as work:
         yield
     graph.work = work
 
@@ -108,8 +123,8 @@ _STAND_INS: dict[str, Any] = {
     "CUDAGraph": Graph,
     "graph": record_graph,
     "graph_pool_handle": lambda: (0, 1),
-    "current_stream": lambda device=None: Stream(),
-    "stream": lambda stream: nullcontext(),
+    "current_stream": lambda device=None: Stream.current,
+    "stream": on_stream,
     "mem_get_info": lambda device=None: _memory(),
     "memory_allocated": lambda device=None: DEVICE.num_bytes,
     "max_memory_allocated": lambda device=None: DEVICE.num_bytes,

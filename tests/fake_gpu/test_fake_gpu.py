@@ -16,9 +16,10 @@ LIMIT_S = 600.0
 TESTS = ["tests/fake_gpu/refusals.py", "tests/fake_gpu/benchmark.py", "tests/gpu"]
 # In Triton's interpreter the others take an hour.
 CHOSEN = (
-    "refusals or benchmark or memory or sampler or (sleeping and 2-native) or new_numbers or without_waiting"
+    "refusals or benchmark or memory or sampler or (sleeping and 2-native) or new_numbers or one_stream"
+    " or without_waiting"
 )
-NUM_CHOSEN = 25
+NUM_CHOSEN = 26
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -70,6 +70,16 @@ def test_a_recording_does_its_work_again_on_new_numbers(device):
     assert target.tolist() == [6.0] * 4
 
 
+def test_all_recordings_run_on_one_stream_that_no_others_use(device):
+    streams = []
+    record = CudaRecorder()
+    for _ in range(2):
+        record(lambda: streams.append(torch.cuda.current_stream()))
+    # Each was run once and recorded once.
+    assert len(streams) == 4 and all(stream == streams[0] for stream in streams)
+    assert streams[0] != torch.cuda.current_stream()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
 def test_deterministic_logits_are_the_same_bits_alone_in_company_and_in_chunks(gpu_model, family):
     model = gpu_model(family, "native", True)
