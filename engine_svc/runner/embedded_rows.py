@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_svc.model.context import EmbeddedTokens
 from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.runner.input_batch import StepInputs
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import send, to_device
 from engine_svc.step import StepPlan
 from engine_svc.tensors.to_torch import to_torch
 
@@ -36,7 +36,7 @@ class EmbeddedRows:
     def enter(self, row: int, content: PromptEmbeds | None) -> None:
         """Keep what a row has, if anything."""
         if content is not None:
-            embeds = to_torch(content.embeds).to(self._device, self._dtype)
+            embeds = send(to_torch(content.embeds), self._device).to(self._dtype)
             self._held[row] = _Held(np.array(content.places, dtype=np.int64), embeds)
 
     def leave(self, row: int) -> None:

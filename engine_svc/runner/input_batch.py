@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.step import AdmittedRequest, StepPlan
 from triptych_kernels import AttentionBatch
 
@@ -139,11 +140,11 @@ class InputBatch:
     def _enter(self, admitted: AdmittedRequest) -> int:
         assert admitted.request_id not in self.row_of, f"{admitted.request_id} is already in the batch"
         row = self.row_of[admitted.request_id] = self._free_rows.pop()
-        known = torch.tensor(admitted.token_ids, dtype=torch.int32)
+        known = np.array(admitted.token_ids, dtype=np.int32)
         if admitted.prompt_embeds is not None:
             # No token was seen there: none is what penalties and reasoning markers look for.
             known[list(admitted.prompt_embeds.places)] = NO_TOKEN
-        self.token_ids[row, : len(admitted.token_ids)] = known.to(self.device, non_blocking=True)
+        self.token_ids[row, : len(admitted.token_ids)] = to_device(known, self.device)
         for group, block_ids in enumerate(admitted.block_ids):
             self._tables[group, row, : len(block_ids)] = block_ids
             self._num_blocks[group, row] = len(block_ids)

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.model.context import LayerCache
 from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
 from engine_svc.runner.prefault import Prefault, run_beside
+from engine_svc.runner.sampling.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class KVTensors:
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
         if block_ids:
-            places = torch.tensor(block_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+            places = to_device(np.array(block_ids, dtype=np.int64), self.device)
             for stack in self.stacks:
                 stack.index_fill_(2, places, 0)
 

@@ -21,6 +21,7 @@ from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.plan_channel import ChannelReader, ChannelWriter
 from engine_svc.runner.plan_codec import CALL, PLAN, STOP, PlanDecoder
 from engine_svc.runner.result_codec import decode_result, encode_result
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.step import StepPlan, StepResult
 
 _ROOM_S = 60.0
@@ -235,4 +236,4 @@ class EarlyStage:
 
 
 def _on(device: torch.device, token_ids: list[int]) -> torch.Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64).to(device, non_blocking=True)
+    return to_device(np.array(token_ids, dtype=np.int64), device)

@@ -267,6 +267,9 @@ def _copy(target: Tensor, source: Tensor, *, is_async: bool) -> None:
     elif _is_pinned(host):
         DEVICE.give(lambda: inner_target.copy_(inner_source))
     elif host is source:
+        # The driver copies it first, for which it may wait; PyTorch's own watch sees nothing of that.
+        if DEVICE.refuses_to_wait:
+            raise RuntimeError("called a synchronizing CUDA operation: a copy of memory that is not pinned")
         staged = source.clone()
         DEVICE.give(lambda: inner_target.copy_(staged))
     else:

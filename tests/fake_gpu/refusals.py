@@ -45,6 +45,7 @@ def test_a_kernel_takes_no_host_memory(column):
         lambda column: column[column > 1],
         lambda column: column.__setitem__(column > 1, torch.ones(2, device="cuda")),
         lambda column: column.copy_(torch.zeros(4)),
+        lambda column: column.copy_(torch.zeros(4), non_blocking=True),
         lambda column: torch.tensor([1.0], device="cuda"),
     ],
 )
@@ -54,7 +55,7 @@ def test_waiting_is_refused_where_it_is_watched_and_in_a_recording(column, wait)
     try:
         with pytest.raises(RuntimeError, match="synchronizing"):
             wait(column)
-        column.copy_(torch.zeros(4), non_blocking=True)
+        column.copy_(torch.zeros(4).pin_memory(), non_blocking=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):

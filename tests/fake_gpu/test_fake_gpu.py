@@ -19,7 +19,7 @@ CHOSEN = (
     "refusals or benchmark or memory or sampler or (sleeping and 2-native) or new_numbers or one_stream"
     " or without_waiting"
 )
-NUM_CHOSEN = 26
+NUM_CHOSEN = 28
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -8,7 +8,9 @@ import torch
 from engine_svc.runner.cuda_graphs import CudaRecorder
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
+from engine_svc.sampling_params import ThinkingBudget
 from engine_svc.step import StepPlan
+from tests.engine_svc.runner.test_embedded_rows import add_embedded
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
 pytestmark = pytest.mark.gpu
@@ -107,16 +109,18 @@ def logits_of(model, prompt, *, chunks: list[int], num_others: int) -> torch.Ten
     return torch.stack(log.of_row[0])
 
 
+WISHES = [
+    {},
+    {"temperature": 0.8, "top_k": 7, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
+]
+
+
 def test_a_decode_step_is_launched_without_waiting_for_the_device(gpu_model):
     model = gpu_model("llama", "native", False)
     runner = WatchedRunner(model.runner(has_graphs=True))
     driver = model.driver(runner)
-    wishes = [
-        {},
-        {"temperature": 0.8, "top_k": 7, "seed": 3},
-        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
-    ]
-    for index, wish in enumerate(wishes):
+    for index, wish in enumerate(WISHES):
         driver.add(f"r{index}", prompt_of(10, seed=index), **wish)
     driver.step(dict.fromkeys(driver.requests, 10))
     # Whatever is compiled or allocated once is so now.
@@ -124,3 +128,18 @@ def test_a_decode_step_is_launched_without_waiting_for_the_device(gpu_model):
     runner.is_watching = True
     result = driver.step(dict.fromkeys(driver.requests, 1))
     assert all(len(tokens) == 1 for tokens in result.sampled)
+
+
+def test_requests_are_admitted_without_waiting_for_the_device(gpu_model):
+    model = gpu_model("llama", "native", False)
+    runner = WatchedRunner(model.runner(has_graphs=True))
+    driver = model.driver(runner)
+    prompt, budget = prompt_of(10, seed=1), ThinkingBudget(2, (5, 6), (7, 8))
+    for runner.is_watching in (False, True):
+        for index, wish in enumerate([*WISHES, {"thinking": budget}]):
+            driver.add(f"r{index}", prompt_of(10, seed=index), **wish)
+        add_embedded(driver, model, "embedded", prompt, [0, 3, 4])
+        result = driver.step(dict.fromkeys(driver.requests, 10))
+        assert all(len(tokens) == 1 for tokens in result.sampled)
+        for name in list(driver.requests):
+            driver.finish(name)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.sampling_params import ThinkingBudget
 
 _Ints = npt.NDArray[np.int64]
@@ -39,10 +40,10 @@ class ThinkingBudgets:
     def enter(self, row: int, budget: ThinkingBudget | None) -> None:
         """Note a row's budget, if it has one."""
         if budget is not None:
-            end = torch.tensor(budget.end_token_ids, dtype=torch.int32, device=self._device)
+            end = to_device(np.array(budget.end_token_ids, dtype=np.int32), self._device)
             forced = torch.full((len(end), self._vocab_size), float("-inf"), device=self._device)
-            forced[torch.arange(len(end)), end.long()] = 0.0
-            start = torch.tensor(budget.start_token_ids, dtype=torch.int32, device=self._device)
+            forced.scatter_(1, end.long()[:, None], 0.0)
+            start = to_device(np.array(budget.start_token_ids, dtype=np.int32), self._device)
             self._rows[row] = _Row(budget.num_tokens, start, end, forced)
 
     def leave(self, row: int) -> None:

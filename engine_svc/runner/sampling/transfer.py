@@ -11,7 +11,11 @@ from torch import Tensor
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """`array` on the device, contiguous. On a CPU it is shared, so it must not be written any more."""
     # Picking columns of a table leaves them in the table's order, which a kernel would read across.
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return send(torch.from_numpy(np.ascontiguousarray(array)), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """As `to_device`, for types that numpy does not have."""
     if device.type == "cpu":
         return tensor
     # Only from pinned memory is a copy ordered on the stream without the host waiting for it; the pages stay
