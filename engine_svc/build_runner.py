@@ -30,9 +30,6 @@ from service_kit.config import ConfigError
 
 Progress = Callable[[str, int, int], None]
 
-# A prompt of usual size: every kernel is used, and all weights are read once.
-WARM_UP_TOKENS = 64
-
 GPU_IS_FULL = (
     "the GPU has too little memory for this model: lower --gpu-memory-utilization or "
     "--max-num-batched-tokens, quantize, or divide the model over more GPUs"
@@ -71,7 +68,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         if config.enable_prompt_embeds and not isinstance(loaded.model, NativeDecoder):
             loaded.model.check_embeds(torch.arange(8, device=loaded.device))
         runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
-        runner.warm_up(WARM_UP_TOKENS)
+        runner.warm_up(config.max_num_batched_tokens)
         progress("warm-up", 1, 1)
     except torch.OutOfMemoryError as error:
         raise ConfigError(GPU_IS_FULL) from error

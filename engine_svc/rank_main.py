@@ -16,7 +16,6 @@ import torch
 
 from engine_svc.build_runner import (
     GPU_IS_FULL,
-    WARM_UP_TOKENS,
     free_memory,
     kernel_mode,
     load_wishes,
@@ -130,7 +129,7 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
     runner = make_runner(
         rank.config, loaded, max_model_len=sizes["max_model_len"], sizing=sizing, parallel=parallel
     )
-    runner.warm_up(WARM_UP_TOKENS)
+    runner.warm_up(rank.config.max_num_batched_tokens)
     return _make_loop(rank, runner, sizes, on_gpu=loaded.device.type == "cuda")
 
 

@@ -177,7 +177,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run forwards that store nothing: the first request finds weights read and kernels compiled."""
+        """Run forwards that store nothing: the first request finds weights read and kernels compiled.
+
+        num_tokens: the most that a step computes.
+        """
         for count, total in rows_to_compute(num_tokens, self._max_model_len, self._kv.device):
             self._compute_alone(count, total)
         if self._kv.device.type != "cpu":

@@ -14,6 +14,8 @@ from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest
 from triptych_kernels import Ops
 
+# Uses every kernel of a CPU, and is soon computed.
+_USUAL_PROMPT = 64
 _EVERYTHING = SamplingParams(
     max_tokens=1,
     top_k=2,
@@ -29,15 +31,17 @@ _EVERYTHING = SamplingParams(
 def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -> list[tuple[int, int]]:
     """Rows, each a step of its own, as (tokens to compute, tokens with KV afterwards).
 
+    num_tokens: the most that a step computes.
     One is enough where weights have to be read and nothing is compiled. A GPU has kernels for prompts by
     their length, and for single tokens by how many others they see.
     """
     longest = min(num_tokens, max_model_len)
-    rows = [(longest, longest)]
     if device.type == "cpu":
-        return rows
+        usual = min(_USUAL_PROMPT, longest)
+        return [(usual, usual)]
+    rows = [(longest, longest)]
     rows += [(length, length) for length in _doubled(1, longest)]
-    return rows + [(1, total) for total in _doubled(2 * longest, max_model_len + 1)]
+    return rows + [(1, total) for total in _doubled(2, max_model_len + 1)]
 
 
 def warm_up_sampler(ops: Ops, vocab_size: int, token_ids: Tensor) -> None:

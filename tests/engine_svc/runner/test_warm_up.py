@@ -13,17 +13,19 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_cpu_reads_its_weights_once():
-    assert rows_to_compute(64, 1000, CPU) == [(64, 64)]
-    assert rows_to_compute(64, 10, CPU) == [(10, 10)]
+    assert rows_to_compute(2048, 1000, CPU) == [(64, 64)]
+    assert rows_to_compute(2048, 10, CPU) == [(10, 10)]
+    assert rows_to_compute(16, 1000, CPU) == [(16, 16)]
 
 
 def test_a_gpu_computes_prompts_of_all_sizes_and_tokens_behind_contexts_of_all_sizes():
-    rows = rows_to_compute(8, 100, GPU)
-    assert rows == [(8, 8), (1, 1), (2, 2), (4, 4), (1, 16), (1, 32), (1, 64)]
+    rows = rows_to_compute(8, 40, GPU)
+    assert rows == [(8, 8), (1, 1), (2, 2), (4, 4), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32)]
 
 
 def test_no_row_is_longer_than_a_sequence_may_be():
-    assert rows_to_compute(64, 2, GPU) == [(2, 2), (1, 1)]
+    assert max(count for count, _ in rows_to_compute(2048, 4096, GPU)) == 2048
+    assert rows_to_compute(64, 2, GPU) == [(2, 2), (1, 1), (1, 2)]
     assert max(total for _, total in rows_to_compute(64, 128, GPU)) == 128
 
 
