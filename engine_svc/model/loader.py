@@ -123,13 +123,15 @@ def _default_num_threads() -> int:
 
 
 def _choose_device(wish: str) -> torch.device:
-    if wish == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wish not in ("cpu", "cuda"):
+    if wish not in ("auto", "cpu", "cuda"):
         raise CheckpointError(f"device {wish!r} is unknown; choose auto, cpu or cuda")
-    if wish == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if wish == "cuda" and not has_gpu:
         raise CheckpointError("device is cuda, but torch finds no CUDA device here")
-    return torch.device(wish)
+    if wish == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    # By its number: GPUs are connected by it, and one without is taken for another.
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _load(

@@ -82,6 +82,11 @@ def test_all_recordings_run_on_one_stream_that_no_others_use(device):
     assert streams[0] != torch.cuda.current_stream()
 
 
+def test_a_model_names_its_gpu_by_number(gpu_model):
+    # Engines that share experts connect by it.
+    assert gpu_model("llama", "native").ours.device == torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
 def test_deterministic_logits_are_the_same_bits_alone_in_company_and_in_chunks(gpu_model, family):
     model = gpu_model(family, "native", True)
