@@ -76,11 +76,14 @@ class DecodeGraphs:
         return num_rows <= self._sizes[-1]
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [N, V] of the rows that sample; valid until the next call."""
+        """Logits [N, V] of the rows that sample; they may be written, and are valid until the next call."""
         num_rows = len(inputs.rows)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         self._fill(inputs, num_rows, size)
         self._replays[size]()
+        if len(inputs.sampling_rows) == num_rows == len(inputs.logit_rows):
+            # The step has no others. Its sampling comes before the next replay on the same stream.
+            return self._logits[:num_rows]
         return self._logits[inputs.logit_rows]
 
     def _fill(self, inputs: StepInputs, num_rows: int, size: int) -> None:

@@ -26,4 +26,7 @@ class LogitsProcessor(Protocol):
     """Changes what is sampled from."""
 
     def __call__(self, logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Logits [N, V] fp32 in place of those given, which may be written; entry n is of row rows[n]."""
+        """Logits [N, V] fp32 in place of those given, which may be written; entry n is of row rows[n].
+
+        Those given are of this step alone: the next one writes where they are.
+        """

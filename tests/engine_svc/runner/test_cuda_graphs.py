@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,21 @@ def test_rows_of_a_larger_batch_before_leave_nothing_in_a_smaller_one(case):
     graphs.forward(decode(small, [9, 14]))
     # The same rows compute the same KV again, and the padding stores none.
     assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
+
+
+@torch.inference_mode()
+def test_logits_are_copied_only_where_they_are_not_those_of_all_rows_in_order(case):
+    _, _, batch, graphs, _ = case
+    inputs = decode(batch, [9, 14, 3])
+    logits = graphs.forward(inputs)
+    kept = logits.clone()
+    assert graphs.forward(inputs).data_ptr() == logits.data_ptr()
+    # As many as rows, but of a row's prompt and of another's token.
+    others = replace(inputs, logit_rows=torch.tensor([2, 0, 1]), sampling_rows=inputs.rows[2:])
+    assert torch.equal(graphs.forward(others), kept[[2, 0, 1]])
+    assert torch.equal(
+        graphs.forward(replace(inputs, logit_rows=torch.arange(3).repeat(2))), kept.repeat(2, 1)
+    )
 
 
 def test_only_batches_up_to_the_largest_size_have_room(case):
