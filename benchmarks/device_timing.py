@@ -9,8 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Larger than the last cache of any GPU; clearing it takes longer than the host needs to launch a few kernels.
+# Larger than the last cache of any GPU.
 _FLUSH_BYTES = 1 << 29
+# About a millisecond: the host has launched all of a call before the GPU comes to it.
+_HEAD_START_CYCLES = 2_000_000
 _COPY_BYTES = 1 << 32
 _MATMUL_SIZE = 8_192
 
@@ -47,6 +49,7 @@ def _host_us(work: Callable[[], object]) -> float:
 def _device_us(work: Callable[[], object], flush: Tensor) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     flush.zero_()
+    torch.cuda._sleep(_HEAD_START_CYCLES)
     begin.record()
     work()
     end.record()

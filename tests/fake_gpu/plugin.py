@@ -115,6 +115,7 @@ _STAND_INS: dict[str, Any] = {
     "current_device": lambda: 0,
     "set_device": lambda device: None,
     "synchronize": lambda device=None: _synchronize(),
+    "_sleep": lambda cycles: None,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "CPU memory",
     "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
