@@ -15,16 +15,22 @@ from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.cpu.attention import batch_numbers
 from triptych_kernels.cpu.elementwise import MAX_HEAD_DIM, one_a_token
 from triptych_kernels.cpu.linear import NativeLinear
-from triptych_kernels.cpu.loader import Isa
+from triptych_kernels.cpu.loader import Isa, native_module
 from triptych_kernels.cpu.program import Program, Register
 from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 64
-# One behind the other; the last lies where qkv does, which nobody reads any more by then.
-_BUFFERS = ("normed", "projected", "kept_attended", "kept_residual", "qkv", "attended", "gated")
+# One behind the other: of all tokens, of those that the head reads, and of the rows at hand.
+_OF_TOKENS, _OF_KEPT, _AT_HAND = (
+    ("qkv", "attended"),
+    ("kept_attended", "kept_residual"),
+    ("normed", "projected", "gated"),
+)
+_BUFFERS = (*_OF_TOKENS, *_OF_KEPT, *_AT_HAND)
 _ARRAYS = ("x", "positions", "rows", "out")
-_COUNTS = ("num_tokens", "num_rows", "num_blocks", "block_size", "num_slots")
+_COUNTS = ("num_tokens", "num_rows", "rows_at_once", "num_blocks", "block_size", "num_slots")
+_NUMBER_BYTES = 8  # of a position, or of a slot
 _OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride")
 _OF_LAYER = ("keys", "values")
 
@@ -88,6 +94,8 @@ class _NativeLayers:
             "kept_attended": layers[-1].out.in_features,
             "kept_residual": self._hidden,
         }
+        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self._most_at_once = min(_native(linear).rows_at_once for linear in linears)
         self._caches: Sequence[LayerCache] | None = None
         self._program: Program | None = None
 
@@ -112,7 +120,9 @@ class _NativeLayers:
         rows = one_a_token(rows, num_rows, "rows")
         slots = [one_a_token(mapping, num_tokens, "slot_mapping") for mapping in slot_mappings]
         out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
-        num_bytes, offsets = self._places(num_tokens, num_rows)
+        # Each thread adds to what the caches hold.
+        at_once = min(max(num_tokens, num_rows), self._most_at_once * native_module().num_threads())
+        num_bytes, offsets = self._places(num_tokens, num_rows, at_once)
         room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
         _, num_blocks, block_size, _ = caches[0].key_cache.shape
@@ -129,23 +139,19 @@ class _NativeLayers:
         self._program.run(
             *(room_start + offset for offset in offsets),
             *(x.data_ptr(), positions.data_ptr(), rows.data_ptr(), out.data_ptr()),
-            *(num_tokens, num_rows, num_blocks, block_size, num_blocks * block_size),
+            *(num_tokens, num_rows, at_once, num_blocks, block_size, num_blocks * block_size),
             *groups,
             *memory,
         )
         return out
 
-    def _places(self, num_tokens: int, num_rows: int) -> tuple[int, list[int]]:
+    def _places(self, num_tokens: int, num_rows: int, at_once: int) -> tuple[int, list[int]]:
         """How many bytes the buffers take, and where each begins, in their order."""
-        sizes = []
-        for name in _BUFFERS:
-            # Rows of the last layer lie where its tokens would.
-            count = num_rows if name.startswith("kept") else max(num_tokens, num_rows)
-            num_bytes = self._widths[name] * self._dtype.itemsize * count
-            sizes.append(num_bytes + -num_bytes % _ALIGNMENT)
-        *offsets, end = itertools.accumulate(sizes[:-1], initial=0)
-        offsets.append(offsets[_BUFFERS.index("qkv")])
-        return max(end, offsets[-1] + sizes[-1]), offsets
+        counts = dict.fromkeys(_OF_TOKENS, num_tokens) | dict.fromkeys(_OF_KEPT, num_rows)
+        counts |= dict.fromkeys(_AT_HAND, at_once)
+        sizes = (counts[name] * self._widths[name] * self._dtype.itemsize for name in _BUFFERS)
+        *offsets, end = itertools.accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
+        return end, offsets
 
     def _made_for(self, caches: Sequence[LayerCache], num_groups: int) -> Program:
         """The program for caches of these groups. ValueError where they do not serve the layers."""
@@ -174,26 +180,47 @@ class _NativeLayers:
         return program
 
     def _write(self, program: Program, caches: Sequence[LayerCache]) -> None:
-        """All layers, from the first norm to the last."""
-        named, first, last = program.register, self._layers[0], len(self._layers) - 1
-        tokens, x, normed, projected = map(named, ("num_tokens", "x", "normed", "projected"))
-        self._add_norm(program, x, 0, first.input_norm, normed, tokens, first.eps)
-        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            self._add_attention(program, index, layer, cache.group)
-            attended, count, following, out = named("attended"), tokens, self._final_norm, named("out")
-            if index < last:
-                following, out = self._layers[index + 1].input_norm, normed
-            else:
-                # Nobody reads the last layer's result for the other tokens.
-                count = named("num_rows")
-                attended = self._add_rows(program, attended, layer.out.in_features, named("kept_attended"))
-                x = self._add_rows(program, x, self._hidden, named("kept_residual"))
-            _add_linear(program, layer.out, attended, projected, count)
-            self._add_norm(program, projected, x, layer.post_attention_norm, normed, count, layer.eps)
-            _add_linear(program, layer.gate_up, normed, named("gated"), count)
-            _add_linear(program, layer.down, named("gated"), projected, count)
-            eps = layer.eps if index == last else self._layers[index + 1].eps
-            self._add_norm(program, projected, x, following, out, count, eps)
+        """All layers, from the first norm to the last.
+
+        Between two layers' attention, kernels take few rows at a time: what each leaves is in the caches.
+        """
+        named, groups = program.register, [cache.group for cache in caches]
+        x, at_once, normed = named("x").by_row(self._row_bytes), named("rows_at_once"), named("normed")
+        with program.over_rows(named("num_tokens"), at_once):
+            first = self._layers[0]
+            self._add_norm(program, x, 0, first.input_norm, normed, named("num_tokens"), first.eps)
+            self._add_qkv(program, 0, groups[0])
+        for index, layer in enumerate(self._layers[:-1]):
+            following = self._layers[index + 1]
+            self._add_attention(program, index, groups[index])
+            attended = named("attended").by_row(layer.out.in_features * self._dtype.itemsize)
+            with program.over_rows(named("num_tokens"), at_once):
+                self._add_mlp(program, layer, attended, x, named("num_tokens"))
+                self._add_norm(
+                    program,
+                    named("projected"),
+                    x,
+                    following.input_norm,
+                    normed,
+                    named("num_tokens"),
+                    following.eps,
+                )
+                self._add_qkv(program, index + 1, groups[index + 1])
+        last = self._layers[-1]
+        self._add_attention(program, len(self._layers) - 1, groups[-1])
+        # Nobody reads the last layer's result for the other tokens.
+        attended = self._add_rows(program, named("attended"), last.out.in_features, named("kept_attended"))
+        x = self._add_rows(program, named("x"), self._hidden, named("kept_residual"))
+        with program.over_rows(named("num_rows"), at_once):
+            self._add_mlp(program, last, attended, x, named("num_rows"))
+            out = named("out").by_row(self._row_bytes)
+            self._add_norm(program, named("projected"), x, self._final_norm, out, named("num_rows"), last.eps)
+
+    def _add_rows(self, program: Program, x: Register, width: int, out: Register) -> Register:
+        """Of [T, width] those that the head reads."""
+        named, num_bytes = program.register, width * self._dtype.itemsize
+        program.add("take_rows", x, named("num_tokens"), num_bytes, named("rows"), named("num_rows"), out)
+        return out.by_row(num_bytes)
 
     def _add_norm(
         self,
@@ -211,29 +238,42 @@ class _NativeLayers:
             self._is_bf16, eps,
         )  # fmt: skip
 
-    def _add_rows(self, program: Program, x: Register, width: int, out: Register) -> Register:
-        """Of [T, width] those that the head reads."""
-        named, num_bytes = program.register, width * self._dtype.itemsize
-        program.add("take_rows", x, named("num_tokens"), num_bytes, named("rows"), named("num_rows"), out)
-        return out
-
-    def _add_attention(self, program: Program, index: int, layer: DenseLayer, group: int) -> None:
-        named = program.register
-        qkv, tokens, attended = named("qkv"), named("num_tokens"), named("attended")
-        keys, values = named(f"keys of {index}"), named(f"values of {index}")
+    def _add_qkv(self, program: Program, index: int, group: int) -> None:
+        """From normed to qkv, of all tokens: turned, and written to the cache."""
+        named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
+        qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
+        positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
         _add_linear(program, layer.qkv, named("normed"), qkv, tokens)
         program.add(
-            "rotary_kv_write", qkv, named("positions"), self._cos_sin.data_ptr(), named(f"slots {group}"),
-            keys, values, _address(layer.query_norm), _address(layer.key_norm), layer.qkv.out_features,
+            "rotary_kv_write", qkv, positions, self._cos_sin.data_ptr(), slots, named(f"keys of {index}"),
+            named(f"values of {index}"), _address(layer.query_norm), _address(layer.key_norm), width,
             tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._cos_sin.shape[1],
             named("num_slots"), self._cos_sin.shape[0], self._is_bf16, layer.eps,
         )  # fmt: skip
+
+    def _add_attention(self, program: Program, index: int, group: int) -> None:
+        named, layer = program.register, self._layers[index]
         program.add(
-            "paged_attention", qkv, keys, values, attended, 0, layer.qkv.out_features, layer.head_dim, tokens,
+            "paged_attention", named("qkv"), named(f"keys of {index}"), named(f"values of {index}"),
+            named("attended"), 0, layer.qkv.out_features, layer.head_dim, named("num_tokens"),
             layer.num_heads, layer.num_kv_heads, named("num_blocks"), named("block_size"), layer.head_dim,
             layer.head_dim, self._is_bf16, self._isa.with_amx, layer.window or 0,
             *(named(f"{name} {group}") for name in _OF_GROUP[1:]), layer.head_dim**-0.5, 0.0,
         )  # fmt: skip
+
+    def _add_mlp(
+        self, program: Program, layer: DenseLayer, attended: Register, residual: Register, count: Register
+    ) -> None:
+        """From what was attended to projected, and the residual before it."""
+        normed, projected, gated = map(program.register, _AT_HAND)
+        _add_linear(program, layer.out, attended, projected, count)
+        self._add_norm(program, projected, residual, layer.post_attention_norm, normed, count, layer.eps)
+        _add_linear(program, layer.gate_up, normed, gated, count)
+        _add_linear(program, layer.down, gated, projected, count)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._hidden * self._dtype.itemsize
 
     @property
     def _is_bf16(self) -> bool:
@@ -241,8 +281,12 @@ class _NativeLayers:
 
 
 def _add_linear(program: Program, linear: object, x: Register, out: Register, count: Register) -> None:
+    program.add("linear", _native(linear).plan, x, _native(linear).in_features, out, count)
+
+
+def _native(linear: object) -> NativeLinear:
     assert isinstance(linear, NativeLinear), "fuse_layers lets no other in"
-    program.add("linear", linear.plan, x, linear.in_features, out, count)
+    return linear
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -244,6 +244,14 @@ PyObject* make_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return PyCapsule_New(plan, kPlanName, delete_plan);
 }
 
+PyObject* rows_at_once(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 1) return PyErr_Format(PyExc_TypeError, "rows_at_once takes a plan");
+    const auto* plan = static_cast<const LinearPlan*>(PyCapsule_GetPointer(arguments[0], kPlanName));
+    if (plan == nullptr) return nullptr;
+    constexpr int64_t kMany = int64_t{1} << 30;
+    return PyLong_FromLongLong(chunk_rows(kMany, plan->weight.for_rows(kMany)));
+}
+
 const LinearPlan& plan_of(const int64_t* n) { return *reinterpret_cast<const LinearPlan*>(n[0]); }
 
 Outcome run_linear_of(const int64_t* n) {
@@ -287,6 +295,7 @@ PyMethodDef TRIPTYCH_METHODS(linear)[] = {
     TRIPTYCH_METHOD(make_linear,
                     "make_linear(kind, rows_are_fp32, out_is_bf16, N, K, panels, bias, scales, num_gated, with_amx) "
                     "-> plan."),
+    TRIPTYCH_METHOD(rows_at_once, "rows_at_once(plan) -> the most rows that are packed, and multiplied, together."),
     TRIPTYCH_KERNEL_METHOD(kLinear),
     TRIPTYCH_KERNEL_METHOD(kGreedyLinear),
     {nullptr, nullptr, 0, nullptr}};

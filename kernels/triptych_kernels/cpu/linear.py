@@ -34,6 +34,7 @@ class NativeLinear:
         "num_bytes",
         "out_features",
         "plan",
+        "rows_at_once",
     )
 
     def __init__(
@@ -72,6 +73,8 @@ class NativeLinear:
             num_gated,
             isa.with_amx and dtype is torch.bfloat16,
         )
+        # The most that are multiplied together: as many as the caches keep.
+        self.rows_at_once: int = isa.native.rows_at_once(self.plan)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] in the dtype it was packed for, on the CPU, the last dimension contiguous."""

@@ -1,10 +1,12 @@
 // Programs: kernels that run one after the other, for one call from Python.
 //
 // A number of a kernel is fixed when the program is made, or is that of a register, which each run is told: what
-// differs from step to step. Knows nothing of what kernels do.
+// differs from step to step. A part of a program may run for a few rows at a time, so that what one kernel writes is
+// still in the caches when the next reads it. Knows nothing of what kernels do.
 
 #include "arguments.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -21,10 +23,24 @@ struct Step {
     size_t first_number;
 };
 
-struct Program {
+// A number that each run is told: a register's and, for each row before those at hand, row_bytes more.
+struct Place {
+    size_t number;
+    Py_ssize_t source;
+    int64_t row_bytes;
+};
+
+// Steps that run together. The register `count` has the number of rows, and is that of those at hand to the steps;
+// `at_once` has how many these are at most. Below 0: steps that run once.
+struct Part {
     std::vector<Step> steps;
+    std::vector<Place> places;
+    Py_ssize_t count, at_once;
+};
+
+struct Program {
+    std::vector<Part> parts;
     std::vector<int64_t> numbers;
-    std::vector<std::pair<size_t, Py_ssize_t>> places;  // in `numbers`, of registers
     Py_ssize_t num_registers;
 };
 
@@ -32,25 +48,32 @@ void delete_program(PyObject* capsule) {
     delete static_cast<Program*>(PyCapsule_GetPointer(capsule, kProgramName));
 }
 
-// A step is (address of a kernel, its numbers, for each the register that it comes from or -1).
-bool add_step(PyObject* step, Program& program) {
+bool is_register(Py_ssize_t index, const Program& program) {
+    if (index < program.num_registers) return true;
+    PyErr_Format(PyExc_ValueError, "register %zd is not below %zd", index, program.num_registers);
+    return false;
+}
+
+// A step is (address of a kernel, its numbers, for each the register that it comes from or -1, and its bytes a row).
+bool add_step(PyObject* step, Program& program, Part& part) {
     long long address;
-    PyObject *numbers, *registers;
-    if (!PyArg_ParseTuple(step, "LO!O!", &address, &PyTuple_Type, &numbers, &PyTuple_Type, &registers)) return false;
-    const auto* kernel = reinterpret_cast<const Kernel*>(address);
-    if (!has_numbers(*kernel, PyTuple_GET_SIZE(numbers)) || !has_numbers(*kernel, PyTuple_GET_SIZE(registers)))
+    PyObject *numbers, *registers, *row_bytes;
+    if (!PyArg_ParseTuple(
+            step, "LO!O!O!", &address, &PyTuple_Type, &numbers, &PyTuple_Type, &registers, &PyTuple_Type, &row_bytes))
         return false;
-    program.steps.push_back({kernel, program.numbers.size()});
+    const auto* kernel = reinterpret_cast<const Kernel*>(address);
+    for (PyObject* each : {numbers, registers, row_bytes}) {
+        if (!has_numbers(*kernel, PyTuple_GET_SIZE(each))) return false;
+    }
+    part.steps.push_back({kernel, program.numbers.size()});
     for (int place = 0; place < kernel->num_numbers(); ++place) {
         const Py_ssize_t source = PyLong_AsSsize_t(PyTuple_GET_ITEM(registers, place));
+        const long long bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(row_bytes, place));
         int64_t number = 0;
+        if (PyErr_Occurred() || !is_register(source, program)) return false;
         if (source >= 0) {
-            program.places.emplace_back(program.numbers.size(), source);
-        } else if (PyErr_Occurred() || !read_number(*kernel, place, PyTuple_GET_ITEM(numbers, place), &number)) {
-            return false;
-        }
-        if (source >= program.num_registers) {
-            PyErr_Format(PyExc_ValueError, "register %zd is not below %zd", source, program.num_registers);
+            part.places.push_back({program.numbers.size(), source, bytes});
+        } else if (!read_number(*kernel, place, PyTuple_GET_ITEM(numbers, place), &number)) {
             return false;
         }
         program.numbers.push_back(number);
@@ -58,9 +81,22 @@ bool add_step(PyObject* step, Program& program) {
     return true;
 }
 
+// A part is (register of the number of rows, of how many at once, steps); no registers: -1.
+bool add_part(PyObject* description, Program& program) {
+    Part part;
+    PyObject* steps;
+    if (!PyArg_ParseTuple(description, "nnO!", &part.count, &part.at_once, &PyList_Type, &steps)) return false;
+    if (!is_register(part.count, program) || !is_register(part.at_once, program)) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(steps); ++i) {
+        if (!add_step(PyList_GET_ITEM(steps, i), program, part)) return false;
+    }
+    program.parts.push_back(std::move(part));
+    return true;
+}
+
 PyObject* make_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 2 || !PyList_Check(arguments[1])) {
-        return PyErr_Format(PyExc_TypeError, "make_program takes the number of registers and a list of steps");
+        return PyErr_Format(PyExc_TypeError, "make_program takes the number of registers and a list of parts");
     }
     auto program = std::make_unique<Program>();
     program->num_registers = PyLong_AsSsize_t(arguments[0]);
@@ -68,11 +104,33 @@ PyObject* make_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
         return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "the number of registers is negative");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i) {
-        if (!add_step(PyList_GET_ITEM(arguments[1], i), *program)) return nullptr;
+        if (!add_part(PyList_GET_ITEM(arguments[1], i), *program)) return nullptr;
     }
     PyObject* capsule = PyCapsule_New(program.get(), kProgramName, delete_program);
     if (capsule != nullptr) program.release();
     return capsule;
+}
+
+// Steps with the `count` rows from `first` on.
+Outcome run_steps(const Part& part, const int64_t* registers, int64_t first, int64_t count, int64_t* numbers) {
+    for (const auto& [number, source, row_bytes] : part.places) {
+        numbers[number] = source == part.count ? count : registers[source] + first * row_bytes;
+    }
+    for (const Step& step : part.steps) {
+        const Outcome outcome = run_kernel(*step.kernel, numbers + step.first_number);
+        if (outcome.exception != nullptr) return outcome;
+    }
+    return Outcome{};
+}
+
+Outcome run_part(const Part& part, const int64_t* registers, int64_t* numbers) {
+    if (part.count < 0) return run_steps(part, registers, 0, 0, numbers);
+    const int64_t num_rows = registers[part.count], at_once = std::max<int64_t>(1, registers[part.at_once]);
+    for (int64_t first = 0; first < num_rows; first += at_once) {
+        const Outcome outcome = run_steps(part, registers, first, std::min(at_once, num_rows - first), numbers);
+        if (outcome.exception != nullptr) return outcome;
+    }
+    return Outcome{};
 }
 
 PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -85,11 +143,10 @@ PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     // Of this run alone: another thread may run the same program.
     std::vector<int64_t> numbers = program->numbers;
-    for (const auto& [place, source] : program->places) numbers[place] = registers[source];
     Outcome outcome;
     Py_BEGIN_ALLOW_THREADS
-    for (const Step& step : program->steps) {
-        outcome = run_kernel(*step.kernel, numbers.data() + step.first_number);
+    for (const Part& part : program->parts) {
+        outcome = run_part(part, registers.data(), numbers.data());
         if (outcome.exception != nullptr) break;
     }
     Py_END_ALLOW_THREADS
@@ -101,6 +158,7 @@ PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 PyMethodDef program_methods[] = {
     TRIPTYCH_METHOD(make_program,
-                    "make_program(num_registers, [(kernel, numbers, registers)]) -> program; register -1: none."),
-    TRIPTYCH_METHOD(run_program, "run_program(program, *registers): its kernels, one after the other."),
+                    "make_program(num_registers, [(count, at_once, [(kernel, numbers, registers, row_bytes)])]) -> "
+                    "program; register -1: none."),
+    TRIPTYCH_METHOD(run_program, "run_program(program, *registers): its kernels, part after part."),
     {nullptr, nullptr, 0, nullptr}};

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from triptych_kernels.cpu.loader import Isa, native_module
 
+_NO_REGISTER = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A number that each run is told."""
+    """A number that each run is told.
+
+    row_bytes: of an address, how far it moves on for each row before those that kernels have at hand.
+    """
 
     index: int
+    row_bytes: int = 0
+
+    def by_row(self, row_bytes: int) -> Register:
+        """The address of the first row at hand, in `Program.over_rows`."""
+        return Register(self.index, row_bytes)
 
 
 class Program:
@@ -25,7 +36,7 @@ class Program:
         """registers: names, in the order in which `run` takes their numbers.  isa: whose kernels run."""
         self._addresses = isa.native.addresses
         self._registers = {name: Register(index) for index, name in enumerate(registers)}
-        self._steps: list[tuple[int, tuple[object, ...], tuple[int, ...]]] = []
+        self._parts: list[tuple[int, int, list[object]]] = [(_NO_REGISTER, _NO_REGISTER, [])]
         self._made: object = None
         self._run = native_module().run_program
 
@@ -35,13 +46,26 @@ class Program:
 
     def add(self, kernel: str, *arguments: object) -> None:
         """Append a kernel with what its function in the module takes; registers where numbers vary."""
-        places = tuple(each.index if isinstance(each, Register) else -1 for each in arguments)
-        self._steps.append((self._addresses[kernel], arguments, places))
+        registers = [each if isinstance(each, Register) else Register(_NO_REGISTER) for each in arguments]
+        places, row_bytes = (
+            tuple(each.index for each in registers),
+            tuple(each.row_bytes for each in registers),
+        )
+        self._parts[-1][2].append((self._addresses[kernel], arguments, places, row_bytes))
+
+    @contextmanager
+    def over_rows(self, count: Register, at_once: Register) -> Iterator[None]:
+        """What is added within runs for `at_once` rows at a time, all kernels before the next rows.
+
+        There are `count` rows; as an argument of a kernel, `count` is how many are at hand.
+        """
+        self._parts.append((count.index, at_once.index, []))
+        yield
+        self._parts.append((_NO_REGISTER, _NO_REGISTER, []))
 
     def finish(self) -> None:
         """Make what runs. TypeError, ValueError where a kernel takes other arguments."""
-        self._made = native_module().make_program(len(self._registers), self._steps)
-        self._steps = []
+        self._made = native_module().make_program(len(self._registers), self._parts)
 
     def run(self, *numbers: int) -> None:
         """Run all kernels with these numbers in the registers, without the interpreter's lock.

@@ -13,7 +13,7 @@ from engine_svc.runner.parked_memory import ParkedMemory
 from triptych_kernels import AttentionBatch, DenseLayer, FusedLayers, Ops
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, ROTARY = 72, 104, 3, 1, 24, 16
-NUM_BLOCKS, BLOCK_SIZE, MAX_POSITIONS, NUM_LAYERS = 12, 4, 64, 3
+NUM_BLOCKS, BLOCK_SIZE, MAX_POSITIONS, NUM_LAYERS = 32, 4, 64, 3
 WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
@@ -40,8 +40,10 @@ class Step:
 class Rig:
     """Layers of random weights; a cache for each."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype, *, norms: bool, bias: bool, quantization: str) -> None:
-        self.ops, self.dtype = ops, dtype
+    def __init__(
+        self, ops: Ops, dtype: torch.dtype, *, norms: bool, bias: bool, quantization: str, ffn: int = FFN
+    ) -> None:
+        self.ops, self.dtype, self.ffn = ops, dtype, ffn
         self.random = torch.Generator().manual_seed(3)
         self.layers = [
             self._layer(index, norms=norms, bias=bias, quantization=quantization)
@@ -65,8 +67,8 @@ class Rig:
             key_norm=self.some(HEAD_DIM) if norms else None,
             out=linear(HIDDEN, HEADS * HEAD_DIM, self.ops.pack_linear),
             post_attention_norm=self.some(HIDDEN),
-            gate_up=linear(2 * FFN, HIDDEN, self.ops.pack_gated_linear),
-            down=linear(HIDDEN, FFN, self.ops.pack_linear),
+            gate_up=linear(2 * self.ffn, HIDDEN, self.ops.pack_gated_linear),
+            down=linear(HIDDEN, self.ffn, self.ops.pack_linear),
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -159,6 +161,25 @@ def test_bits_are_those_of_the_ops_one_by_one(
             assert torch.equal(one.value_cache, other.value_cache)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_the_caches_do_not_keep_are_taken_in_turns(ops, use_threads, dtype, num_threads):
+    use_threads(num_threads)
+    rig = Rig(ops, dtype, norms=True, bias=True, quantization="", ffn=16384)
+    fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()
+    at_once = rig.layers[0].down.rows_at_once
+    assert at_once < min(rig.layers[0].qkv.rows_at_once, 129)
+    for lengths, totals, rows in (
+        ([60, 64], [60, 64], [*range(0, 124, 2), *range(124)]),
+        ([3, 1], [63, 64], [3, 0] * at_once),  # few tokens of which many rows are read
+    ):
+        step = rig.step(lengths, totals, rows)
+        assert torch.equal(run(fused, step, ours), rig.one_by_one(step, theirs))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.key_cache, other.key_cache)
+            assert torch.equal(one.value_cache, other.value_cache)
+
+
 def plain(ops: Ops) -> Rig:
     return Rig(ops, torch.bfloat16, norms=False, bias=False, quantization="")
 
@@ -193,13 +214,13 @@ def test_what_does_not_fit_is_refused_in_words(ops):
         run(fused, replace(step, x=step.x.float()), caches)
     with pytest.raises(ValueError, match="there are 2 caches for 3 layers"):
         run(fused, step, caches[:2])
-    with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(1, 12, 4, 24\) of 1 groups"):
+    with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(1, 32, 4, 24\) of 1 groups"):
         run(fused, replace(step, slots=step.slots[:1], attention=step.attention[:1]), rig.caches())
     large = [replace(batch, block_size=16) for batch in step.attention]
     with pytest.raises(ValueError, match="the caches have blocks of 4, a batch has others"):
         run(fused, replace(step, attention=large), caches)
     wide = [replace(cache, key_cache=cache.key_cache.float()) for cache in caches]
-    with pytest.raises(ValueError, match=r"a cache is torch.float32 \(1, 12, 4, 24\) of group 0"):
+    with pytest.raises(ValueError, match=r"a cache is torch.float32 \(1, 32, 4, 24\) of group 0"):
         run(fused, step, wide)
 
 
