@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import threading
 
-import psutil
 import pytest
 import torch
 
 from engine_svc.runner.parked_memory import ParkedMemory
 from engine_svc.runner.prefault import Prefault, run_beside
+from tests.resident import resident_mib
 from triptych_kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.native_ops() is None, reason="needs the compiled kernels")
 
-_MIB = 1 << 20
 # Four planes of 64 MiB, of blocks of 2 KiB each: 1,024 of them fill a large page.
 _NUM_BLOCKS = 1 << 15
 _BLOCK_MIB = 4 * 2 / 1024
-
-
-def resident_mib() -> float:
-    return psutil.Process().memory_info().rss / _MIB
 
 
 class Rig:

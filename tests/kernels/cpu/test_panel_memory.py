@@ -6,18 +6,14 @@ import itertools
 import random
 from pathlib import Path
 
-import psutil
 import pytest
 from torch import Tensor
 
+from tests.resident import resident_mib
 from triptych_kernels.cpu.loader import native_module
 from triptych_kernels.cpu.panel_memory import PanelMemory
 
 _MIB = 1 << 20
-
-
-def resident_mib() -> float:
-    return psutil.Process().memory_info().rss / _MIB
 
 
 def chunk_of(piece: Tensor) -> int:

@@ -1,0 +1,13 @@
+"""How much memory this process holds, as tests compare it before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_KIB_PER_MIB = 1024
+
+
+def resident_mib() -> float:
+    """Of memory that it got itself, in MiB: pages of files are dropped by the system when it likes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) / _KIB_PER_MIB
