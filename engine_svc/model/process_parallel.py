@@ -133,4 +133,7 @@ class ProcessParallel:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
+        # A group ends its threads when nobody refers to it. One that still lets go of a tensor while the
+        # interpreter ends aborts the process.
+        del self._stage
         dist.destroy_process_group()

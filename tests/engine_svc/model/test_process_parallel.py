@@ -77,6 +77,14 @@ parallel.close()
 """
 
 
+# An exchange's own threads, by the names that torch gives them. What has closed is still referred to.
+COUNT_THREADS = """
+from pathlib import Path
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+print(sum("gloo" in name for name in names))
+"""
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_sum_of_a_row_has_the_same_bits_whatever_is_summed_beside_it(num_ranks: int) -> None:
     expected = [
@@ -95,6 +103,11 @@ def test_stages_add_and_join_among_themselves_and_pass_on_in_order() -> None:
         assert (
             lines == [str([[2.0 * first + 3], [4, 3], [[float(x) for x in row] for row in joined], True])] * 2
         )
+
+
+def test_a_rank_that_has_closed_has_no_threads_of_exchanges_left() -> None:
+    outputs = outputs_of(EXCHANGE + COUNT_THREADS, num_ranks=4)
+    assert [lines[-1] for lines in outputs] == ["0"] * 4
 
 
 def outputs_of(program: str, num_ranks: int) -> list[list[str]]:
