@@ -6,11 +6,13 @@ Knows no requests and no wire.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -71,10 +73,14 @@ def main(argv: Sequence[str]) -> int:
         # The engine ended before this rank was ready, and has its reasons.
         return 0
     except Exception as error:
-        with contextlib.suppress(EOFError):
-            line.say({"failed": f"raised {type(error).__name__}", "details": str(error)})
+        _say_failed(line, error)
         raise
     return 0
+
+
+def _say_failed(line: RankLine, error: Exception) -> None:
+    with contextlib.suppress(EOFError):
+        line.say({"failed": f"raised {type(error).__name__}", "details": str(error)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +200,20 @@ def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
         results, tokens = (
             ChannelWriter(writer_end(rank.spec[name])) for name in ("results_out", "tokens_out")
         )
-        return Reporter(results, tokens if rank.place.pp_size > 1 else None, is_beside=on_gpu)
+        return Reporter(
+            results,
+            tokens if rank.place.pp_size > 1 else None,
+            end_rank=partial(_end_rank, rank.line) if on_gpu else None,
+        )
     if rank.place.is_last_stage:
         return Silent()
     return EarlyStage(ChannelReader(reader_end(rank.spec["tokens_in"])), runner.batch)
+
+
+def _end_rank(line: RankLine, error: Exception) -> NoReturn:
+    """End this process from a thread: the main thread waits for plans, or for the device."""
+    _say_failed(line, error)
+    os._exit(1)
 
 
 def _calls(decoder: PlanDecoder, runner: ModelRunner, num_groups: int) -> dict[str, Call]:

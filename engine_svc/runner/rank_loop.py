@@ -6,6 +6,7 @@ Knows no processes and no model.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from engine_svc.runner.plan_codec import CALL, PLAN, STOP, PlanDecoder
 from engine_svc.runner.result_codec import decode_result, encode_result
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 _ROOM_S = 60.0
 
@@ -121,15 +124,23 @@ class Silent:
 class Reporter:
     """The part of the rank that tells what was sampled.
 
-    is_beside: from a thread, where the device works by itself: the next plan is launched while it does.
+    end_rank: where the device works by itself: results are told from a thread, so that the next plan is
+    launched meanwhile, and the thread ends with a call of this with an error of a step.
     """
 
-    def __init__(self, results: ChannelWriter, tokens: ChannelWriter | None, *, is_beside: bool) -> None:
+    def __init__(
+        self,
+        results: ChannelWriter,
+        tokens: ChannelWriter | None,
+        *,
+        end_rank: Callable[[Exception], object] | None,
+    ) -> None:
         self._results = results
         self._tokens = tokens  # for stages before, where there are any
-        self._steps: SimpleQueue[LaunchedStep | threading.Event] | None = SimpleQueue() if is_beside else None
-        if is_beside:
-            threading.Thread(target=self._run, name="results", daemon=True).start()
+        self._steps: SimpleQueue[LaunchedStep | threading.Event] | None = None
+        if end_rank is not None:
+            self._steps = SimpleQueue()
+            threading.Thread(target=self._run, args=(end_rank,), name="results", daemon=True).start()
 
     def before(self, plan: StepPlan) -> None:
         """Nothing is missing: this rank samples."""
@@ -148,14 +159,18 @@ class Reporter:
             self._steps.put(told)
             told.wait()
 
-    def _run(self) -> None:
+    def _run(self, end_rank: Callable[[Exception], object]) -> None:
         assert self._steps is not None, "a thread without a queue was started"
-        while True:
-            step = self._steps.get()
-            if isinstance(step, threading.Event):
-                step.set()
-            else:
-                self._tell(step)
+        try:
+            while True:
+                step = self._steps.get()
+                if isinstance(step, threading.Event):
+                    step.set()
+                else:
+                    self._tell(step)
+        except Exception as error:  # Whatever it is: the rank would go on, and the engine wait in vain.
+            logger.exception("the result of a step cannot be told")
+            end_rank(error)
 
     def _tell(self, step: LaunchedStep) -> None:
         result = step.result()

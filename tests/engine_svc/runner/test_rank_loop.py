@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import pytest
 
@@ -142,10 +143,12 @@ def test_a_row_without_a_token_gets_one_that_every_model_has(channel: Channel) -
     assert stage.token("a", 4) == 0
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_results_are_told_in_the_order_of_the_steps(is_beside: bool, channel: Channel) -> None:
+@pytest.mark.parametrize("end_rank", [None, print])
+def test_results_are_told_in_the_order_of_the_steps(
+    end_rank: Callable[[Exception], object] | None, channel: Channel
+) -> None:
     reader = ChannelReader(channel.readers[0])
-    reporter = Reporter(ChannelWriter(channel.writer), None, is_beside=is_beside)
+    reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=end_rank)
     for number in range(1, 4):
         reporter.after(StepPlan(number), FakeStep(StepResult(number, [[number]])))
     reporter.settle()
@@ -163,7 +166,7 @@ def test_a_device_that_works_by_itself_is_not_waited_for(channel: Channel) -> No
             return StepResult(1, [[7]])
 
     reader = ChannelReader(channel.readers[0])
-    reporter = Reporter(ChannelWriter(channel.writer), None, is_beside=True)
+    reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=print)
     reporter.after(StepPlan(1), SlowStep())
     assert asked.wait(20)
     assert reader.receive(timeout_s=0.0) is None
@@ -171,9 +174,21 @@ def test_a_device_that_works_by_itself_is_not_waited_for(channel: Channel) -> No
     assert decode_result(reader.receive(timeout_s=20) or b"").sampled == [[7]]
 
 
+def test_an_error_of_a_step_that_is_told_from_a_thread_ends_the_rank(channel: Channel) -> None:
+    ended: SimpleQueue[Exception] = SimpleQueue()
+
+    class BrokenStep:
+        def result(self) -> StepResult:
+            raise RuntimeError("the device is gone")
+
+    reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=ended.put)
+    reporter.after(StepPlan(1), BrokenStep())
+    assert str(ended.get(timeout=20)) == "the device is gone"
+
+
 def test_stages_are_told_the_tokens_alone(channel: Channel) -> None:
     tokens = create_channel(num_readers=1)
-    reporter = Reporter(ChannelWriter(channel.writer), ChannelWriter(tokens.writer), is_beside=False)
+    reporter = Reporter(ChannelWriter(channel.writer), ChannelWriter(tokens.writer), end_rank=None)
     full = StepResult(1, [[7]], logprobs={0: TokenLogprobs([-0.5], [1])})
     reporter.after(StepPlan(1), FakeStep(full))
     received = [ChannelReader(one.readers[0]).receive(timeout_s=0.0) or b"" for one in (channel, tokens)]
