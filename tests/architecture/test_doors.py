@@ -19,6 +19,7 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/engine_thread.py",
     "engine_svc/failure_dump.py",
     "engine_svc/runner/executor.py",
+    "engine_svc/runner/rank_loop.py",
     "engine_svc/runner/rank_watch.py",
     "engine_svc/session.py",
     "engine_svc/session_requests.py",
