@@ -123,7 +123,8 @@ def make_runner(
     """The runner of this rank, with its cache; `sizing` is without the placeholder block."""
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
     facts, ops = loaded.facts, loaded.ops
-    kv = KVTensors(facts, sizing, loaded.device)
+    # Who says how much memory the cache has means it to have it.
+    kv = KVTensors(facts, sizing, loaded.device, at_once=config.kv_cache_memory is not None)
 
     # Neither keeps `loaded`: what sleeps could not give up its weights.
     def load(folder: Path) -> tuple[Model, ModelFacts]:

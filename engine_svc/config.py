@@ -92,7 +92,10 @@ class EngineConfig:
     max_num_batched_tokens: int = option(2048, size=True, help="most tokens in one step")
     block_size: int = option(16, help="tokens of a KV block")
     kv_cache_memory: int | None = option(
-        None, size=True, help="bytes of the KV cache (default: a share of free memory)"
+        None,
+        size=True,
+        help="bytes of the KV cache, taken at the start (default: a share of free memory, which a CPU "
+        "takes as it is used)",
     )
     num_kv_blocks: int | None = option(None, help="number of KV blocks, whatever they weigh")
     gpu_memory_utilization: float = option(

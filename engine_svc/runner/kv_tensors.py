@@ -92,7 +92,15 @@ class KVTensors:
     Raises KVCapacityError where the device has no room for them at all.
     """
 
-    def __init__(self, facts: ModelFacts, sizing: KVSizing, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        sizing: KVSizing,
+        device: torch.device | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """at_once: on a CPU, get the memory from the system now, beside what else is done, not by use."""
         self.sizing = sizing
         self.device = device or torch.device("cpu")
         dtype = DTYPES[facts.dtype]
@@ -112,7 +120,7 @@ class KVTensors:
             )
         self._prefault: Prefault | None = None
         if self.device.type == "cpu":
-            self._prefault = Prefault(self.stacks, run_beside)
+            self._prefault = Prefault(self.stacks, run_beside, at_once=at_once)
             self._prefault.restart()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +17,28 @@ _FIRST_BLOCKS = 64
 
 
 class Prefault:
-    """Sees to it that blocks have memory when they are first used; those far from use take none.
+    """Sees to it that blocks have memory when they are first used.
 
     Who first stores to a page waits until the system has found and zeroed it, which takes virtual machines
     up to 2 ms for a large page, and a step enters those of all layers and heads at once. So a thread goes
     ahead: a few blocks first, then as many as there are, at most a large page of each plane [B, S, D].
+    Blocks far from use take no memory, but where somebody has said how much there is for them.
     """
 
-    def __init__(self, stacks: Sequence[Tensor], submit: Callable[[Callable[[], None]], object]) -> None:
-        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made elsewhere."""
+    def __init__(
+        self,
+        stacks: Sequence[Tensor],
+        submit: Callable[[Callable[[], None]], object],
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made elsewhere.
+
+        at_once: get all memory from the start on, without waiting for blocks to be used.
+        """
         self._stacks = tuple(stacks)
         self._submit = submit
+        self._at_once = at_once
         self._num_blocks = stacks[0].shape[2]
         self._most = max(-(-LARGE_PAGE_BYTES // stack[0, 0, 0].nbytes) for stack in stacks)
         self._part = self._end = 0
@@ -38,7 +50,7 @@ class Prefault:
         self._advise(prefer_small_pages, 0, min(self._most, self._num_blocks))
         self._advise(prefer_large_pages, self._most, self._num_blocks)
         if all(populate(address, 1) for address, _ in self._planes(0, 1)):
-            self.reach(0)
+            self.reach(self._num_blocks - 1 if self._at_once else 0)
         else:
             # Steps get all memory themselves, then best in few pieces.
             self._advise(prefer_large_pages, 0, self._num_blocks)
@@ -46,20 +58,22 @@ class Prefault:
 
     def reach(self, block_id: int) -> None:
         """Have memory for `block_id`, and for more where it lies in the second half of what there is."""
-        start = self._end
+        ends = [self._end]
         while self._end < self._num_blocks and block_id >= self._end - self._part // 2:
             self._part = min(max(self._end, _FIRST_BLOCKS), self._most)
             self._end = min(self._end + self._part, self._num_blocks)
-        if start < self._end:
-            self._submit(partial(self._populate, start, self._end))
+            ends.append(self._end)
+        if len(ends) > 1:
+            self._submit(partial(self._populate, ends))
 
     def _advise(self, prefer: Callable[[int, int], None], start: int, end: int) -> None:
         for address, num_bytes in self._planes(start, end):
             prefer(address, num_bytes)
 
-    def _populate(self, start: int, end: int) -> None:
-        for address, num_bytes in self._planes(start, end):
-            populate(address, num_bytes)
+    def _populate(self, ends: Sequence[int]) -> None:
+        for start, end in itertools.pairwise(ends):
+            for address, num_bytes in self._planes(start, end):
+                populate(address, num_bytes)
 
     def _planes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Where blocks `start` to `end` lie in every plane: address and number of bytes."""

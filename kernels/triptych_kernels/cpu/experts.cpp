@@ -117,6 +117,12 @@ bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
 template <class RowAt>
 void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32_t* out,
                 const RowAt& row_at) {
+    if (lies_in_tiles(weight, count)) {
+        for (int64_t group = 0; group * kTileRows < count; ++group) {
+            lay_tiles(weight, count, group, [&](int64_t row) { return row_at(first + row); }, out);
+        }
+        return;
+    }
     const RowBlocks blocks(count);
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
         const char* rows[kMaxTileRows];
@@ -156,7 +162,7 @@ bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_place
     for (int i = 0; i < 4; ++i) {
         starts[i + 1] = starts[i] + (sizes[i] + 63) / 64 * 64;
     }
-    char* memory = static_cast<char*>(scratch(kScratchExperts, starts[4] + 64));
+    char* memory = static_cast<char*>(scratch(kScratchExperts, starts[4] + kTileBytes));
     if (memory == nullptr) {
         return false;
     }

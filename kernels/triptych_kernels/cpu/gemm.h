@@ -16,7 +16,7 @@ namespace {
 // more.
 constexpr int64_t kPrefetchBytes = 8192;
 constexpr int64_t kPrefetchBytesOneRow = 4096;
-constexpr int64_t kRowsInCache = 512 << 10;  // bytes of packed rows that stay in the second-level cache
+constexpr int64_t kRowsInCache = 1 << 20;  // bytes of packed rows that stay in the second-level cache
 
 // Rows of a chunk in blocks of at most kMaxTileRows, as equal as can be. Block b's packed rows start at
 // first_row(b).

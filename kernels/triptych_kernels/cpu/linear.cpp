@@ -74,13 +74,21 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
 const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
                              const RowBlocks& blocks) {
     const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
-    const bool is_laid = num_rows == 1 || (weight.form == RowForm::kTiles && x_stride_bytes == row_bytes);
+    const bool in_tiles = lies_in_tiles(weight, num_rows);
+    const bool is_laid =
+        num_rows == 1 || (weight.form == RowForm::kTiles && !in_tiles && x_stride_bytes == row_bytes);
     if (is_laid && row_bytes == 4 * num_units) {
         return reinterpret_cast<const uint32_t*>(x);
     }
-    uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows));
+    uint32_t* packed = static_cast<uint32_t*>(scratch(kScratchGemmRows, 4 * num_units * num_rows + kTileBytes));
     if (packed == nullptr) {
         return nullptr;
+    }
+    if (in_tiles) {
+        parallel_for((num_rows + kTileRows - 1) / kTileRows, [&](int64_t group) {
+            lay_tiles(weight, num_rows, group, [&](int64_t row) { return x + row * x_stride_bytes; }, packed);
+        });
+        return packed;
     }
     parallel_for(num_rows * row_bytes < (32 << 10) ? 1 : blocks.num_blocks, [&](int64_t task) {
         const bool alone = num_rows * row_bytes < (32 << 10);

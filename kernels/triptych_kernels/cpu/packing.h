@@ -12,7 +12,8 @@
 namespace triptych {
 namespace {
 
-constexpr int64_t kTileRows = 16;  // of a register of AMX
+constexpr int64_t kTileRows = 16;                // of a register of AMX
+constexpr int64_t kTileBytes = 64 * kTileRows;  // of one; what may be read behind a chunk that lies in tiles
 
 enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 
@@ -60,6 +61,36 @@ struct PackedWeight {
     }
     int64_t row_bytes() const { return in_features * (rows_are_fp32 ? 4 : 2); }
 };
+
+constexpr int64_t kRowsAsTheyLie = 64;  // more are worth laying out
+
+// Whether a chunk of so many rows is read tile by tile, in order, instead of as the rows lie.
+inline bool lies_in_tiles(const PackedWeight& weight, int64_t num_rows) {
+    return weight.form == RowForm::kTiles && num_rows > kRowsAsTheyLie;
+}
+
+// The rows of one register, the `group`th of a chunk that lies in tiles: 64 bytes of each, then the next 64.
+template <class RowAt>
+inline void lay_tiles(const PackedWeight& weight, int64_t num_rows, int64_t group, const RowAt& row_at, uint32_t* chunk) {
+    constexpr int64_t kBytes = 64;
+    const int64_t first = group * kTileRows, count = num_rows - first < kTileRows ? num_rows - first : kTileRows;
+    const int64_t used = weight.row_bytes(), padded = weight.num_units() * 4;
+    char* tile = reinterpret_cast<char*>(chunk) + first * padded;
+    const char* rows[kTileRows];
+    for (int64_t r = 0; r < count; ++r) {
+        rows[r] = row_at(first + r);
+    }
+    for (int64_t at = 0; at < padded; at += kBytes) {
+        for (int64_t r = 0; r < count; ++r, tile += kBytes) {
+            if (at + kBytes <= used) {
+                std::memcpy(tile, rows[r] + at, kBytes);
+            } else {
+                std::memset(tile, 0, kBytes);
+                std::memcpy(tile, rows[r] + at, used - at);
+            }
+        }
+    }
+}
 
 // At most 16 rows of a chunk as the weight is multiplied with them, at `out`.
 inline void lay_rows(const PackedWeight& weight, const char* const* rows, int num_rows, uint32_t* out) {

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from engine_svc.runner import prefault
 from engine_svc.runner.parked_memory import ParkedMemory
 from engine_svc.runner.prefault import Prefault, run_beside
 from tests.resident import resident_mib
@@ -23,10 +24,10 @@ _BLOCK_MIB = 4 * 2 / 1024
 class Rig:
     """A cache, whose calls for elsewhere are made at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.stacks = [torch.empty(2, 1, _NUM_BLOCKS, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
         self.calls = 0
-        self.prefault = Prefault(self.stacks, self.call)
+        self.prefault = Prefault(self.stacks, self.call, at_once=at_once)
 
     def call(self, call):
         self.calls += 1
@@ -54,6 +55,27 @@ def test_memory_is_there_before_blocks_are_used_and_not_long_before():
     # From here on a large page of each plane.
     assert rig.grows_by(1024 + 511) == pytest.approx(1024 * _BLOCK_MIB, abs=9)
     assert rig.grows_by(1024 + 511) < 0.3
+
+
+def test_all_memory_of_a_cache_of_a_stated_size_is_got_at_once_the_first_blocks_first(monkeypatch):
+    starts = []
+
+    def note(address, num_bytes, real=prefault.populate):
+        starts.append(address)
+        return real(address, num_bytes)
+
+    monkeypatch.setattr(prefault, "populate", note)
+    rig = Rig(at_once=True)
+    before = resident_mib()
+    rig.prefault.restart()
+    assert resident_mib() - before == pytest.approx(_NUM_BLOCKS * _BLOCK_MIB, abs=2)
+    planes = [plane.data_ptr() for stack in rig.stacks for plane in stack[:, 0]]
+    # One block of each plane to try, then the blocks of all planes before more of any.
+    assert starts[:8] == planes * 2
+    assert starts[8:12] == [plane + 64 * 2048 for plane in planes]
+    assert rig.calls == 1
+    rig.prefault.reach(_NUM_BLOCKS - 1)
+    assert rig.calls == 1
 
 
 def test_what_is_stored_stays():

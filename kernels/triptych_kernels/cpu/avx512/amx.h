@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "../microkernel.h"
@@ -21,54 +22,45 @@ namespace {
 constexpr int64_t kTileRowBytes = 64;
 constexpr int64_t kStepBytes = kUnitsPerStep * kUnitBytes;  // of a panel that two registers hold
 constexpr int64_t kBlockRows = 2 * kTileRows;
-// Steps of the inner dimension at a time: two blocks' rows, two panels and the sums of all four stay in the first-level
-// cache.
-constexpr int64_t kSliceSteps = 3;
-constexpr int64_t kStepsAhead = 8;
+constexpr int64_t kWeightsAhead = 1 << 10;  // bytes from what is read to what is asked for: no more than hides it
+// The most steps of a panel that the first-level cache keeps beside what goes past it.
+constexpr int64_t kSliceSteps = 18;
+constexpr int64_t kBlocksTogether = 8;  // whose sums wait for the next slice in the second-level cache
 constexpr int64_t kPanelsTogether = 2;
 
-// The registers: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows uses 4 and has sums of two
-// panels; of a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of the others, which 7 holds.
+// How many rows each of a thread's registers has, until the next configuration.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
-
-    explicit TileConfig(int64_t num_rows) {
-        const auto first = static_cast<uint8_t>(std::min(num_rows, kTileRows));
-        const auto second = static_cast<uint8_t>(num_rows > kTileRows ? num_rows - kTileRows : first);
-        const uint8_t each[8] = {first, first, second, second, first, kTileRows, kTileRows, second};
-        for (int i = 0; i < 8; ++i) {
-            row_bytes[i] = kTileRowBytes;
-            rows[i] = each[i];
-        }
-    }
 };
 
-// For blocks of so many rows, of this thread, until the next.
-inline void configure_tiles(int64_t num_rows) {
-    const TileConfig config(num_rows);
+inline void configure_tiles(const std::array<int64_t, 8>& num_rows) {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) {
+        config.row_bytes[i] = kTileRowBytes;
+        config.rows[i] = static_cast<uint8_t>(num_rows[i]);
+    }
     // The compiler does not know all that the instruction reads.
     asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
-// Weights are brought nearer before they are wanted: a few steps where one or two blocks go through a panel, those of
-// the panels that come next where more do. Each block brings its share, since many lines at once would take the places
-// in which others are waited for.
-struct WeightsAhead {
-    int64_t distance = 0, num_steps = 0;  // of a panel
-    int64_t turn_bytes = 0;               // from the end of a panel to the one that comes in its place
-    int64_t num_lines = 0;                // of a share
+// Registers for blocks of so many rows: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows uses
+// 4 and has sums of two panels; of a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of the
+// others, which 7 holds.
+inline void configure_tiles(int64_t num_rows) {
+    const int64_t first = std::min(num_rows, kTileRows), second = num_rows > kTileRows ? num_rows - kTileRows : first;
+    configure_tiles({first, first, second, second, first, kTileRows, kTileRows, second});
+}
 
-    TRIPTYCH_INLINE void bring(const char* panel, int64_t step, int64_t share) const {
-        const int64_t ahead = step + distance;
-        const char* place = panel + ahead * kStepBytes + (ahead < num_steps ? 0 : turn_bytes) + share * num_lines * 64;
-        for (int64_t line = 0; line < num_lines; ++line, place += 64) {
-            _mm_prefetch(place, _MM_HINT_T1);
-        }
+// Brings weights into the second-level cache.
+TRIPTYCH_INLINE void bring_weights(const char* from, int64_t num_bytes) {
+#pragma GCC unroll 4
+    for (int64_t line = 0; line < num_bytes; line += 64) {
+        _mm_prefetch(from + line, _MM_HINT_T1);
     }
-};
+}
 
 TRIPTYCH_INLINE void zero_sums() {
     _tile_zero(0);
@@ -80,19 +72,19 @@ TRIPTYCH_INLINE void zero_sums() {
 // A block of at most 16 rows times P panels. sums: [16][32 P].
 template <int P>
 inline void multiply_small(const char* rows, int64_t row_bytes, const char* panel, int64_t panel_bytes,
-                           int64_t num_steps, const WeightsAhead& ahead, float* sums) {
+                           int64_t num_steps, float* sums) {
     zero_sums();
     for (int64_t step = 0; step < num_steps; ++step) {
         const char* first = panel + step * kStepBytes;
+        bring_weights(first + kWeightsAhead, kStepBytes);
         _tile_loadd(4, rows + step * kTileRowBytes, row_bytes);
-        ahead.bring(panel, step, 0);
         _tile_loadd(5, first, kUnitBytes);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, first + kTileRowBytes, kUnitBytes);
         _tile_dpbf16ps(1, 4, 6);
         if (P == 2) {
             const char* second = first + panel_bytes;
-            ahead.bring(panel + panel_bytes, step, 0);
+            bring_weights(second + kWeightsAhead, kStepBytes);
             _tile_loadd(5, second, kUnitBytes);
             _tile_dpbf16ps(2, 4, 5);
             _tile_loadd(6, second + kTileRowBytes, kUnitBytes);
@@ -108,44 +100,91 @@ inline void multiply_small(const char* rows, int64_t row_bytes, const char* pane
     }
 }
 
-// A block of 17 to 32 rows times one panel, from one step to another. sums: [32][32 P], of which it adds to 32 columns,
-// or, from the first step, writes them.
-template <int P>
-inline void multiply_large(const char* rows, int64_t row_bytes, const char* panel, int64_t start, int64_t end,
-                           const WeightsAhead& ahead, int64_t share, float* sums) {
-    constexpr int64_t kStride = 4 * kPanelColumns * P;
-    float* other_sums = sums + kTileRows * kPanelColumns * P;
+// What becomes of the sums of a block: it is done a few rows at a time while the matrix unit has the next block.
+template <class Store>
+class Finisher {
+public:
+    explicit Finisher(const Store& store) : store_(store) {}
+
+    // sums: [32][32], of `count` rows from `row` on and of a panel. Nothing of what was taken before may be left.
+    void take(const float* sums, int64_t row, int64_t count, int64_t panel) {
+        sums_ = sums, row_ = row, left_ = count, panel_ = panel;
+    }
+    TRIPTYCH_INLINE void finish_rows(int64_t most) {
+        for (int64_t end = std::max<int64_t>(left_ - most, 0); left_ > end; --left_, ++row_, sums_ += kPanelColumns) {
+            const Floats values[1][kVectors] = {{_mm512_load_ps(sums_), _mm512_load_ps(sums_ + 16)}};
+            store_.template operator()<1, 1>(row_, panel_, values);
+        }
+    }
+
+private:
+    const Store& store_;
+    const float* sums_ = nullptr;
+    int64_t row_ = 0, left_ = 0, panel_ = 0;
+};
+
+// What a block brings of weights while it reads a step: so many bytes, from so far ahead on.
+struct Share {
+    int64_t ahead, num_bytes;
+};
+
+// Where the rows of a block lie: its first 16 and the others, 64 bytes of each at a time.
+struct BlockRows {
+    const char *first, *second;
+    int64_t first_step, second_step, row_stride;
+};
+
+// A block of 17 to 32 rows times one panel, from one step to another. sums: [32][32], which it adds to, or, from the
+// first step, writes. kStreamed: rows go past the first-level cache, which keeps the panel. Finishes other sums
+// meanwhile.
+template <bool kStreamed, class Store>
+[[gnu::noinline]] void multiply_large(const BlockRows& block, const char* panel, int64_t start, int64_t end,
+                                      const Share& share, float* sums, Finisher<Store>& others) {
+    constexpr int64_t kStride = 4 * kPanelColumns;
+    const int64_t rows_a_step = (kBlockRows + end - start - 1) / (end - start);
+    // The compiler does not know what tiles are read from.
+    asm volatile("" ::: "memory");
+    float* second_sums = sums + kTileRows * kPanelColumns;
     if (start == 0) {
         zero_sums();
     } else {
         _tile_loadd(0, sums, kStride);
         _tile_loadd(1, sums + 16, kStride);
-        _tile_loadd(2, other_sums, kStride);
-        _tile_loadd(3, other_sums + 16, kStride);
+        _tile_loadd(2, second_sums, kStride);
+        _tile_loadd(3, second_sums + 16, kStride);
     }
-    const char* others = rows + kTileRows * row_bytes;
-    for (int64_t step = start; step < end; ++step) {
+    const char *first = block.first + start * block.first_step, *second = block.second + start * block.second_step;
+    for (int64_t step = start; step < end; ++step, first += block.first_step, second += block.second_step) {
         const char* weights = panel + step * kStepBytes;
-        ahead.bring(panel, step, share);
-        _tile_loadd(4, rows + step * kTileRowBytes, row_bytes);
+        bring_weights(weights + share.ahead, share.num_bytes);
+        if (kStreamed) {
+            _tile_stream_loadd(4, first, block.row_stride);
+        } else {
+            _tile_loadd(4, first, block.row_stride);
+        }
         _tile_loadd(5, weights, kUnitBytes);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(7, others + step * kTileRowBytes, row_bytes);
+        if (kStreamed) {
+            _tile_stream_loadd(7, second, block.row_stride);
+        } else {
+            _tile_loadd(7, second, block.row_stride);
+        }
         _tile_dpbf16ps(2, 7, 5);
         _tile_loadd(6, weights + kTileRowBytes, kUnitBytes);
         _tile_dpbf16ps(1, 4, 6);
         _tile_dpbf16ps(3, 7, 6);
+        others.finish_rows(rows_a_step);
     }
     _tile_stored(0, sums, kStride);
     _tile_stored(1, sums + 16, kStride);
-    _tile_stored(2, other_sums, kStride);
-    _tile_stored(3, other_sums + 16, kStride);
+    _tile_stored(2, second_sums, kStride);
+    _tile_stored(3, second_sums + 16, kStride);
 }
 
 // Hands sums to what becomes of them, R rows at a time.
 template <int R, int P, class Store>
-TRIPTYCH_INLINE int64_t store_sums(const float* sums, int64_t num_rows, int64_t done, int64_t first_row,
-                                   int64_t panel, const Store& store) {
+TRIPTYCH_INLINE int64_t store_sums(const float* sums, int64_t num_rows, int64_t done, int64_t panel,
+                                   const Store& store) {
     for (; done + R <= num_rows; done += R) {
         Floats values[R][kVectors * P];
 #pragma GCC unroll 16
@@ -155,91 +194,110 @@ TRIPTYCH_INLINE int64_t store_sums(const float* sums, int64_t num_rows, int64_t 
                 values[r][j] = _mm512_load_ps(sums + (done + r) * kPanelColumns * P + 16 * j);
             }
         }
-        store.template operator()<R, P>(first_row + done, panel, values);
+        store.template operator()<R, P>(done, panel, values);
     }
     return done;
 }
 
-// Rows as they lie, [num_rows][row_bytes], times P neighbouring panels, `index` of all being the first. Blocks have 32
-// rows; of more than that, the last block begins early enough to have as many, and its first rows are computed again.
-template <int P, class Store>
-struct PanelProduct {
-    const char* rows;
-    int64_t num_rows, row_bytes;
-    const char* panel;
-    int64_t panel_bytes, index;
-    const Store& store;
+// A chunk of rows times panels of a weight, one after the other.
+template <class Store>
+class PanelProduct {
+public:
+    PanelProduct(const PackedWeight& weight, const char* rows, int64_t num_rows, const Store& store)
+        : in_tiles_(lies_in_tiles(weight, num_rows)), rows_(rows), num_rows_(num_rows),
+          row_bytes_(weight.num_units() * 4), store_(store), finisher_(store) {}
 
-    int64_t num_steps() const { return row_bytes / kTileRowBytes; }
-    int64_t num_blocks() const { return (num_rows + kBlockRows - 1) / kBlockRows; }
+    int64_t num_steps() const { return row_bytes_ / kTileRowBytes; }
+    int64_t num_blocks() const { return (num_rows_ + kBlockRows - 1) / kBlockRows; }
 
-    // brings: whether weights come nearer meanwhile. is_followed: by panels of the same weight.
-    [[gnu::noinline]] void multiply(bool brings, bool is_followed) const {
-        WeightsAhead ahead;
-        if (brings) {
-            ahead.num_steps = num_steps();
-            ahead.distance = num_blocks() > 2 ? num_steps() : std::min(kStepsAhead, num_steps());
-            ahead.turn_bytes = is_followed ? (P - 1) * panel_bytes : -panel_bytes;
-            ahead.num_lines = (kStepBytes / 64 + num_blocks() - 1) / num_blocks();
-        }
-        if (num_rows <= kBlockRows) {
-            return multiply_one(ahead);
-        }
-        for (int64_t block = 0; block < num_blocks(); block += 2) {
-            multiply_two(block, ahead);
-        }
+    // At most 16 rows times P panels, `index` of all being the first.
+    template <int P>
+    [[gnu::noinline]] void multiply_few(const char* panel, int64_t panel_bytes, int64_t index) const {
+        alignas(64) float sums[kTileRows * kPanelColumns * P];
+        asm volatile("" ::: "memory");
+        multiply_small<P>(rows_, row_bytes_, panel, panel_bytes, num_steps(), sums);
+        asm volatile("" ::: "memory");
+        const int64_t done = store_sums<4, P>(sums, num_rows_, 0, index, store_);
+        store_sums<1, P>(sums, num_rows_, done, index, store_);
     }
 
-private:
-    int64_t first_row(int64_t block) const { return std::min(block * kBlockRows, num_rows - kBlockRows); }
-
-    // The only block, of at most 32 rows.
-    void multiply_one(const WeightsAhead& ahead) const {
-        alignas(64) float sums[kBlockRows * kPanelColumns * P];
-        // The compiler does not know what tiles are read from.
-        asm volatile("" ::: "memory");
-        if (num_rows > kTileRows) {
-            for (int p = 0; p < P; ++p) {
-                multiply_large<P>(rows, row_bytes, panel + p * panel_bytes, 0, num_steps(), ahead, 0,
-                                  sums + kPanelColumns * p);
-            }
-        } else {
-            multiply_small<P>(rows, row_bytes, panel, panel_bytes, num_steps(), ahead, sums);
-        }
-        hand_over(sums, 0, std::min(num_rows, kBlockRows));
+    // 17 to 32 rows times a panel.
+    void multiply_block(const char* panel, int64_t index) {
+        float* sums = next_sums();
+        const BlockRows block{rows_, rows_ + kTileRows * row_bytes_, kTileRowBytes, kTileRowBytes, row_bytes_};
+        multiply_large<false>(block, panel, 0, num_steps(), Share{kWeightsAhead, kStepBytes}, sums, finisher_);
+        finisher_.take(sums, 0, num_rows_, index);
     }
 
-    // A block and the next one, if there is one, slice by slice.
-    void multiply_two(int64_t block, const WeightsAhead& ahead) const {
-        alignas(64) float sums[2][kBlockRows * kPanelColumns * P];
-        asm volatile("" ::: "memory");
-        const int64_t end = std::min(block + 2, num_blocks());
-        for (int64_t start = 0; start < num_steps(); start += kSliceSteps) {
-            for (int64_t b = block; b < end; ++b) {
-                for (int p = 0; p < P; ++p) {
-                    multiply_large<P>(rows + first_row(b) * row_bytes, row_bytes, panel + p * panel_bytes, start,
-                                      std::min(start + kSliceSteps, num_steps()), ahead, b,
-                                      sums[b - block] + kPanelColumns * p);
+    // More than 32 rows times a panel. Of many rows a slice of the panel after the other stays in the first-level cache
+    // while the rows go past it.
+    void multiply_blocks(const char* panel, int64_t index) {
+        const int64_t num_slices = in_tiles_ ? (num_steps() + kSliceSteps - 1) / kSliceSteps : 1;
+        for (int64_t first = 0; first < num_blocks(); first += kBlocksTogether) {
+            const int64_t end = std::min(first + kBlocksTogether, num_blocks());
+            float* sums[kBlocksTogether];
+            for (int64_t slice = 0; slice < num_slices; ++slice) {
+                const int64_t start = slice * num_steps() / num_slices, stop = (slice + 1) * num_steps() / num_slices;
+                for (int64_t block = first; block < end; ++block) {
+                    float*& own = sums[block - first];
+                    if (slice == 0) own = next_sums();
+                    multiply_large<true>(rows_of(block), panel, start, stop, share_of(block), own, finisher_);
+                    if (slice + 1 == num_slices) {
+                        const int64_t row = first_row(block);
+                        finisher_.take(own, row, std::min(kBlockRows, num_rows_ - row), index);
+                    }
                 }
             }
         }
-        for (int64_t b = block; b < end; ++b) {
-            hand_over(sums[b - block], first_row(b), kBlockRows);
-        }
     }
 
-    void hand_over(const float* sums, int64_t first, int64_t count) const {
-        asm volatile("" ::: "memory");
-        const int64_t done = store_sums<4, P>(sums, count, 0, first, index, store);
-        store_sums<1, P>(sums, count, done, first, index, store);
+    // What is left of the last block.
+    void finish() { finisher_.finish_rows(kBlockRows); }
+
+private:
+    // Each block brings its share of the next panel: many lines at once would take the places in which others are
+    // waited for.
+    Share share_of(int64_t block) const {
+        const int64_t num_bytes = (kStepBytes / 64 + num_blocks() - 1) / num_blocks() * 64;
+        return {num_steps() * kStepBytes + block * num_bytes, num_bytes};
     }
+
+    // The last of two blocks begins early enough to have 32 rows, the first of which are computed again.
+    int64_t first_row(int64_t block) const {
+        return in_tiles_ ? block * kBlockRows : std::min(block * kBlockRows, num_rows_ - kBlockRows);
+    }
+
+    // In tiles, a register that has more rows than there are gets what lies behind; where the second has none, the
+    // first's.
+    BlockRows rows_of(int64_t block) const {
+        const int64_t row = first_row(block), count = std::min(kTileRows, num_rows_ - row);
+        const char *first = rows_ + row * row_bytes_, *second = first + count * row_bytes_;
+        if (!in_tiles_) return {first, second, kTileRowBytes, kTileRowBytes, row_bytes_};
+        const int64_t others = std::min(kTileRows, num_rows_ - row - count);
+        if (others == 0) return {first, first, count * kTileRowBytes, count * kTileRowBytes, kTileRowBytes};
+        return {first, second, count * kTileRowBytes, others * kTileRowBytes, kTileRowBytes};
+    }
+
+    float* next_sums() {
+        next_ = next_ == kBlocksTogether ? 0 : next_ + 1;
+        return sums_[next_];
+    }
+
+    // One more than are multiplied together: what the finisher has is not written over.
+    alignas(64) float sums_[kBlocksTogether + 1][kBlockRows * kPanelColumns];
+    int64_t next_ = 0;
+    const bool in_tiles_;
+    const char* const rows_;
+    const int64_t num_rows_, row_bytes_;
+    const Store& store_;
+    Finisher<Store> finisher_;
 };
 
 // Panels [first, end) of the weights times a chunk of rows. False when there is no memory.
 template <class Store>
 bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num_rows, int64_t first, int64_t end,
                        const Store& store) {
-    const int64_t row_bytes = weight.num_units() * 4, wide_bytes = weight.num_units() * kUnitBytes;
+    const int64_t wide_bytes = weight.num_units() * kUnitBytes;
     const bool is_int8 = weight.kind == WeightKind::kInt8;
     char* wide = nullptr;
     if (is_int8) {
@@ -248,7 +306,9 @@ bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num
             return false;
         }
     }
+    // Chunks of more rows have full registers: see PanelProduct.
     configure_tiles(std::min(num_rows, kBlockRows));
+    PanelProduct<Store> product(weight, rows, num_rows, store);
     for (int64_t index = first; index < end; index += kPanelsTogether) {
         const int64_t count = std::min(kPanelsTogether, end - index);
         const char* panels = weight.panels + index * weight.panel_bytes();
@@ -256,15 +316,22 @@ bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num
             widen_to_bf16(Int8Pairs(), panels, count * weight.num_units(), wide);
             panels = wide;
         }
-        const bool is_followed = index + count < end;
-        if (count == kPanelsTogether) {
-            PanelProduct<kPanelsTogether, Store>{rows, num_rows, row_bytes, panels, wide_bytes, index, store}.multiply(
-                !is_int8, is_followed);
-        } else {
-            PanelProduct<1, Store>{rows, num_rows, row_bytes, panels, wide_bytes, index, store}.multiply(
-                !is_int8, is_followed);
+        if (num_rows <= kTileRows && count == kPanelsTogether) {
+            product.template multiply_few<kPanelsTogether>(panels, wide_bytes, index);
+            continue;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            const char* panel = panels + i * wide_bytes;
+            if (num_rows <= kTileRows) {
+                product.template multiply_few<1>(panel, wide_bytes, index + i);
+            } else if (num_rows <= kBlockRows) {
+                product.multiply_block(panel, index + i);
+            } else {
+                product.multiply_blocks(panel, index + i);
+            }
         }
     }
+    product.finish();
     _tile_release();
     return true;
 }

@@ -76,7 +76,44 @@ template <bool ADDS>
 constexpr void (*kMultiplyTiles[4])(const TileProduct&) = {
     multiply_tiles<1, ADDS>, multiply_tiles<2, ADDS>, multiply_tiles<3, ADDS>, multiply_tiles<4, ADDS>};
 
-// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products.
+constexpr int64_t kFewRows = 8;
+constexpr int64_t kKeyTiles = 3;  // that lie in the cache, at a time
+
+// out[tile][place][row] = keys . queries, for N tiles of keys as they lie: nothing is turned but the queries, and every
+// product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows.
+template <int N>
+[[gnu::noinline]] void multiply_keys(
+    const std::array<const char*, kKeyTiles>& keys, int64_t key_bytes, const char* queries, int64_t num_steps,
+    float* out) {
+    asm volatile("" ::: "memory");
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(7);
+    for (int64_t step = 0; step < num_steps; ++step) {
+        _tile_loadd(6, queries + step * kUnitsOfStep * 64, 64);
+        _tile_loadd(5, keys[0] + step * kTileRowBytes, key_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if (N > 1) {
+            _tile_loadd(5, keys[1] + step * kTileRowBytes, key_bytes);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+        if (N > 2) {
+            _tile_loadd(5, keys[2] + step * kTileRowBytes, key_bytes);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+    }
+    _tile_stored(2, out, 64);
+    if (N > 1) _tile_stored(3, out + kTile * 16, 64);
+    if (N > 2) _tile_stored(7, out + 2 * kTile * 16, 64);
+    asm volatile("" ::: "memory");
+}
+
+constexpr void (*kMultiplyKeys[kKeyTiles])(
+    const std::array<const char*, kKeyTiles>&, int64_t, const char*, int64_t, float*) = {
+    multiply_keys<1>, multiply_keys<2>, multiply_keys<3>};
+
+// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products. Those of
+// few rows have three for scores of 16 places each.
 class TileRegisters {
 public:
     TileRegisters() = default;
@@ -87,7 +124,12 @@ public:
 
     void hold(int64_t num_rows) {
         if (num_rows == num_rows_) return;
-        configure_tiles(num_rows);
+        if (num_rows <= kFewRows) {
+            const int64_t all = kTileRows;
+            configure_tiles({num_rows, num_rows, all, all, num_rows, all, all, all});
+        } else {
+            configure_tiles(num_rows);
+        }
         num_rows_ = num_rows;
     }
 
@@ -146,7 +188,15 @@ private:
             body(r, std::min(shape_.rows_together, num_rows_ - r));
     }
 
+    bool has_few_rows() const { return shape_.rows_together <= kFewRows; }
+    // Registers that hold sums of all rows.
+    int64_t sums_together() const { return has_few_rows() ? 2 : 4; }
+
     void score() {
+        if (has_few_rows() && num_rows_ == shape_.rows_together && call_.block_size % kTile == 0 &&
+            call_.key_bytes % kTileRowBytes == 0) {
+            return score_in_place();
+        }
         const int64_t padding = num_units_ - num_chunks_ * 4;
         for (int64_t t = 0; t < kTilesOfGroup && padding > 0; ++t)
             std::memset(keys_ + ((t + 1) * num_units_ - padding) * 16, 0, padding * 64);
@@ -156,18 +206,51 @@ private:
             for_groups([&](int64_t r, int64_t count) {
                 const Range tiles = tiles_of(r, count);
                 const int64_t end = std::min(end_tile, tiles.end);
-                for (int64_t t = std::max(tile, tiles.first); t < end; t += 4)
-                    score_tiles(r, count, keys_ + (t - tile) * num_units_ * 16, t, std::min(t + 4, end));
+                for (int64_t t = std::max(tile, tiles.first); t < end; t += sums_together())
+                    score_tiles(
+                        r, count, keys_ + (t - tile) * num_units_ * 16, t, std::min(t + sums_together(), end));
             });
         }
     }
 
-    // Scores of a group for at most four tiles.
+    // Scores of few rows, from keys in the cache.
+    void score_in_place() {
+        std::array<const char*, kFewRows> queries;
+        for (int64_t r = 0; r < num_rows_; ++r) queries[r] = reinterpret_cast<const char*>(queries_ + r * num_units_);
+        // What the other columns multiply is in nobody's score.
+        auto* turned = reinterpret_cast<uint32_t*>(keys_);
+        pack_rows(queries.data(), static_cast<int>(num_rows_), num_units_ * 4, num_units_, turned, kTile);
+        alignas(64) float scores[kKeyTiles * kTile * 16];
+        const __m512i places = _mm512_mullo_epi32(
+            _mm512_set1_epi32(16), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        for (int64_t tile = 0; tile < num_tiles_; tile += kKeyTiles) {
+            const int64_t count = std::min(kKeyTiles, num_tiles_ - tile);
+            std::array<const char*, kKeyTiles> keys{};
+            for (int64_t t = 0; t < count; ++t) {
+                keys[t] = stream_.key((first_tile_ + tile + t) * kTile);
+                prefetch_bytes(stream_.after(tile + t, next_, keys[t]), kTile * call_.key_bytes);
+            }
+            kMultiplyKeys[count - 1](
+                keys, call_.key_bytes, reinterpret_cast<const char*>(turned), num_units_ / kUnitsOfStep, scores);
+            for (int64_t r = 0; r < num_rows_; ++r)
+                for (int64_t t = 0; t < count; ++t)
+                    _mm512_store_ps(
+                        scores_ + r * stride_ + (tile + t) * kTile,
+                        _mm512_i32gather_ps(places, scores + t * kTile * 16 + r, 4));
+            scale_scores(0, num_rows_, tile, tile + count);
+        }
+    }
+
+    // Scores of a group for as many tiles as there are registers.
     void score_tiles(int64_t r, int64_t count, const int32_t* keys, int64_t from, int64_t to) {
         kMultiplyTiles<false>[to - from - 1](TileProduct{
             reinterpret_cast<const char*>(queries_ + r * num_units_), num_units_ * 4,
             reinterpret_cast<const char*>(keys), 64, kUnitsOfStep * 64, num_units_ * 64, num_units_ / kUnitsOfStep,
             scores_ + r * stride_ + from * kTile, stride_ * 4});
+        scale_scores(r, count, from, to);
+    }
+
+    void scale_scores(int64_t r, int64_t count, int64_t from, int64_t to) {
         const bool is_plain = call_.soft_cap == 0.0f && seen_[r + count - 1].first <= (first_tile_ + from) * kTile &&
                               seen_[r].end >= (first_tile_ + to) * kTile;
         const __m512 scale = _mm512_set1_ps(call_.scale);
@@ -258,8 +341,8 @@ private:
     // Adds neighbouring steps to num_rows rows, or to one.
     void add_steps(int64_t r, int64_t num_rows, int64_t step, int64_t num_steps, const int32_t* values) {
         const bool is_one = num_rows == 1;
-        for (int64_t column = 0; column < num_columns_; column += 64)
-            kMultiplyTiles<true>[std::min<int64_t>(4, (num_columns_ - column) / 16) - 1](TileProduct{
+        for (int64_t column = 0; column < num_columns_; column += 16 * sums_together())
+            kMultiplyTiles<true>[std::min(sums_together(), (num_columns_ - column) / 16) - 1](TileProduct{
                 weights(r) + step * kTileRowBytes, is_one ? 0 : stride_ * 4,
                 reinterpret_cast<const char*>(values + column), num_columns_ * 4, kUnitsOfStep * num_columns_ * 4, 64,
                 num_steps, sums_ + r * num_columns_ + column, is_one ? 0 : num_columns_ * 4});
