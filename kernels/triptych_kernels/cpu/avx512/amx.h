@@ -58,7 +58,7 @@ inline void configure_tiles(int64_t num_rows) {
 TRIPTYCH_INLINE void bring_weights(const char* from, int64_t num_bytes) {
 #pragma GCC unroll 4
     for (int64_t line = 0; line < num_bytes; line += 64) {
-        _mm_prefetch(from + line, _MM_HINT_T1);
+        _mm_prefetch(from + line, _MM_HINT_T2);
     }
 }
 

@@ -215,7 +215,7 @@ private:
 
     // Scores of few rows, from keys in the cache.
     void score_in_place() {
-        std::array<const char*, kFewRows> queries;
+        std::array<const char*, kTile> queries{};  // as many as are turned together
         for (int64_t r = 0; r < num_rows_; ++r) queries[r] = reinterpret_cast<const char*>(queries_ + r * num_units_);
         // What the other columns multiply is in nobody's score.
         auto* turned = reinterpret_cast<uint32_t*>(keys_);
