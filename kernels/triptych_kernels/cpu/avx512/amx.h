@@ -243,8 +243,9 @@ public:
                     if (slice == 0) own = next_sums();
                     multiply_large<true>(rows_of(block), panel, start, stop, share_of(block), own, finisher_);
                     if (slice + 1 == num_slices) {
-                        const int64_t row = first_row(block);
-                        finisher_.take(own, row, std::min(kBlockRows, num_rows_ - row), index);
+                        // Nothing is finished twice: a gate is gone when its up has come.
+                        const int64_t row = block * kBlockRows, skipped = row - first_row(block);
+                        finisher_.take(own + skipped * kPanelColumns, row, std::min(kBlockRows, num_rows_ - row), index);
                     }
                 }
             }
