@@ -13,6 +13,7 @@
 
 // GCC has these as macros.
 #undef _mm512_setr_epi64
+#undef _mm512_i32gather_ps
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
@@ -136,6 +137,14 @@ TRIPTYCH_CALLED __m512 _mm512_load_ps(const void* from) {
 TRIPTYCH_CALLED __m512i _mm512_load_si512(const void* from) {
     demand(reinterpret_cast<uintptr_t>(from) % 64 == 0);
     return load_vector<__m512i>(from);
+}
+TRIPTYCH_CALLED __m512 _mm512_i32gather_ps(__m512i places, const void* from, int scale) {
+    const WordLanes<int32_t> places_of(places);
+    return floats_of([&](int i) {
+        float x;
+        std::memcpy(&x, static_cast<const char*>(from) + int64_t{places_of.at[i]} * scale, 4);
+        return x;
+    });
 }
 TRIPTYCH_CALLED void _mm512_storeu_ps(void* to, __m512 x) { std::memcpy(to, &x, 64); }
 TRIPTYCH_CALLED void _mm512_storeu_si512(void* to, __m512i x) { std::memcpy(to, &x, 64); }

@@ -78,6 +78,8 @@ constexpr void (*kMultiplyTiles[4])(const TileProduct&) = {
 
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kKeyTiles = 3;  // that lie in the cache, at a time
+alignas(64) constexpr int32_t kPlaceStarts[kTile] = {0,   16,  32,  48,  64,  80,  96,  112,
+                                                  128, 144, 160, 176, 192, 208, 224, 240};
 
 // out[tile][place][row] = keys . queries, for N tiles of keys as they lie: nothing is turned but the queries, and every
 // product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows.
@@ -221,8 +223,7 @@ private:
         auto* turned = reinterpret_cast<uint32_t*>(keys_);
         pack_rows(queries.data(), static_cast<int>(num_rows_), num_units_ * 4, num_units_, turned, kTile);
         alignas(64) float scores[kKeyTiles * kTile * 16];
-        const __m512i places = _mm512_mullo_epi32(
-            _mm512_set1_epi32(16), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        const __m512i places = _mm512_load_si512(kPlaceStarts);
         for (int64_t tile = 0; tile < num_tiles_; tile += kKeyTiles) {
             const int64_t count = std::min(kKeyTiles, num_tiles_ - tile);
             std::array<const char*, kKeyTiles> keys{};
