@@ -124,7 +124,8 @@ def make_runner(
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
     facts, ops = loaded.facts, loaded.ops
     # Who says how much memory the cache has means it to have it.
-    kv = KVTensors(facts, sizing, loaded.device, at_once=config.kv_cache_memory is not None)
+    is_stated = config.kv_cache_memory is not None and config.num_kv_blocks is None
+    kv = KVTensors(facts, sizing, loaded.device, at_once=is_stated)
 
     # Neither keeps `loaded`: what sleeps could not give up its weights.
     def load(folder: Path) -> tuple[Model, ModelFacts]:

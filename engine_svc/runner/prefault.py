@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -64,16 +65,17 @@ class Prefault:
             self._end = min(self._end + self._part, self._num_blocks)
             ends.append(self._end)
         if len(ends) > 1:
-            self._submit(partial(self._populate, ends))
+            # A cache that is let go of meanwhile is not kept.
+            self._submit(partial(_populate, weakref.ref(self), ends))
 
     def _advise(self, prefer: Callable[[int, int], None], start: int, end: int) -> None:
         for address, num_bytes in self._planes(start, end):
             prefer(address, num_bytes)
 
-    def _populate(self, ends: Sequence[int]) -> None:
-        for start, end in itertools.pairwise(ends):
-            for address, num_bytes in self._planes(start, end):
-                populate(address, num_bytes)
+    def populate_part(self, start: int, end: int) -> None:
+        """Get the memory of blocks `start` to `end`, which takes as long as the system does."""
+        for address, num_bytes in self._planes(start, end):
+            populate(address, num_bytes)
 
     def _planes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Where blocks `start` to `end` lie in every plane: address and number of bytes."""
@@ -85,6 +87,15 @@ class Prefault:
                 block_bytes = storage.nbytes() // (num_planes * self._num_blocks)
                 first = plane * self._num_blocks + start
                 yield storage.data_ptr() + first * block_bytes, (end - start) * block_bytes
+
+
+def _populate(reference: weakref.ref[Prefault], ends: Sequence[int]) -> None:
+    for start, end in itertools.pairwise(ends):
+        prefault = reference()
+        if prefault is None:
+            return
+        prefault.populate_part(start, end)
+        del prefault
 
 
 def run_beside(call: Callable[[], None]) -> None:

@@ -113,7 +113,7 @@ bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
     return true;
 }
 
-// Rows first to first + count - 1, each at the address row_at gives, in blocks for the microkernel.
+// Rows first to first + count - 1, each at the address row_at gives, as they are multiplied.
 template <class RowAt>
 void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32_t* out,
                 const RowAt& row_at) {

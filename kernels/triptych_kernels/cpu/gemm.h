@@ -16,7 +16,9 @@ namespace {
 // more.
 constexpr int64_t kPrefetchBytes = 8192;
 constexpr int64_t kPrefetchBytesOneRow = 4096;
-constexpr int64_t kRowsInCache = 1 << 20;  // bytes of packed rows that stay in the second-level cache
+// Bytes of packed rows that stay in the second-level cache, which is larger where there are tiles.
+constexpr int64_t kRowsInCache = 512 << 10;
+constexpr int64_t kTiledRowsInCache = 1 << 20;
 
 // Rows of a chunk in blocks of at most kMaxTileRows, as equal as can be. Block b's packed rows start at
 // first_row(b).
@@ -34,8 +36,9 @@ struct RowBlocks {
 
 // How many rows to take at once: all of a small batch, else what the cache keeps, in whole blocks.
 inline int64_t chunk_rows(int64_t num_rows, const PackedWeight& weight) {
-    const int64_t block = weight.form == RowForm::kTiles ? 2 * kTileRows : kMaxTileRows;
-    const int64_t fitting = kRowsInCache / (4 * weight.num_units()) / block * block;
+    const bool on_tiles = weight.form == RowForm::kTiles;
+    const int64_t block = on_tiles ? 2 * kTileRows : kMaxTileRows;
+    const int64_t fitting = (on_tiles ? kTiledRowsInCache : kRowsInCache) / (4 * weight.num_units()) / block * block;
     return std::min(num_rows, std::max<int64_t>(fitting, 4 * block));
 }
 

@@ -18,7 +18,7 @@ constexpr int64_t kTileBytes = 64 * kTileRows;  // of one; what may be read behi
 enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 
 // How rows are laid for a product: as units of the microkernel; bf16 widened to fp32, of each pair the second first;
-// or, for AMX, as they are.
+// or, for AMX, as they are, many of them tile by tile.
 enum class RowForm { kUnits, kWide, kTiles };
 
 // with_amx: of bf16 rows alone, and where there are kernels for it.
@@ -71,7 +71,8 @@ inline bool lies_in_tiles(const PackedWeight& weight, int64_t num_rows) {
 
 // The rows of one register, the `group`th of a chunk that lies in tiles: 64 bytes of each, then the next 64.
 template <class RowAt>
-inline void lay_tiles(const PackedWeight& weight, int64_t num_rows, int64_t group, const RowAt& row_at, uint32_t* chunk) {
+inline void lay_tiles(const PackedWeight& weight, int64_t num_rows, int64_t group, const RowAt& row_at,
+                      uint32_t* chunk) {
     constexpr int64_t kBytes = 64;
     const int64_t first = group * kTileRows, count = num_rows - first < kTileRows ? num_rows - first : kTileRows;
     const int64_t used = weight.row_bytes(), padded = weight.num_units() * 4;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,19 @@ def test_all_memory_of_a_cache_of_a_stated_size_is_got_at_once_the_first_blocks_
     assert rig.calls == 1
     rig.prefault.reach(_NUM_BLOCKS - 1)
     assert rig.calls == 1
+
+
+def test_a_cache_that_is_let_go_of_is_not_kept_until_it_has_all_its_memory():
+    rig, calls = Rig(at_once=True), []
+    rig.prefault = prefault.Prefault(rig.stacks, calls.append, at_once=True)
+    rig.prefault.restart()
+    (call,) = calls
+    stack = weakref.ref(rig.stacks[0])
+    before = resident_mib()
+    del rig
+    assert stack() is None
+    call()
+    assert resident_mib() - before < 1
 
 
 def test_what_is_stored_stays():

@@ -53,3 +53,16 @@ def test_the_number_of_threads_changes_no_bit(
 def test_other_dtypes_go_to_the_reference(ops: Ops):
     weight, x = noise(6, 4, dtype=torch.float16), noise(3, 4, dtype=torch.float16)
     assert torch.equal(ops.pack_gated_linear(weight)(x), REFERENCE.pack_gated_linear(weight)(x))
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize("packed", ["pack_linear", "pack_gated_linear"])
+def test_rows_of_long_prompts_are_each_row_alone_where_weights_come_in_slices(
+    ops: Ops, packed: str, dtype, quantization: str
+):
+    # With AMX 768 numbers are two slices, and 300 rows two groups of blocks.
+    linear = getattr(ops, packed)(*weight_and_bias(768, 2 * 65, dtype), quantization=quantization)
+    x = noise(300, 768, dtype=dtype)
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    for size in (33, 47, 64, 65, 80, 81, 256, 257, 273, 300):
+        assert torch.equal(linear(x[:size]), alone[:size]), f"{size} rows"

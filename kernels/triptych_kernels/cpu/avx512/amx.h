@@ -46,9 +46,9 @@ inline void configure_tiles(const std::array<int64_t, 8>& num_rows) {
     _tile_loadconfig(&config);
 }
 
-// Registers for blocks of so many rows: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows uses
-// 4 and has sums of two panels; of a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of the
-// others, which 7 holds.
+// Registers for blocks of so many rows: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows
+// uses 4 and has sums of two panels; of a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of
+// the others, which 7 holds.
 inline void configure_tiles(int64_t num_rows) {
     const int64_t first = std::min(num_rows, kTileRows), second = num_rows > kTileRows ? num_rows - kTileRows : first;
     configure_tiles({first, first, second, second, first, kTileRows, kTileRows, second});
@@ -134,8 +134,8 @@ struct BlockRows {
     int64_t first_step, second_step, row_stride;
 };
 
-// A block of 17 to 32 rows times one panel, from one step to another. sums: [32][32], which it adds to, or, from the
-// first step, writes. kStreamed: rows go past the first-level cache, which keeps the panel. Finishes other sums
+// A block of up to 32 rows times one panel, from one step to another. sums: [32][32], which it adds to, or, from the
+// first step, writes. kStreamed: rows go past the first-level cache, which is left to the panel. Finishes other sums
 // meanwhile.
 template <bool kStreamed, class Store>
 [[gnu::noinline]] void multiply_large(const BlockRows& block, const char* panel, int64_t start, int64_t end,
@@ -204,7 +204,7 @@ template <class Store>
 class PanelProduct {
 public:
     PanelProduct(const PackedWeight& weight, const char* rows, int64_t num_rows, const Store& store)
-        : in_tiles_(lies_in_tiles(weight, num_rows)), rows_(rows), num_rows_(num_rows),
+        : in_tiles_(lies_in_tiles(weight, num_rows)), brings_(weight.kind != WeightKind::kInt8), rows_(rows), num_rows_(num_rows),
           row_bytes_(weight.num_units() * 4), store_(store), finisher_(store) {}
 
     int64_t num_steps() const { return row_bytes_ / kTileRowBytes; }
@@ -225,7 +225,8 @@ public:
     void multiply_block(const char* panel, int64_t index) {
         float* sums = next_sums();
         const BlockRows block{rows_, rows_ + kTileRows * row_bytes_, kTileRowBytes, kTileRowBytes, row_bytes_};
-        multiply_large<false>(block, panel, 0, num_steps(), Share{kWeightsAhead, kStepBytes}, sums, finisher_);
+        multiply_large<false>(block, panel, 0, num_steps(), Share{kWeightsAhead, brings_ ? kStepBytes : 0}, sums,
+                              finisher_);
         finisher_.take(sums, 0, num_rows_, index);
     }
 
@@ -245,7 +246,8 @@ public:
                     if (slice + 1 == num_slices) {
                         // Nothing is finished twice: a gate is gone when its up has come.
                         const int64_t row = block * kBlockRows, skipped = row - first_row(block);
-                        finisher_.take(own + skipped * kPanelColumns, row, std::min(kBlockRows, num_rows_ - row), index);
+                        const int64_t count = std::min(kBlockRows, num_rows_ - row);
+                        finisher_.take(own + skipped * kPanelColumns, row, count, index);
                     }
                 }
             }
@@ -259,6 +261,7 @@ private:
     // Each block brings its share of the next panel: many lines at once would take the places in which others are
     // waited for.
     Share share_of(int64_t block) const {
+        if (!brings_) return {0, 0};
         const int64_t num_bytes = (kStepBytes / 64 + num_blocks() - 1) / num_blocks() * 64;
         return {num_steps() * kStepBytes + block * num_bytes, num_bytes};
     }
@@ -287,7 +290,7 @@ private:
     // One more than are multiplied together: what the finisher has is not written over.
     alignas(64) float sums_[kBlocksTogether + 1][kBlockRows * kPanelColumns];
     int64_t next_ = 0;
-    const bool in_tiles_;
+    const bool in_tiles_, brings_;  // weights that were just widened are there
     const char* const rows_;
     const int64_t num_rows_, row_bytes_;
     const Store& store_;

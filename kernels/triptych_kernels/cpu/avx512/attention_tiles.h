@@ -114,8 +114,8 @@ constexpr void (*kMultiplyKeys[kKeyTiles])(
     const std::array<const char*, kKeyTiles>&, int64_t, const char*, int64_t, float*) = {
     multiply_keys<1>, multiply_keys<2>, multiply_keys<3>};
 
-// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products. Those of
-// few rows have three for scores of 16 places each.
+// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products. Those
+// of few rows have three for scores of 16 places each.
 class TileRegisters {
 public:
     TileRegisters() = default;
@@ -195,8 +195,7 @@ private:
     int64_t sums_together() const { return has_few_rows() ? 2 : 4; }
 
     void score() {
-        if (has_few_rows() && num_rows_ == shape_.rows_together && call_.block_size % kTile == 0 &&
-            call_.key_bytes % kTileRowBytes == 0) {
+        if (has_few_rows() && call_.block_size % kTile == 0 && call_.key_bytes % kTileRowBytes == 0) {
             return score_in_place();
         }
         const int64_t padding = num_units_ - num_chunks_ * 4;
@@ -273,14 +272,14 @@ private:
 
     // Makes zeros of the weights of a group's steps that lie in none of a row's own tiles.
     void clear_unseen_weights() {
-        constexpr int64_t kTileBytes = kTileRowBytes / kTilesOfStep;
+        constexpr int64_t kBytesOfTile = kTileRowBytes / kTilesOfStep;
         for_groups([&](int64_t r, int64_t count) {
             const Range steps = steps_of(tiles_of(r, count));
             const int64_t first = steps.first * kTileRowBytes, end = steps.end * kTileRowBytes;
             for (int64_t i = r; i < r + count; ++i) {
                 const Range tiles = tiles_of(i, 1);
-                const int64_t own = (tiles.first + shape_.first_weight) * kTileBytes;
-                const int64_t own_end = (tiles.end + shape_.first_weight) * kTileBytes;
+                const int64_t own = (tiles.first + shape_.first_weight) * kBytesOfTile;
+                const int64_t own_end = (tiles.end + shape_.first_weight) * kBytesOfTile;
                 std::memset(weights(i) + first, 0, own - first);
                 std::memset(weights(i) + own_end, 0, end - own_end);
             }
