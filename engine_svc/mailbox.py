@@ -153,6 +153,11 @@ class Outbox:
         return self._rest.popleft()
 
     @property
+    def has_unread(self) -> bool:
+        """Whether a step, or the rest of one, waits to be taken."""
+        return bool(self._rest) or not self._unread.is_empty
+
+    @property
     def has_rest(self) -> bool:
         """Whether a step was taken in part."""
         return bool(self._rest)

@@ -11,6 +11,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from engine_svc.request import Request
+from engine_svc.session import Session
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens, make_scheduler
 from tests.engine_svc.service_rig import (
     ABORT,
@@ -22,8 +23,9 @@ from tests.engine_svc.service_rig import (
     make_entry,
     prompt_of,
     serving,
+    until_finished,
 )
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, utility_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 
 
 async def test_ten_requests_of_twenty_tokens_make_the_round_trip():
@@ -353,3 +355,25 @@ async def _until(stub, condition) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition(await stub.GetLoad(engine_pb2.GetLoadRequest())):
             pass
+
+
+async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
+    rig, heard = ServiceRig(), list[str]()
+    async with serving(rig) as stub:
+        hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
+        session = Session(rig.engine, hello, number=99, on_finished=lambda: None)
+        await session.take(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=[make_entry(1, max_tokens=2)])))
+        await until_finished(stub, 1)
+
+        async def ask() -> None:
+            call = utility_pb2.UtilityCall(call_id=1 + len(heard))
+            await session.take(engine_pb2.ConnectRequest(utility=call))
+
+        await ask()
+        # As the stream writes them, with a client that asks again as soon as it is answered.
+        for message in session._waiting():
+            heard.append(str(engine_pb2.ConnectResponse.FromString(message).WhichOneof("message")))
+            if heard[-1] == "utility_result" and len(heard) < 20:
+                await ask()
+        session.end()
+    assert heard.index("step") - heard.index("utility_result") == 1
