@@ -286,18 +286,12 @@ class Session:
 
     def _waiting(self) -> Iterator[bytes]:
         """What there is to say now. A message that was handed out once is kept for a replay, not repeated."""
-        # Before the steps: whoever adds early must hear that the engine is ready before any output. But no
-        # step waits for what is said later: who asks again at each answer would hear answers alone.
-        has_step = False
-        while self._unsent and not has_step:
-            has_step = self._outbox.has_unread
-            for _ in range(len(self._unsent)):
-                # Dropped meanwhile, where nobody reads them.
-                if self._unsent:
-                    yield self._numbered(self._unsent.popleft())
+        # That an engine is ready is told before any output; but no step waits for what is asked after it.
+        has_step, unsent = self._outbox.has_unread or self._is_over, self._unsent
+        yield from (self._numbered(unsent.popleft()) for _ in range(len(unsent)) if unsent)
         try:
             # One step, in as many messages as it takes. Behind each of them the frontend may have enough.
-            while not self._holds_back and (step := self._outbox.take()) is not None:
+            while has_step and not self._holds_back and (step := self._outbox.take()) is not None:
                 yield self._step(step)
                 if not self._outbox.has_rest:
                     break
