@@ -218,7 +218,9 @@ def _put_together(
         step_limit_s=config.step_limit_s,
     )
     controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
-    return engine, LoadedCore(facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep)
+    return engine, LoadedCore(
+        facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep, side.rank_ids
+    )
 
 
 def _build_lockstep(

@@ -100,6 +100,7 @@ def build_ranks(
         # Sums over ranks round otherwise than those of one; stages change nothing.
         kernel_mode=f"{parts[0].kernel_mode}-tp{config.tensor_parallel_size}"
         + ("-ep" if config.expert_parallel else ""),
+        rank_ids=tuple(group.process_ids),
     )
     return RankedSide(side, group, tuple(part.num_bytes for part in parts))
 

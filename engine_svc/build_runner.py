@@ -49,6 +49,7 @@ class RunnerSide:
     steps_in_flight: int
     kernel_mode: str
     lockstep: LockstepSide | None = None  # where this engine holds a part of the experts
+    rank_ids: tuple[int, ...] = ()  # processes of the ranks, where there are some
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:

@@ -11,6 +11,7 @@ from engine_svc.engine import Engine
 from engine_svc.mailbox import Stop
 from engine_svc.runner.rank_watch import RankLost
 from engine_svc.served_engine import Failure, LoadedCore, ServedEngine
+from engine_svc.stacks import write_stacks, write_stacks_of
 from engine_svc.watchdog import EXIT_HUNG, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ class EngineThread:
         self._event_loop = asyncio.get_running_loop()
         self._watchdog: Watchdog | None = None
         if step_limit_s is not None:
-            self._watchdog = Watchdog(served.board, served.clock, self._hangs, limit_s=step_limit_s)
+            self._watchdog = Watchdog(
+                served.board, served.clock, self._hangs, limit_s=step_limit_s, dump_stacks=self._write_stacks
+            )
         # A daemon: loading cannot be interrupted, and must not hold up the end of the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,6 +82,12 @@ class EngineThread:
         finally:
             if self._watchdog is not None:
                 self._watchdog.stop()
+
+    def _write_stacks(self) -> None:
+        write_stacks()
+        if self._served.core is not None:
+            # What this process waits for is done there.
+            write_stacks_of(self._served.core.rank_ids)
 
     def _hangs(self, reason: str) -> None:
         self._fail(Failure(reason, EXIT_HUNG))

@@ -38,6 +38,7 @@ from engine_svc.runner.progress_board import ProgressBoard, start_heart
 from engine_svc.runner.rank_line import RankLine, end_with_parent
 from engine_svc.runner.rank_loop import AfterStep, EarlyStage, RankLoop, Reporter, Silent
 from engine_svc.runner.state_digest import batch_digest, sampler_digest
+from engine_svc.stacks import write_when_asked
 from service_kit.logs import setup_logs
 from service_kit.plugins import load_plugins
 from service_kit.process import set_title
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     line = RankLine(int(argv[0]))
     spec: dict[str, Any] = line.hear()
     end_with_parent(spec["parent"])
+    write_when_asked()
     config = EngineConfig(**spec["config"])
     place = Place(spec["rank"], spec["tp_size"], spec["pp_size"], spec["divides_experts"])
     set_title("engine", config.index, "rank", place.rank)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ class LoadedCore:
         None  # for the engine thread; None: nobody pauses it or puts it to sleep
     )
     lockstep: LockstepDriver | None = None  # None: it steps alone
+    rank_ids: Sequence[int] = ()  # processes that the model is divided over
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 
 from engine_svc.mailbox import Board, Figures
+from engine_svc.stacks import write_stacks
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ class Watchdog:
         limit_s: float,
         tick_s: float = _TICK_S,
         grace_s: float = _GRACE_S,
-        dump_stacks: Callable[[], None] | None = None,
+        dump_stacks: Callable[[], None] = write_stacks,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._board = board
@@ -77,7 +75,7 @@ class Watchdog:
         self._watch = StepWatch(limit_s, tick_s)
         self._tick_s = tick_s
         self._grace_s = grace_s
-        self._dump_stacks = dump_stacks or _dump_stacks
+        self._dump_stacks = dump_stacks
         self._end_process = end_process
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -133,15 +131,3 @@ class Watchdog:
             },
         )
         self._dump_stacks()
-
-
-def _dump_stacks() -> None:
-    # Not at once to stderr: no thread runs while it is written, and it may be that nobody reads.
-    with open(os.memfd_create("triptych-stacks", os.MFD_CLOEXEC), "w+") as stacks:
-        faulthandler.dump_traceback(stacks, all_threads=True)
-        stacks.seek(0)
-        text = stacks.read()
-    # The process may have been started without it, or closed it.
-    if sys.__stderr__ is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(text, end="", file=sys.__stderr__, flush=True)

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from engine_svc.device_errors import DeviceLost
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.silence import Silence
+from engine_svc.stacks import write_stacks_of
 from service_kit.process import signal_name
 
 logger = logging.getLogger(__name__)
@@ -203,8 +204,12 @@ class RankWatch:
                 # Ranks fail when another one is killed, and may be heard of before it.
                 poll.poll(_POLL_S * 1000)
             killed, ended = self._find_ended()
-            lost = killed or failed or ended or self._find_silent(elapsed)
+            silent = self._find_silent(elapsed)
+            lost = killed or failed or ended or silent
             if lost is not None and not self._is_stopping:
+                if lost is silent or lost is self._blamed:
+                    # It hangs: nobody can ask it where once it is ended.
+                    write_stacks_of(self.process_ids)
                 return lost
         return None
 

@@ -8,10 +8,12 @@ import sys
 from typing import Any
 
 from engine_svc.runner.rank_line import RankLine
+from engine_svc.stacks import write_when_asked
 
 
 def main() -> None:
-    """End by a signal, or say what is no message and wait for the end."""
+    """End by a signal, or say something and wait for the end."""
+    write_when_asked()
     fd = int(sys.argv[1])
     line = RankLine(fd)
     spec: dict[str, Any] = line.hear()

@@ -12,19 +12,24 @@ from collections.abc import Mapping
 
 import pytest
 
+from engine_svc import stacks
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.rank_watch import RankLost, RankStart, RankWatch, WatchLimits
 
 PATIENCE_S = 60.0
 
 
+def start_of(spec: Mapping[str, object]) -> RankStart:
+    """Of a rank that does what `spec` says."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return RankStart("tests.engine_svc.runner.doomed_rank", spec, (), environment)
+
+
 def lost_after(spec: Mapping[str, object]) -> RankLost:
     """What is told of a rank that does what `spec` says."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    start = RankStart("tests.engine_svc.runner.doomed_rank", spec, (), environment)
     told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
     board = ProgressBoard.create(1)
-    watch = RankWatch([start], board, limits=WatchLimits(), on_lost=told.put)
+    watch = RankWatch([start_of(spec)], board, limits=WatchLimits(), on_lost=told.put)
     try:
         lost = told.get(timeout=PATIENCE_S)
         assert select.select([watch.lost_fd], [], [], 0)[0] == [watch.lost_fd]
@@ -47,3 +52,23 @@ def test_a_rank_that_any_signal_ends_is_lost(number: int, name: str) -> None:
 
 def test_a_watch_that_fails_has_lost_its_ranks() -> None:
     assert "can no longer be watched (JSONDecodeError)" in str(lost_after({"says": "no message\n"}))
+
+
+def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(stacks, "_WAIT_S", 2.0)
+    monkeypatch.setattr(stacks, "_MAX_WAIT_S", 4.0)
+    board = ProgressBoard.create(2)
+    starts = [start_of({"says": '{"ready": {}}\n'}) for _ in range(2)]
+    watch = RankWatch(starts, board, limits=WatchLimits())
+    try:
+        for _ in starts:
+            watch.next_message(PATIENCE_S)
+        process_ids = watch.process_ids
+        assert str(watch.blame(1, "did not finish a step")) == "rank 1 did not finish a step"
+    finally:
+        watch.stop(grace_s=0.0)
+        board.close()
+    written = capfd.readouterr().err
+    first, second = (written.index(f"Rank {rank} (process {process_ids[rank]}):") for rank in range(2))
+    for text in (written[first:second], written[second:]):
+        assert re.search(r'File ".*rank_line\.py", line \d+ in hear', text), text
