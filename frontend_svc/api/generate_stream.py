@@ -11,13 +11,17 @@ from frontend_svc.adoption import Adoption
 from frontend_svc.api.messages import fill_logprobs, finished_message, started_message
 from frontend_svc.caller import Caller
 from frontend_svc.generation import Generation, OpenRequest
-from frontend_svc.output.collector import Output, OutputKind, OutputPiece
+from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.tracing import RequestTrace
+from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
 
 Response = generate_pb2.GenerateResponse
+
+# An output that ends by one of these may be shorter than what was sent of it, and its end says why.
+_CUT_SHORT = frozenset({EndReason.ABORT, EndReason.ERROR})
 
 _KINDS = {
     sampling_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
@@ -85,6 +89,7 @@ class Cut:
 
     def __init__(self, received: inference_pb2.ReceivedOutput, *, has_all_each_time: bool) -> None:
         self.is_finished = received.is_finished
+        self._received = received
         self._num_tokens = 0 if has_all_each_time else received.num_tokens
         self._num_characters = 0 if has_all_each_time else received.num_characters
 
@@ -100,6 +105,17 @@ class Cut:
         self._num_tokens -= num_tokens
         self._num_characters -= num_characters
 
+    def check_end(self) -> None:
+        """The output has ended. Raises InvalidArgument where a client cannot have what it says it has."""
+        for name, left in (("num_tokens", self._num_tokens), ("num_characters", self._num_characters)):
+            if left:
+                told = getattr(self._received, name)
+                raise InvalidArgument(
+                    f"received.{name} of output {self._received.output_index} is {told}, "
+                    f"the whole output has {told - left}",
+                    field=f"received.{name}",
+                )
+
 
 def _messages(
     opened: OpenRequest, output: Output, position: int, cuts: Mapping[int, Cut]
@@ -111,6 +127,8 @@ def _messages(
             if cut.is_finished:
                 continue
             cut.apply(piece)
+            if piece.ending is not None and piece.ending.reason not in _CUT_SHORT:
+                cut.check_end()
         if piece.token_ids or piece.text:
             position += 1
             yield _delta_response(position, piece)

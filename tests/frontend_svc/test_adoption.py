@@ -291,6 +291,28 @@ async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
     assert engine.num_asked_adoptions == 0
 
 
+@pytest.mark.parametrize("name", ["num_tokens", "num_characters"])
+async def test_who_says_it_has_more_than_there_is_is_told_so(name):
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        async with doomed(engine) as first:
+            call = first.client.generate(orphan_grace_ms=GRACE_MS)
+            (one,) = await engine.wait_for_requests(1)
+            engine.step({one: [5, 6]})
+            read = await read_some(call, 2)
+        request = resume_request(read)
+        (received,) = request.received
+        too_many = getattr(received, name) + 100
+        setattr(received, name, too_many)
+        resumed = client.inference.Resume(request, timeout=WAIT_S)
+        await engine.wait(lambda: one.num_adoptions)
+        engine.step({one: [7]}, finished={one: AT_LENGTH})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await resumed.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"received.{name} of output 0 is {too_many}, the whole output has " in caught.value.details()
+
+
 async def test_a_group_of_which_an_unfinished_output_is_gone_is_not_found_and_aborted():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
