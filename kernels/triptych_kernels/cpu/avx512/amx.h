@@ -118,7 +118,7 @@ public:
     }
 
 private:
-    const Store& store_;
+    Store store_;
     const float* sums_ = nullptr;
     int64_t row_ = 0, left_ = 0, panel_ = 0;
 };
@@ -139,7 +139,9 @@ struct BlockRows {
 // meanwhile.
 template <bool kStreamed, class Store>
 [[gnu::noinline]] void multiply_large(const BlockRows& block, const char* panel, int64_t start, int64_t end,
-                                      const Share& share, float* sums, Finisher<Store>& others) {
+                                      const Share& share, float* sums, Finisher<Store>& finisher) {
+    // A copy, which nothing that is written can reach: so what it knows stays in registers.
+    Finisher<Store> others = finisher;
     constexpr int64_t kStride = 4 * kPanelColumns;
     const int64_t rows_a_step = (kBlockRows + end - start - 1) / (end - start);
     // The compiler does not know what tiles are read from.
@@ -179,6 +181,7 @@ template <bool kStreamed, class Store>
     _tile_stored(1, sums + 16, kStride);
     _tile_stored(2, second_sums, kStride);
     _tile_stored(3, second_sums + 16, kStride);
+    finisher = others;
 }
 
 // Hands sums to what becomes of them, R rows at a time.
@@ -204,8 +207,8 @@ template <class Store>
 class PanelProduct {
 public:
     PanelProduct(const PackedWeight& weight, const char* rows, int64_t num_rows, const Store& store)
-        : in_tiles_(lies_in_tiles(weight, num_rows)), brings_(weight.kind != WeightKind::kInt8), rows_(rows), num_rows_(num_rows),
-          row_bytes_(weight.num_units() * 4), store_(store), finisher_(store) {}
+        : in_tiles_(lies_in_tiles(weight, num_rows)), brings_(weight.kind != WeightKind::kInt8), rows_(rows),
+          num_rows_(num_rows), row_bytes_(weight.num_units() * 4), store_(store), finisher_(store) {}
 
     int64_t num_steps() const { return row_bytes_ / kTileRowBytes; }
     int64_t num_blocks() const { return (num_rows_ + kBlockRows - 1) / kBlockRows; }

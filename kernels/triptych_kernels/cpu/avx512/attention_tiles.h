@@ -81,27 +81,36 @@ constexpr int64_t kKeyTiles = 3;  // that lie in the cache, at a time
 alignas(64) constexpr int32_t kPlaceStarts[kTile] = {0,   16,  32,  48,  64,  80,  96,  112,
                                                   128, 144, 160, 176, 192, 208, 224, 240};
 
+// Tiles of keys to multiply, and those that are read later.
+struct KeyTiles {
+    std::array<const char*, kKeyTiles> now, later;
+};
+
 // out[tile][place][row] = keys . queries, for N tiles of keys as they lie: nothing is turned but the queries, and every
-// product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows.
+// product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows. As much as a product
+// reads is asked for behind it: all lines of a tile at once would take the places in which the processor waits for
+// memory, and the keys that are there would wait for one of them.
 template <int N>
 [[gnu::noinline]] void multiply_keys(
-    const std::array<const char*, kKeyTiles>& keys, int64_t key_bytes, const char* queries, int64_t num_steps,
-    float* out) {
+    const KeyTiles& keys, int64_t key_bytes, const char* queries, int64_t num_steps, float* out) {
     asm volatile("" ::: "memory");
     _tile_zero(2);
     _tile_zero(3);
     _tile_zero(7);
     for (int64_t step = 0; step < num_steps; ++step) {
         _tile_loadd(6, queries + step * kUnitsOfStep * 64, 64);
-        _tile_loadd(5, keys[0] + step * kTileRowBytes, key_bytes);
+        _tile_loadd(5, keys.now[0] + step * kTileRowBytes, key_bytes);
         _tile_dpbf16ps(2, 5, 6);
+        prefetch_bytes(keys.later[0] + step * kTileBytes, kTileBytes);
         if (N > 1) {
-            _tile_loadd(5, keys[1] + step * kTileRowBytes, key_bytes);
+            _tile_loadd(5, keys.now[1] + step * kTileRowBytes, key_bytes);
             _tile_dpbf16ps(3, 5, 6);
+            prefetch_bytes(keys.later[1] + step * kTileBytes, kTileBytes);
         }
         if (N > 2) {
-            _tile_loadd(5, keys[2] + step * kTileRowBytes, key_bytes);
+            _tile_loadd(5, keys.now[2] + step * kTileRowBytes, key_bytes);
             _tile_dpbf16ps(7, 5, 6);
+            prefetch_bytes(keys.later[2] + step * kTileBytes, kTileBytes);
         }
     }
     _tile_stored(2, out, 64);
@@ -110,8 +119,7 @@ template <int N>
     asm volatile("" ::: "memory");
 }
 
-constexpr void (*kMultiplyKeys[kKeyTiles])(
-    const std::array<const char*, kKeyTiles>&, int64_t, const char*, int64_t, float*) = {
+constexpr void (*kMultiplyKeys[kKeyTiles])(const KeyTiles&, int64_t, const char*, int64_t, float*) = {
     multiply_keys<1>, multiply_keys<2>, multiply_keys<3>};
 
 // The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products. Those
@@ -225,10 +233,10 @@ private:
         const __m512i places = _mm512_load_si512(kPlaceStarts);
         for (int64_t tile = 0; tile < num_tiles_; tile += kKeyTiles) {
             const int64_t count = std::min(kKeyTiles, num_tiles_ - tile);
-            std::array<const char*, kKeyTiles> keys{};
+            KeyTiles keys{};
             for (int64_t t = 0; t < count; ++t) {
-                keys[t] = stream_.key((first_tile_ + tile + t) * kTile);
-                prefetch_bytes(stream_.after(tile + t, next_, keys[t]), kTile * call_.key_bytes);
+                keys.now[t] = stream_.key((first_tile_ + tile + t) * kTile);
+                keys.later[t] = stream_.after(tile + t, next_, keys.now[t]);
             }
             kMultiplyKeys[count - 1](
                 keys, call_.key_bytes, reinterpret_cast<const char*>(turned), num_units_ / kUnitsOfStep, scores);
@@ -326,9 +334,12 @@ private:
                 std::memset(tile_out, 0, kSteps * num_columns_ * 4);
                 continue;
             }
-            const char* ahead = stream_.after(num_tiles_ + tile, next_, nullptr);
-            if (ahead != nullptr) prefetch_bytes(ahead, kTile * call_.value_bytes);
+            // In two parts, as for keys.
+            const int64_t part = kTile / 2 * call_.value_bytes;
+            const char* later = stream_.after(num_tiles_ + tile, next_, nullptr);
+            if (later != nullptr) prefetch_bytes(later, part);
             lay_values(first_tile_ + tile, tile_out);
+            if (later != nullptr) prefetch_bytes(later + part, part);
         }
         if (block_.num_tokens == 1 || all_see(0, num_rows_, step)) return true;
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
