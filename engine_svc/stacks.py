@@ -7,13 +7,15 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
 _ASKED = signal.SIGUSR1
 # A rank writes within a few milliseconds, or is stopped and never does.
 _WAIT_S = 0.1
-_MAX_WAIT_S = 0.8  # for all of them
+_MAX_WAIT_S = 0.6  # for all of them
+_UNREAD_S = 0.2  # longer, where nobody reads
 
 
 def write_when_asked() -> None:
@@ -22,12 +24,13 @@ def write_when_asked() -> None:
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:
-    """Have each of these children, which all have called `write_when_asked`, write where it stands."""
-    for rank, process_id in enumerate(process_ids):
-        _print(f"Rank {rank} (process {process_id}):\n")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, _ASKED)
-        time.sleep(min(_WAIT_S, _MAX_WAIT_S / len(process_ids)))
+    """Have each of these children, which all have called `write_when_asked`, write where it stands.
+
+    Takes no second, also where nobody reads what is written.
+    """
+    asking = threading.Thread(target=_ask, args=(process_ids,), name="stacks", daemon=True)
+    asking.start()
+    asking.join(_MAX_WAIT_S + _UNREAD_S)
 
 
 def write_stacks() -> None:
@@ -37,6 +40,14 @@ def write_stacks() -> None:
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.seek(0)
         _print(stacks.read())
+
+
+def _ask(process_ids: Sequence[int]) -> None:
+    for rank, process_id in enumerate(process_ids):
+        _print(f"Rank {rank} (process {process_id}):\n")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, _ASKED)
+        time.sleep(min(_WAIT_S, _MAX_WAIT_S / len(process_ids)))
 
 
 def _print(text: str) -> None:
