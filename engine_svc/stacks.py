@@ -9,13 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _ASKED = signal.SIGUSR1
 # A rank writes within a few milliseconds, or is stopped and never does.
 _WAIT_S = 0.1
 _MAX_WAIT_S = 0.6  # for all of them
-_UNREAD_S = 0.2  # longer, where nobody reads
 
 
 def write_when_asked() -> None:
@@ -24,13 +23,15 @@ def write_when_asked() -> None:
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:
-    """Have each of these children, which all have called `write_when_asked`, write where it stands.
+    """Have each of these children write where it stands.
 
-    Takes no second, also where nobody reads what is written.
+    One that has not called `write_when_asked` is ended by it.
     """
-    asking = threading.Thread(target=_ask, args=(process_ids,), name="stacks", daemon=True)
-    asking.start()
-    asking.join(_MAX_WAIT_S + _UNREAD_S)
+    for rank, process_id in enumerate(process_ids):
+        _print(f"Rank {rank} (process {process_id}):\n")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, _ASKED)
+        time.sleep(min(_WAIT_S, _MAX_WAIT_S / len(process_ids)))
 
 
 def write_stacks() -> None:
@@ -42,12 +43,11 @@ def write_stacks() -> None:
         _print(stacks.read())
 
 
-def _ask(process_ids: Sequence[int]) -> None:
-    for rank, process_id in enumerate(process_ids):
-        _print(f"Rank {rank} (process {process_id}):\n")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, _ASKED)
-        time.sleep(min(_WAIT_S, _MAX_WAIT_S / len(process_ids)))
+def write_beside(write: Callable[[], None], limit_s: float) -> None:
+    """Call what writes for people, and go on after limit_s at the latest: what nobody reads may never end."""
+    writing = threading.Thread(target=write, name="writing", daemon=True)
+    writing.start()
+    writing.join(limit_s)
 
 
 def _print(text: str) -> None:

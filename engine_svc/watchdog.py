@@ -6,9 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from engine_svc.mailbox import Board, Figures
-from engine_svc.stacks import write_stacks
+from engine_svc.stacks import write_beside, write_stacks
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -108,12 +109,8 @@ class Watchdog:
         if figures.is_in_call:
             what = f"a call behind {what}"
         try:
-            # Beside this thread: what hangs may be who reads it, and then the writing hangs as well.
-            writing = threading.Thread(
-                target=self._write_down, args=(figures, seen_s), name="watchdog-writing", daemon=True
-            )
-            writing.start()
-            writing.join(_WRITE_S)
+            # What hangs may be who reads it.
+            write_beside(partial(self._write_down, figures, seen_s), _WRITE_S)
             self._on_hang(f"{what} has been running for {seen_s:.1f} s: it hangs")
         finally:
             # Whatever could not be done: the process ends.

@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from engine_svc.device_errors import DeviceLost
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.silence import Silence
-from engine_svc.stacks import write_stacks_of
+from engine_svc.stacks import write_beside, write_stacks_of
 from service_kit.process import signal_name
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _RECEIVE_BYTES = 1 << 16
 _KILL_WAIT_S = 10.0
+# For the stacks of ranks that hang, before they are ended.
+_WRITE_S = 0.8
 
 # What a rank says on its line: one JSON object a message.
 RankMessage = dict[str, object]
@@ -209,7 +212,7 @@ class RankWatch:
             if lost is not None and not self._is_stopping:
                 if lost is silent or lost is self._blamed:
                     # It hangs: nobody can ask it where once it is ended.
-                    write_stacks_of(self.process_ids)
+                    write_beside(partial(write_stacks_of, self.process_ids), _WRITE_S)
                 return lost
         return None
 

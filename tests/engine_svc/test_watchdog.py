@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from engine_svc.step import StepPlan
 from engine_svc.step_pace import StepPace
 from engine_svc.watchdog import EXIT_HUNG, StepWatch, Watchdog
 from service_kit.clock import FakeClock, MonotonicClock
+from tests.engine_svc.unread import exit_code_unread
 
 TICK_S = 0.25
 LIMIT_S = 5.0
@@ -261,19 +260,11 @@ def test_a_process_whose_stacks_nobody_reads_is_told_and_ends():
     assert told.startswith("step 7 has been running for ")
 
 
-# Its stderr is a pipe that is full, and nobody reads it.
-HUNG_AND_UNREAD = """
-import contextlib, os, sys, threading
+HUNG = """
+import threading
 from engine_svc.mailbox import Board, Figures
 from engine_svc.watchdog import Watchdog
 from service_kit.clock import MonotonicClock
-reader, writer = os.pipe()
-os.set_blocking(writer, False)
-with contextlib.suppress(BlockingIOError):
-    while True:
-        os.write(writer, b"x")
-os.set_blocking(writer, True)
-sys.__stderr__ = os.fdopen(writer, "w")
 board = Board()
 board.post(Figures(step_number=7, step_started_at=0.0))
 Watchdog(board, MonotonicClock(), lambda reason: None, limit_s=0.05, tick_s=0.01, grace_s=0.0).start()
@@ -282,9 +273,7 @@ threading.Event().wait()
 
 
 def test_the_dump_of_the_stacks_holds_up_nobody_else():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    hung = [sys.executable, "-c", HUNG_AND_UNREAD]
-    assert subprocess.run(hung, env=environment, timeout=60, check=False).returncode == EXIT_HUNG
+    assert exit_code_unread(HUNG) == EXIT_HUNG
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -7,15 +7,16 @@ import queue
 import re
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
 
 from engine_svc import stacks
+from engine_svc.runner import rank_watch
 from engine_svc.runner.progress_board import ProgressBoard
 from engine_svc.runner.rank_watch import RankLost, RankStart, RankWatch, WatchLimits
+from tests.engine_svc.unread import exit_code_unread
 
 PATIENCE_S = 60.0
 
@@ -58,7 +59,7 @@ def test_a_watch_that_fails_has_lost_its_ranks() -> None:
 def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd) -> None:
     monkeypatch.setattr(stacks, "_WAIT_S", 2.0)
     monkeypatch.setattr(stacks, "_MAX_WAIT_S", 4.0)
-    monkeypatch.setattr(stacks, "_UNREAD_S", 10.0)
+    monkeypatch.setattr(rank_watch, "_WRITE_S", 30.0)
     board = ProgressBoard.create(2)
     starts = [start_of({"says": '{"ready": {}}\n'}) for _ in range(2)]
     watch = RankWatch(starts, board, limits=WatchLimits())
@@ -76,24 +77,12 @@ def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd)
         assert re.search(r'File ".*doomed_rank\.py", line \d+ in main', text), text
 
 
-# Its standard error is a pipe that is full, and nobody reads it.
-UNREAD = """
-import contextlib, os, sys
-from engine_svc.stacks import write_stacks_of
-reader, writer = os.pipe()
-os.set_blocking(writer, False)
-with contextlib.suppress(BlockingIOError):
-    while True:
-        os.write(writer, b"x")
-os.set_blocking(writer, True)
-sys.__stderr__ = os.fdopen(writer, "w")
-write_stacks_of([])
-write_stacks_of([1 << 22])
+ASKING = """
+from engine_svc.stacks import write_beside, write_stacks_of
+write_beside(lambda: write_stacks_of([1 << 22]), 0.05)
 os._exit(7)
 """
 
 
 def test_whoever_asks_for_stacks_goes_on_where_nobody_reads_them() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    asking = [sys.executable, "-c", UNREAD]
-    assert subprocess.run(asking, env=environment, timeout=PATIENCE_S, check=False).returncode == 7
+    assert exit_code_unread(ASKING) == 7
