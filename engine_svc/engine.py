@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _BLOCKED_WAIT_S = 0.001
 # The longest that a loop without work parks for a deadline: a wait cannot be as long as a stranger's can be.
 _MAX_PARK_S = 3600.0
+# How long the next step waits for what a frontend may send when it sees that a moved request has yielded.
+_ANSWER_WAIT_S = 0.005
 # A step that takes no longer needs no announcement.
 DEFAULT_STEP_LIMIT_S = 5.0
 
@@ -89,6 +91,7 @@ class Engine:
         self._inquiry = Inquiry()
         self._routes = Routes()
         self._deadlines = Deadlines(self._routes.by_id)
+        self._unproven: set[str] = set()  # requests of other engines that have yielded nothing here yet
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -161,6 +164,11 @@ class Engine:
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
+        if self._in_flight and not self._unproven.isdisjoint(self._in_flight[-1][0].request_ids):
+            # A frontend sends the next request of an engine that died when this one has yielded: what was
+            # planned before that would come between them.
+            self._finish_oldest()
+            return True
         now = self._clock.now()
         plan: StepPlan | None = None
         if self._lockstep.may_step(self._scheduler.has_work):
@@ -206,7 +214,10 @@ class Engine:
         outputs = self._scheduler.update(plan, result, now)
         self._in_flight.popleft()
         self._pace.end(now)
+        num_unproven = len(self._unproven)
         self._publish(outputs, self._routes.told(plan, result))
+        if len(self._unproven) < num_unproven and not self._in_flight:
+            self._inbox.wait(_ANSWER_WAIT_S)
         self._obey(ruling)
 
     def _recover(self, error: Exception) -> None:
@@ -298,6 +309,8 @@ class Engine:
     def _add(self, command: Add) -> None:
         request = command.request
         self._routes.begin(command)
+        if command.is_moved:
+            self._unproven.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         try:
@@ -321,6 +334,8 @@ class Engine:
         if self._aborted:
             outputs = self._aborted + outputs
             self._aborted = []
+        if self._unproven:
+            self._unproven.difference_update(output.request_id for output in outputs)
         steps = self._routes.rows(outputs, told, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)

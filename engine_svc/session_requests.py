@@ -135,7 +135,10 @@ class SessionRequests:
         core.prepare(request)
         deadline_at = convert.to_deadline(entry, now)
         is_kept = bool(entry.resume_state) and self._engine.adoptables.has_room_for(entry.request_id)
-        if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at, is_kept)):
+        is_moved = entry.attempt > 0
+        if not self._engine.inbox.put(
+            Add(request, self._outbox, entry.handle, deadline_at, is_kept, is_moved)
+        ):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)
         entry_id = (entry.request_id, entry.attempt)

@@ -118,11 +118,16 @@ def make_scheduler(
     block_size: int = 4,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 64,
+    max_steps_in_flight: int = 1,
     hooks: Sequence[SchedulerHook] = (),
 ) -> Scheduler:
     """A real scheduler over a small pool; one of its blocks is the cache's placeholder."""
     config = SchedulerConfig(
-        max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        async_scheduling=max_steps_in_flight > 1,
+        max_steps_in_flight=max_steps_in_flight,
     )
     return build_core(config, CacheConfig(num_blocks, (FullAttention(block_size),)), hooks=hooks).scheduler
 

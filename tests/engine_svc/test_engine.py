@@ -58,13 +58,15 @@ class Rig:
         *,
         on_launch: Callable[[StepPlan], None] = lambda plan: None,
         max_in_flight: int = 1,
+        runs_ahead: bool = False,  # a request may be in all of them
         executor: FakeExecutor | None = None,
         hooks: Sequence[SchedulerHook] = (),
+        inbox: Inbox | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.executor = executor or FakeExecutor(on_launch)
-        self.scheduler = make_scheduler(hooks=hooks)
-        self.inbox, self.board = Inbox(max_commands=1000), Board()
+        self.scheduler = make_scheduler(hooks=hooks, max_steps_in_flight=max_in_flight if runs_ahead else 1)
+        self.inbox, self.board = inbox or Inbox(max_commands=1000), Board()
         self.frontend = Frontend()
         self.error: RuntimeError | None = None
         self.engine = Engine(
@@ -86,13 +88,14 @@ class Rig:
         frontend: Frontend | None = None,
         deadline_at: float | None = None,
         is_kept: bool = False,
+        is_moved: bool = False,
     ) -> None:
         prompt = prompt_of(handle)
         request = Request(
             f"r{handle}", list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens, seed=handle)
         )
         outbox = (frontend or self.frontend).outbox
-        assert self.inbox.put(Add(request, outbox, handle, deadline_at, is_kept))
+        assert self.inbox.put(Add(request, outbox, handle, deadline_at, is_kept, is_moved))
 
     def start(self) -> None:
         self._thread.start()

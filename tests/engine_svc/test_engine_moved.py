@@ -1,0 +1,86 @@
+"""Requests that another engine had: nothing runs ahead of what their frontend sends at their first output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine_svc.mailbox import Abort, Inbox
+from engine_svc.step import StepPlan
+from tests.engine_svc.test_engine import Rig
+
+
+class AnsweringInbox(Inbox):
+    """A frontend's answers come in while the loop waits for them, never before."""
+
+    def __init__(self) -> None:
+        super().__init__(max_commands=1000)
+        self.answer: Callable[[], None] = lambda: None
+
+    def wait(self, timeout_s: float | None) -> None:
+        answer, self.answer = self.answer, lambda: None
+        answer()
+        super().wait(timeout_s)
+
+
+def rows_of(plans: list[StepPlan], *, moved: tuple[int, ...]) -> list[list[str]]:
+    """The requests of every step, where request 1 runs on and 2 comes in, then 3 as soon as 2 has a token."""
+    inbox = AnsweringInbox()
+    rig = Rig(on_launch=plans.append, max_in_flight=2, runs_ahead=True, inbox=inbox)
+
+    def answer() -> None:
+        rig.frontend.read()
+        if 2 in rig.frontend.tokens:
+            rig.add(3, max_tokens=1, is_moved=3 in moved)
+        else:
+            inbox.answer = answer
+
+    inbox.answer = answer
+    rig.add(1, max_tokens=12)
+    rig.add(2, max_tokens=1, is_moved=2 in moved)
+    rig.start()
+    rig.frontend.read_until_ended(3)
+    rig.stop()
+    return [list(plan.request_ids) for plan in plans]
+
+
+def test_the_next_moved_request_is_in_the_step_behind_the_first_output_of_the_one_before():
+    rows = rows_of([], moved=(2, 3))
+    assert rows[:4] == [["r1", "r2"], ["r1", "r3"], ["r1"], ["r1"]]
+
+
+def test_nobody_waits_for_an_answer_to_a_request_that_comes_for_the_first_time():
+    # The loop never parks while request 1 runs, so the answer comes when that has ended.
+    rows = rows_of([], moved=())
+    assert rows[-1] == ["r3"]
+    assert all(row == ["r1"] for row in rows[1:-1])
+
+
+def test_steps_run_ahead_again_when_a_moved_request_has_yielded():
+    rig = Rig(max_in_flight=2, runs_ahead=True)
+    ahead: list[int] = []
+
+    def launch(plan: StepPlan) -> None:
+        ahead.append(rig.executor.num_launched - rig.board.read().num_generated_tokens)
+
+    rig.executor.on_launch = launch
+    rig.add(1, max_tokens=6, is_moved=True)
+    rig.start()
+    rig.frontend.read_until_ended(1)
+    rig.stop()
+    # One token a step: what was launched and has not yielded when each of the steps is launched.
+    assert ahead == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_moved_request_that_is_aborted_holds_up_nothing(max_in_flight: int):
+    rig = Rig(max_in_flight=max_in_flight)
+    rig.add(1, is_moved=True)
+    rig.inbox.put(Abort("r1"))
+    rig.add(2, max_tokens=4)
+    rig.start()
+    rig.frontend.read_until_ended(2)
+    rig.stop()
+    assert len(rig.frontend.tokens[2]) == 4
+    assert not rig.engine._unproven
