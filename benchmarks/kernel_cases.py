@@ -178,7 +178,7 @@ class CaseMaker:
     def _cache_writes(self, num_rows: int) -> Iterator[KernelCase]:
         shape, dim, heads = self._shape, self._shape.head_dim, self._shape.num_kv_heads
         num_blocks = 2 * -(-num_rows // _BLOCK_SIZE)
-        keys, values = (self._noise(heads, num_blocks, _BLOCK_SIZE, dim) for _ in range(2))
+        keys, values = (self._noise(num_blocks, heads, _BLOCK_SIZE, dim) for _ in range(2))
         slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=self._device, generator=self._generator)
         slots = slots[:num_rows]
         qkv = self._noise(num_rows, (shape.num_heads + 2 * heads) * dim)
@@ -275,7 +275,7 @@ class CaseMaker:
         shape, num_rows = self._shape, len(total_lengths)
         blocks_per_row = -(-max(total_lengths) // _BLOCK_SIZE)
         order = torch.randperm(num_rows * blocks_per_row, device=self._device, generator=self._generator)
-        size = (shape.num_kv_heads, num_rows * blocks_per_row, _BLOCK_SIZE, shape.head_dim)
+        size = (num_rows * blocks_per_row, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
         batch = AttentionBatch.of(order.view(num_rows, -1).int(), query_lengths, total_lengths, _BLOCK_SIZE)
         query = self._noise(sum(query_lengths), shape.num_heads, shape.head_dim)
         return query, self._noise(*size), self._noise(*size), batch

@@ -12,7 +12,7 @@ from triptych_kernels import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Where one attention layer keeps its KV. key_cache: [G, B, S, D], value_cache: [G, B, S, E]; written."""
+    """Where one attention layer keeps its KV. key_cache: [B, G, S, D], value_cache: [B, G, S, E]; written."""
 
     group: int  # of layers that share block tables: an index of the context's columns
     key_cache: Tensor

@@ -221,7 +221,7 @@ def _make_layers(
     group_of = {layer: index for index, group in enumerate(group_layers(shapes)) for layer in group.layers}
 
     def cache(num_heads: int, dim: int) -> Tensor:
-        size = (num_heads, num_blocks, _BLOCK_SIZE, dim)
+        size = (num_blocks, num_heads, _BLOCK_SIZE, dim)
         return torch.zeros(size, dtype=model.module.dtype, device=model.device)
 
     return [
@@ -238,7 +238,7 @@ def _context(
     layers: list[LayerCache], num_groups: int, chunks: list[_Chunk], num_rows: int, device: torch.device
 ) -> ForwardContext:
     """The step of these chunks; block b of a row is block b * num_rows + row of the cache."""
-    num_blocks = layers[0].key_cache.shape[1] // num_rows
+    num_blocks = layers[0].key_cache.shape[0] // num_rows
     tables = torch.stack([torch.arange(num_blocks) * num_rows + chunk.row for chunk in chunks])
     slots = []
     for chunk, table in zip(chunks, tables, strict=True):

@@ -87,7 +87,7 @@ def max_blocks_per_request(
 
 
 class KVTensors:
-    """A key cache [G, B, S, D] and a value cache [G, B, S, E] per attention layer.
+    """A key cache [B, G, S, D] and a value cache [B, G, S, E] per attention layer.
 
     Raises KVCapacityError where the device has no room for them at all.
     """
@@ -125,7 +125,7 @@ class KVTensors:
 
     @property
     def stacks(self) -> list[Tensor]:
-        """All of the memory, as tensors [layers, G, B, S, D or E]."""
+        """All of the memory, as tensors [layers, B, G, S, D or E]."""
         return [*self._keys.values(), *self._values.values()]
 
     def renew(self) -> None:
@@ -143,10 +143,10 @@ class KVTensors:
         if block_ids:
             places = to_device(np.array(block_ids, dtype=np.int64), self.device)
             for stack in self.stacks:
-                stack.index_fill_(2, places, 0)
+                stack.index_fill_(1, places, 0)
 
     def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
-        size = (count, shape.num_kv_heads, self.sizing.num_blocks, self.sizing.block_size, dim)
+        size = (count, self.sizing.num_blocks, shape.num_kv_heads, self.sizing.block_size, dim)
         try:
             # Not zeroed: what was never touched takes no memory, and `clear` comes before any use.
             return torch.empty(size, dtype=dtype, device=self.device)

@@ -21,8 +21,8 @@ class Prefault:
     """Sees to it that blocks have memory when they are first used.
 
     Who first stores to a page waits until the system has found and zeroed it, which takes virtual machines
-    up to 2 ms for a large page, and a step enters those of all layers and heads at once. So a thread goes
-    ahead: a few blocks first, then as many as there are, at most a large page of each plane [B, S, D].
+    up to 2 ms for a large page, and a step enters those of all layers at once. So a thread goes
+    ahead: a few blocks first, then as many as there are, at most a large page of each layer.
     Blocks far from use take no memory, but where somebody has said how much there is for them.
     """
 
@@ -33,24 +33,24 @@ class Prefault:
         *,
         at_once: bool = False,
     ) -> None:
-        """stacks: [layers, G, B, S, D], contiguous, on the CPU.  submit: has calls made elsewhere.
+        """stacks: [layers, B, G, S, D], contiguous, on the CPU.  submit: has calls made elsewhere.
 
         at_once: get all memory from the start on, without waiting for blocks to be used.
         """
         self._stacks = tuple(stacks)
         self._submit = submit
         self._at_once = at_once
-        self._num_blocks = stacks[0].shape[2]
-        self._most = max(-(-LARGE_PAGE_BYTES // stack[0, 0, 0].nbytes) for stack in stacks)
+        self._num_blocks = stacks[0].shape[1]
+        self._most = max(-(-LARGE_PAGE_BYTES // stack[0, 0].nbytes) for stack in stacks)
         self._part = self._end = 0
 
     def restart(self) -> None:
         """Begin with the first block: the memory is new."""
         self._part = self._end = 0
-        # A single request should neither wait for a large page of each plane nor take it.
+        # A single request should neither wait for a large page of each layer nor take it.
         self._advise(prefer_small_pages, 0, min(self._most, self._num_blocks))
         self._advise(prefer_large_pages, self._most, self._num_blocks)
-        if all(populate(address, 1) for address, _ in self._planes(0, 1)):
+        if all(populate(address, 1) for address, _ in self._places(0, 1)):
             self.reach(self._num_blocks - 1 if self._at_once else 0)
         else:
             # Steps get all memory themselves, then best in few pieces.
@@ -69,23 +69,22 @@ class Prefault:
             self._submit(partial(_populate, weakref.ref(self), ends))
 
     def _advise(self, prefer: Callable[[int, int], None], start: int, end: int) -> None:
-        for address, num_bytes in self._planes(start, end):
+        for address, num_bytes in self._places(start, end):
             prefer(address, num_bytes)
 
     def populate_part(self, start: int, end: int) -> None:
         """Get the memory of blocks `start` to `end`, which takes as long as the system does."""
-        for address, num_bytes in self._planes(start, end):
+        for address, num_bytes in self._places(start, end):
             populate(address, num_bytes)
 
-    def _planes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Where blocks `start` to `end` lie in every plane: address and number of bytes."""
+    def _places(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Where blocks `start` to `end` lie in every layer: address and number of bytes."""
         for stack in self._stacks:
-            num_planes = stack.shape[0] * stack.shape[1]
-            for plane in range(num_planes):
+            for layer in range(stack.shape[0]):
                 # Asked each time: a cache that sleeps has no memory, and other memory when it wakes.
                 storage = stack.untyped_storage()
-                block_bytes = storage.nbytes() // (num_planes * self._num_blocks)
-                first = plane * self._num_blocks + start
+                block_bytes = storage.nbytes() // (stack.shape[0] * self._num_blocks)
+                first = layer * self._num_blocks + start
                 yield storage.data_ptr() + first * block_bytes, (end - start) * block_bytes
 
 

@@ -88,11 +88,11 @@ class LayerCache(Protocol):
 
     @property
     def key_cache(self) -> Tensor:
-        """[G, B, S, D]."""
+        """[B, G, S, D]."""
 
     @property
     def value_cache(self) -> Tensor:
-        """[G, B, S, D]."""
+        """[B, G, S, D]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def paged_case(
     order = torch.randperm(num_blocks, generator=generator).tolist()
     tables = torch.full((len(lengths), max(counts, default=0) + 2), num_blocks - 1, dtype=torch.int64)
     caches = [
-        torch.full((num_kv_heads, num_blocks, block_size, dim), float("nan")) for dim in (key_dim, value_dim)
+        torch.full((num_blocks, num_kv_heads, block_size, dim), float("nan")) for dim in (key_dim, value_dim)
     ]
     for row, (_, total) in enumerate(lengths):
         blocks = [order.pop() for _ in range(counts[row])]
@@ -47,7 +47,7 @@ def paged_case(
         for cache in caches:
             noise = torch.randn(num_kv_heads, len(blocks) * block_size, cache.shape[-1], generator=generator)
             noise[:, total:] = 0.0
-            cache[:, blocks] = noise.view(num_kv_heads, len(blocks), block_size, -1)
+            cache[blocks] = noise.view(num_kv_heads, len(blocks), block_size, -1).transpose(0, 1)
     num_tokens = sum(count for count, _ in lengths)
     return PagedCase(
         query=torch.randn(num_tokens, num_heads, key_dim, generator=generator).to(dtype),

@@ -23,7 +23,7 @@ def naive_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """[T, H, E] float64."""
-    share = query.shape[1] // key_cache.shape[0]
+    share = query.shape[1] // key_cache.shape[1]
     rows, token = [], 0
     for row, (num_tokens, total) in enumerate(
         zip(batch.query_lengths.tolist(), batch.total_lengths.tolist(), strict=True)
@@ -35,8 +35,8 @@ def naive_attention(
             offsets = [offset for _, offset in places]
             heads = []
             for head in range(query.shape[1]):
-                keys = key_cache[head // share, blocks, offsets].double()
-                values = value_cache[head // share, blocks, offsets].double()
+                keys = key_cache[blocks, head // share, offsets].double()
+                values = value_cache[blocks, head // share, offsets].double()
                 scores = keys @ query[token, head].double() * scale
                 if soft_cap is not None:
                     scores = soft_cap * torch.tanh(scores / soft_cap)

@@ -56,7 +56,7 @@ def test_queries_and_keys_are_turned_by_their_positions_and_values_are_not(has_n
     norms = (
         {"query_norm": noise(dim, seed=4), "key_norm": noise(dim, seed=5), "eps": 1e-6} if has_norms else {}
     )
-    key_cache, value_cache = torch.zeros(num_kv_heads, 4, 2, dim), torch.zeros(num_kv_heads, 4, 2, dim)
+    key_cache, value_cache = torch.zeros(4, num_kv_heads, 2, dim), torch.zeros(4, num_kv_heads, 2, dim)
     before = qkv.clone().view(num_tokens, -1, dim)
     rotary_kv_write(qkv, positions, table, slots, key_cache, value_cache, num_heads=num_heads, **norms)
     after = qkv.view(num_tokens, -1, dim)
@@ -71,13 +71,12 @@ def test_queries_and_keys_are_turned_by_their_positions_and_values_are_not(has_n
             if head < num_heads:
                 torch.testing.assert_close(after[token, head], expected)
             elif slots[token] >= 0:
-                place = key_cache[head - num_heads].view(-1, dim)[slots[token]]
+                place = key_cache[slots[token] // 2, head - num_heads, slots[token] % 2]
                 torch.testing.assert_close(place, expected)
-    stored = value_cache.view(num_kv_heads, -1, dim)
-    assert torch.equal(stored[1, 7], before[3, num_heads + num_kv_heads + 1])
+    assert torch.equal(value_cache[3, 1, 1], before[3, num_heads + num_kv_heads + 1])
     # Four of the five tokens are stored, in both caches.
-    assert int(key_cache.view(num_kv_heads, -1, dim).any(-1).sum()) == 4 * num_kv_heads
-    assert int(stored.any(-1).sum()) == 4 * num_kv_heads
+    assert int(key_cache.any(-1).sum()) == 4 * num_kv_heads
+    assert int(value_cache.any(-1).sum()) == 4 * num_kv_heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -36,7 +36,7 @@ def paged_attention(
     names tokens, lengths or blocks that do not fit the tensors.
     """
     num_tokens, num_heads, key_dim = query.shape
-    num_kv_heads, num_blocks, block_size, value_dim = value_cache.shape
+    num_blocks, num_kv_heads, block_size, value_dim = value_cache.shape
     token_stride, head_stride, stride = query.stride()
     dtype = query.dtype
     if (
@@ -51,7 +51,7 @@ def paged_attention(
             query, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks, soft_cap=soft_cap
         )
     if (
-        key_cache.shape != (num_kv_heads, num_blocks, block_size, key_dim)
+        key_cache.shape != (num_blocks, num_kv_heads, block_size, key_dim)
         or batch.block_size != block_size
         or num_heads % num_kv_heads
     ):

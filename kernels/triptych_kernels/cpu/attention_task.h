@@ -40,11 +40,11 @@ struct Call {
 
     int64_t first_visible(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
 
-    // Where a place of a row is, counted in places of a KV head.
+    // Where a place of a row is, counted in places behind its KV head's first in block 0.
     int64_t slot(const int32_t* table, int64_t place) const {
         if (block_shift >= 0)
-            return (static_cast<int64_t>(table[place >> block_shift]) << block_shift) | (place & (block_size - 1));
-        return table[place / block_size] * block_size + place % block_size;
+            return (table[place >> block_shift] * num_kv_heads << block_shift) + (place & (block_size - 1));
+        return table[place / block_size] * num_kv_heads * block_size + place % block_size;
     }
 };
 
@@ -63,8 +63,8 @@ class Stream {
 public:
     Stream(const Call& call, const QueryBlock& block, int64_t kv_head)
         : call_(call), table_(call.tables + block.row * call.table_stride),
-          keys_(call.keys + kv_head * call.num_blocks * call.block_size * call.key_bytes),
-          values_(call.values + kv_head * call.num_blocks * call.block_size * call.value_bytes),
+          keys_(call.keys + kv_head * call.block_size * call.key_bytes),
+          values_(call.values + kv_head * call.block_size * call.value_bytes),
           visible_{call.first_visible(block.position), block.position + block.num_tokens},
           first_tile_(visible_.first / kTile), num_tiles_((visible_.end + kTile - 1) / kTile - first_tile_) {}
 

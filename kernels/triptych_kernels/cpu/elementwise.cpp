@@ -114,39 +114,54 @@ Outcome run_silu_and_mul(const int64_t* n) {
     return {};
 }
 
-// Copies each token's heads to their slots: heads of num_bytes each, out of strided rows. All in bytes but the slots.
+// A cache: blocks, in each the heads, and of each head block_size places one behind the other.
+struct Slots {
+    const int64_t* slots;  // of tokens; below 0: none
+    int64_t num_slots, block_size, num_heads;
+
+    // That of a token's first head, in places of a head; the other heads are block_size places apart.
+    int64_t place(int64_t token) const {
+        const int64_t slot = slots[token];
+        return slot / block_size * num_heads * block_size + slot % block_size;
+    }
+};
+
+// Copies a token's heads to their slot: heads of num_bytes each, out of strided rows. All in bytes but the slots.
 void store_heads(
-    int64_t from, int64_t token_stride, int64_t head_stride, int64_t cache, int64_t num_bytes, int64_t num_heads,
-    int64_t num_slots, const int64_t* slots, int64_t token) {
-    if (slots[token] < 0) return;
-    for (int64_t head = 0; head < num_heads; ++head) {
+    int64_t from, int64_t token_stride, int64_t head_stride, int64_t cache, int64_t num_bytes, const Slots& slots,
+    int64_t token) {
+    if (slots.slots[token] < 0) return;
+    const int64_t place = slots.place(token);
+    for (int64_t head = 0; head < slots.num_heads; ++head) {
         std::memcpy(
-            reinterpret_cast<char*>(cache) + (head * num_slots + slots[token]) * num_bytes,
+            reinterpret_cast<char*>(cache) + (place + head * slots.block_size) * num_bytes,
             reinterpret_cast<const char*>(from) + token * token_stride + head * head_stride, num_bytes);
     }
 }
 
-bool fit(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
-    return std::all_of(slots, slots + num_tokens, [&](int64_t slot) { return slot < num_slots; });
+bool fit(const Slots& slots, int64_t num_tokens) {
+    return std::all_of(slots.slots, slots.slots + num_tokens, [&](int64_t slot) { return slot < slots.num_slots; });
 }
 
 Outcome run_kv_write(const int64_t* n) {
-    const auto* slots = reinterpret_cast<const int64_t*>(n[10]);
-    const int64_t num_tokens = n[11], num_heads = n[12], num_slots = n[13];
-    if (!fit(slots, num_tokens, num_slots)) {
-        return failed(PyExc_IndexError, "a slot is not below %lld", static_cast<long long>(num_slots));
+    const Slots slots{reinterpret_cast<const int64_t*>(n[10]), n[13], n[14], n[12]};
+    const int64_t num_tokens = n[11];
+    if (!fit(slots, num_tokens)) {
+        return failed(PyExc_IndexError, "a slot is not below %lld", static_cast<long long>(slots.num_slots));
     }
-    for_rows(num_tokens, num_heads * (n[4] + n[9]) / 2, [&](int64_t token) {
-        store_heads(n[0], n[1], n[2], n[3], n[4], num_heads, num_slots, slots, token);
-        store_heads(n[5], n[6], n[7], n[8], n[9], num_heads, num_slots, slots, token);
+    for_rows(num_tokens, slots.num_heads * (n[4] + n[9]) / 2, [&](int64_t token) {
+        store_heads(n[0], n[1], n[2], n[3], n[4], slots, token);
+        store_heads(n[5], n[6], n[7], n[8], n[9], slots, token);
     });
     return {};
 }
 
 struct Rotary {
     int64_t qkv, positions, cos_sin, slots, keys, values, query_norm, key_norm, row_stride, num_tokens;
-    int64_t num_heads, num_kv_heads, head_dim, rotary_dim, num_slots, max_positions;
+    int64_t num_heads, num_kv_heads, head_dim, rotary_dim, num_slots, block_size, max_positions;
     float eps;
+
+    Slots places() const { return {reinterpret_cast<const int64_t*>(slots), num_slots, block_size, num_kv_heads}; }
 };
 
 constexpr int64_t kMaxHeadDim = 1024;
@@ -194,7 +209,7 @@ void turn_head(
 template <class Kind>
 void turn_rows(const Rotary& call) {
     using Element = typename Kind::Element;
-    const auto* slots = reinterpret_cast<const int64_t*>(call.slots);
+    const Slots slots = call.places();
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     for_rows(call.num_tokens, (call.num_heads + 2 * call.num_kv_heads) * call.head_dim, [&](int64_t token) {
         Element* row = reinterpret_cast<Element*>(call.qkv) + token * call.row_stride;
@@ -202,11 +217,12 @@ void turn_rows(const Rotary& call) {
         for (int64_t head = 0; head < call.num_heads; ++head)
             turn_head<Kind>(
                 call, row + head * call.head_dim, call.query_norm, cosines, row + head * call.head_dim);
-        if (slots[token] < 0) return;
+        if (slots.slots[token] < 0) return;
+        const int64_t first_place = slots.place(token);
         const Element* keys = row + call.num_heads * call.head_dim;
         const Element* values = keys + call.num_kv_heads * call.head_dim;
         for (int64_t head = 0; head < call.num_kv_heads; ++head) {
-            const int64_t place = (head * call.num_slots + slots[token]) * call.head_dim;
+            const int64_t place = (first_place + head * call.block_size) * call.head_dim;
             Element* to = reinterpret_cast<Element*>(call.keys) + place;
             turn_head<Kind>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
             copy_bytes(
@@ -218,17 +234,17 @@ void turn_rows(const Rotary& call) {
 
 Outcome run_rotary(const int64_t* n) {
     const Rotary call{n[0], n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
-                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], static_cast<float>(fraction(n[17]))};
+                      n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], static_cast<float>(fraction(n[18]))};
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
     if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
-        !fit(reinterpret_cast<const int64_t*>(call.slots), call.num_tokens, call.num_slots)) {
+        !fit(call.places(), call.num_tokens)) {
         return failed(
             PyExc_IndexError, "a position is not below %lld, a slot not below %lld, or the head above %lld",
             static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),
             static_cast<long long>(kMaxHeadDim));
     }
-    n[16] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
+    n[17] ? turn_rows<Bf16>(call) : turn_rows<Fp32>(call);
     return {};
 }
 
@@ -313,10 +329,10 @@ constexpr Kernel kSiluAndMul{
     "silu_and_mul", nullptr, 6, 0, run_silu_and_mul, nullptr,
     "silu_and_mul(addresses, sizes, stride): see elementwise.py."};
 constexpr Kernel kKvWrite{
-    "kv_write", nullptr, 14, 0, run_kv_write, nullptr,
+    "kv_write", nullptr, 15, 0, run_kv_write, nullptr,
     "kv_write(addresses, strides and sizes in bytes): see elementwise.py."};
 constexpr Kernel kRotaryKvWrite{
-    "rotary_kv_write", nullptr, 17, 1, run_rotary, nullptr,
+    "rotary_kv_write", nullptr, 18, 1, run_rotary, nullptr,
     "rotary_kv_write(addresses, sizes, eps): see elementwise.py."};
 constexpr Kernel kGreedy{
     "greedy", nullptr, 7, 0, run_greedy, nullptr, "greedy(addresses, sizes, stride): see elementwise.py."};

@@ -105,7 +105,7 @@ def kv_write(
     isa: Isa, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """See the reference, for any dtype.  IndexError, and nothing stored, where a slot is behind the cache."""
-    num_kv_heads, num_blocks, block_size, key_dim = key_cache.shape
+    num_blocks, num_kv_heads, block_size, key_dim = key_cache.shape
     value_dim, num_bytes = value_cache.shape[3], key_cache.element_size()
     num_tokens = keys.shape[0]
     if (
@@ -142,6 +142,7 @@ def kv_write(
         num_tokens,
         num_kv_heads,
         num_blocks * block_size,
+        block_size,
     )
     return None
 
@@ -176,7 +177,7 @@ def rotary_kv_write(
     dtype = qkv.dtype
     num_tokens, width = qkv.shape
     row_stride, stride = qkv.stride()
-    num_kv_heads, num_blocks, block_size, head_dim = key_cache.shape
+    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
     max_positions, rotary_dim = cos_sin.shape
     norms = () if query_norm is None or key_norm is None else (query_norm, key_norm)
     if (
@@ -205,25 +206,12 @@ def rotary_kv_write(
     slots = one_a_token(slot_mapping, num_tokens, "slot_mapping")
     positions = one_a_token(positions, num_tokens, "positions")
     isa.native.rotary_kv_write(
-        qkv.data_ptr(),
-        positions.data_ptr(),
-        cos_sin.data_ptr(),
-        slots.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        norms[0].data_ptr() if norms else 0,
-        norms[1].data_ptr() if norms else 0,
-        row_stride,
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rotary_dim,
-        num_blocks * block_size,
-        max_positions,
-        dtype is _BF16,
-        eps,
-    )
+        qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), slots.data_ptr(),
+        key_cache.data_ptr(), value_cache.data_ptr(),
+        norms[0].data_ptr() if norms else 0, norms[1].data_ptr() if norms else 0,
+        row_stride, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,
+        num_blocks * block_size, block_size, max_positions, dtype is _BF16, eps,
+    )  # fmt: skip
     return None
 
 

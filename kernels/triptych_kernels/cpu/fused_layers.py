@@ -125,7 +125,7 @@ class _NativeLayers:
         num_bytes, offsets = self._places(num_tokens, num_rows, at_once)
         room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
-        _, num_blocks, block_size, _ = caches[0].key_cache.shape
+        num_blocks, _, block_size, _ = caches[0].key_cache.shape
         if any(batch.block_size != block_size for batch in attention):
             raise ValueError(f"the caches have blocks of {block_size}, a batch has others")
         groups = itertools.chain.from_iterable(
@@ -157,9 +157,9 @@ class _NativeLayers:
         """The program for caches of these groups. ValueError where they do not serve the layers."""
         if len(caches) != len(self._layers):
             raise ValueError(f"there are {len(caches)} caches for {len(self._layers)} layers")
-        num_blocks, block_size = caches[0].key_cache.shape[1:3]
+        num_blocks, _, block_size, _ = caches[0].key_cache.shape
         for cache, layer in zip(caches, self._layers, strict=True):
-            wanted = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
+            wanted = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
             for tensor in (cache.key_cache, cache.value_cache):
                 if (
                     tensor.shape != wanted
@@ -248,7 +248,7 @@ class _NativeLayers:
             "rotary_kv_write", qkv, positions, self._cos_sin.data_ptr(), slots, named(f"keys of {index}"),
             named(f"values of {index}"), _address(layer.query_norm), _address(layer.key_norm), width,
             tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._cos_sin.shape[1],
-            named("num_slots"), self._cos_sin.shape[0], self._is_bf16, layer.eps,
+            named("num_slots"), named("block_size"), self._cos_sin.shape[0], self._is_bf16, layer.eps,
         )  # fmt: skip
 
     def _add_attention(self, program: Program, index: int, group: int) -> None:

@@ -11,13 +11,13 @@ def kv_write(
     """Store this step's keys and values at their slots.
 
     keys: [T, G, D], values: [T, G, E], any strides.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous, written.
+    key_cache: [B, G, S, D], value_cache: [B, G, S, E], written.
     slot_mapping: [T] int64, slot = block_id * S + offset, all different; a negative slot stores nothing.
     """
     is_stored = slot_mapping >= 0
     if not is_stored.all():
         keys, values, slot_mapping = keys[is_stored], values[is_stored], slot_mapping[is_stored]
-    num_kv_heads, _, _, key_dim = key_cache.shape
-    key_cache.view(num_kv_heads, -1, key_dim).index_copy_(1, slot_mapping, keys.transpose(0, 1))
-    value_dim = value_cache.shape[-1]
-    value_cache.view(num_kv_heads, -1, value_dim).index_copy_(1, slot_mapping, values.transpose(0, 1))
+    block_size = key_cache.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, :, offsets] = keys
+    value_cache[blocks, :, offsets] = values

@@ -34,19 +34,19 @@ def paged_attention(
     softmax(cap(scale * q k^T)) v, softmax in fp32; token p of a row sees tokens max(0, p - window + 1) .. p;
     cap(x) = soft_cap * tanh(x / soft_cap); a sink adds exp(sinks[h]) to the denominator of head h.
     query: [T, H, D]; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in query's dtype.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. Blocks of other rows are never read;
+    key_cache: [B, G, S, D], value_cache: [B, G, S, E], contiguous. Blocks of other rows are never read;
     places in a row's blocks behind its last token must hold finite numbers.
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
-    for group in _decode_groups(batch, window, key_cache.shape[0], key_cache.shape[1]):
+    for group in _decode_groups(batch, window, key_cache.shape[1]):
         queries = query if group.tokens is None else query.index_select(0, group.tokens)
         attended = _attend_single_tokens(queries, key_cache, value_cache, group, scale, sinks, soft_cap)
         if group.tokens is None:
             return attended
         output.index_copy_(0, group.tokens, attended)
     for chunk in _chunks(batch, window):
-        keys = key_cache.index_select(1, chunk.block_ids).flatten(1, 2)
-        values = value_cache.index_select(1, chunk.block_ids).flatten(1, 2)
+        keys = key_cache.index_select(0, chunk.block_ids).transpose(0, 1).flatten(1, 2)
+        values = value_cache.index_select(0, chunk.block_ids).transpose(0, 1).flatten(1, 2)
         for tile in chunk.tiles:
             queries = query[tile.first_token : tile.end_token]
             visible_keys = keys[:, tile.first_key : tile.end_key]
@@ -66,23 +66,19 @@ class _DecodeGroup:
     """Rows with one token each whose visible KV pads to the same number of blocks."""
 
     tokens: Tensor | None  # [n], their places in the step; None where they are all of it, in order
-    gather: Tensor  # [G * n * padded blocks], rows of a cache seen as [G * B, S * D]
+    gather: Tensor  # [G * n * padded blocks], rows of a cache seen as [B * G, S * D]
     bias: Tensor  # [n, 1, L] fp32, 0 where visible, else -inf
 
 
-def _decode_groups(
-    batch: AttentionBatch, window: int | None, num_kv_heads: int, num_blocks: int
-) -> list[_DecodeGroup]:
-    key = ("decode", window, num_kv_heads, num_blocks)
+def _decode_groups(batch: AttentionBatch, window: int | None, num_kv_heads: int) -> list[_DecodeGroup]:
+    key = ("decode", window, num_kv_heads)
     groups = batch.derived.get(key)
     if groups is None:
-        groups = batch.derived[key] = _make_decode_groups(batch, window, num_kv_heads, num_blocks)
+        groups = batch.derived[key] = _make_decode_groups(batch, window, num_kv_heads)
     return groups  # type: ignore[return-value]  # Only this function writes the key.
 
 
-def _make_decode_groups(
-    batch: AttentionBatch, window: int | None, num_kv_heads: int, num_blocks: int
-) -> list[_DecodeGroup]:
+def _make_decode_groups(batch: AttentionBatch, window: int | None, num_kv_heads: int) -> list[_DecodeGroup]:
     single_rows = (batch.query_lengths == 1).nonzero().flatten()
     if single_rows.numel() == 0:
         return []
@@ -93,7 +89,7 @@ def _make_decode_groups(
     ladder = _padded_block_counts(int((last_block - first_block).max()) + 1, size)
     rungs = torch.bucketize(last_block - first_block + 1, torch.tensor(ladder, device=lengths.device))
     tokens = (batch.query_starts[1:].long() - 1)[single_rows]
-    head_offsets = torch.arange(num_kv_heads, device=lengths.device)[:, None] * num_blocks
+    heads = torch.arange(num_kv_heads, device=lengths.device)[:, None]
     groups = []
     for rung in rungs.unique().tolist():
         members = (rungs == rung).nonzero().flatten()
@@ -110,7 +106,7 @@ def _make_decode_groups(
         groups.append(
             _DecodeGroup(
                 tokens=None if is_whole_step else tokens[members],
-                gather=(head_offsets + block_ids.flatten()).flatten(),
+                gather=(block_ids.flatten() * num_kv_heads + heads).flatten(),
                 bias=bias.masked_fill_(~is_visible, float("-inf")).unsqueeze(1),
             )
         )
@@ -138,11 +134,11 @@ def _attend_single_tokens(
     sinks: Tensor | None,
     soft_cap: float | None,
 ) -> Tensor:
-    num_kv_heads, num_blocks, _, key_dim = key_cache.shape
+    num_blocks, num_kv_heads, _, key_dim = key_cache.shape
     num_rows, num_heads, _ = query.shape
     length = group.bias.shape[-1]
     share = num_heads // num_kv_heads
-    keys = key_cache.view(num_kv_heads * num_blocks, -1).index_select(0, group.gather)
+    keys = key_cache.view(num_blocks * num_kv_heads, -1).index_select(0, group.gather)
     queries = query.reshape(num_rows, num_kv_heads, share, key_dim).transpose(0, 1)
     products = torch.bmm(
         queries.reshape(num_kv_heads * num_rows, share, key_dim),
@@ -151,7 +147,7 @@ def _attend_single_tokens(
     del keys  # So that the values are gathered into memory that is still in the CPU's cache.
     head_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, share, 1)
     weights = _softmax(products, group.bias, scale, head_sinks, soft_cap).to(query.dtype)
-    values = value_cache.view(num_kv_heads * num_blocks, -1).index_select(0, group.gather)
+    values = value_cache.view(num_blocks * num_kv_heads, -1).index_select(0, group.gather)
     attended = torch.bmm(
         weights.reshape(num_kv_heads * num_rows, share, length),
         values.view(num_kv_heads * num_rows, length, -1),

@@ -28,10 +28,10 @@ def rotary_kv_write(
     With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
     qkv: [T, (H + 2 G) D], heads of q, then of k, then of v.  positions: [T] int64.
     cos_sin: [max_positions, rotary_dim] fp32, cosines in the first half.  slot_mapping: [T] int64; a negative
-    slot stores nothing.  key_cache, value_cache: [G, B, S, D], written.
+    slot stores nothing.  key_cache, value_cache: [B, G, S, D], written.
     Source: Su et al. 2021, eq. 34, in the half-split form of GPT-NeoX.
     """
-    num_kv_heads, head_dim = key_cache.shape[0], key_cache.shape[-1]
+    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[-1]
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:

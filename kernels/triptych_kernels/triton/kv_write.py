@@ -22,8 +22,8 @@ def _kv_write_kernel(
     value_token_stride,
     value_head_stride,
     value_dim_stride,
-    num_slots,
     num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -35,7 +35,7 @@ def _kv_write_kernel(
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
         head = (tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)).to(tl.int64)[:, None]
-        cache_row = head * num_slots + slot
+        cache_row = (slot // BLOCK_SIZE * num_kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE
         d = tl.arange(0, BLOCK_D)[None, :]
         is_key = (head < num_kv_heads) & (d < KEY_DIM)
         key_start = keys_ptr + token * key_token_stride + head * key_head_stride + d * key_dim_stride
@@ -59,11 +59,11 @@ def kv_write(
     """Store this step's keys and values at their slots.
 
     keys: [T, G, D], values: [T, G, E], any strides.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous, written.
+    key_cache: [B, G, S, D], value_cache: [B, G, S, E], contiguous, written.
     slot_mapping: [T] int64 contiguous, slot = block_id * S + offset, all different; a negative slot stores
     nothing.
     """
-    num_kv_heads, num_blocks, block_size, key_dim = key_cache.shape
+    _, num_kv_heads, block_size, key_dim = key_cache.shape
     value_dim = value_cache.shape[-1]
     num_tokens = slot_mapping.shape[0]
     if keys.shape != (num_tokens, num_kv_heads, key_dim) or values.shape != (*keys.shape[:2], value_dim):
@@ -86,8 +86,8 @@ def kv_write(
         slot_mapping,
         *keys.stride(),
         *values.stride(),
-        num_blocks * block_size,
         num_kv_heads,
+        BLOCK_SIZE=block_size,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_G=heads,

@@ -80,7 +80,6 @@ def _paged_attention_kernel(
     query_head_stride,
     query_dim_stride,
     table_stride,
-    num_slots,
     num_rows,
     scale,
     soft_cap,
@@ -146,15 +145,16 @@ def _paged_attention_kernel(
         total = tl.where(split == 0, 1.0, total)
     attended = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
     table = block_tables_ptr + row.to(tl.int64) * table_stride
-    key_head = key_cache_ptr + kv_head.to(tl.int64) * num_slots * KEY_DIM
-    value_head = value_cache_ptr + kv_head.to(tl.int64) * num_slots * VALUE_DIM
+    key_head = key_cache_ptr + kv_head * BLOCK_SIZE * KEY_DIM
+    value_head = value_cache_ptr + kv_head * BLOCK_SIZE * VALUE_DIM
     # A tile ahead: Triton loads keys and values early only if no load of the same turn says where they are.
     key = first_key + tl.arange(0, BLOCK_N)
     block = tl.load(table + key // BLOCK_SIZE, mask=(key >= first_seen) & (key < end_key), other=0)
     for start in range(first_key, end_key, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         is_key = (key >= first_seen) & (key < end_key)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        # Counted from the head's place in block 0: a block has those of all heads.
+        slot = block.to(tl.int64) * (NUM_HEADS // SHARE * BLOCK_SIZE) + key % BLOCK_SIZE
         block = tl.load(table + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < end_key, other=0)
         is_k = is_key[None, :] & (d < KEY_DIM)[:, None]
         k = tl.load(key_head + slot[None, :] * KEY_DIM + d[:, None], mask=is_k, other=0.0)
@@ -244,7 +244,7 @@ def paged_attention(
     cap(x) = soft_cap * tanh(x / soft_cap); a sink adds exp(sinks[h]) to the denominator of head h.
     query: [T, H, D], any strides; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in
     query's dtype; tokens that belong to no row are left unwritten.
-    key_cache: [G, B, S, D], value_cache: [G, B, S, E], contiguous. What no token sees is not read.
+    key_cache: [B, G, S, D], value_cache: [B, G, S, E], contiguous. What no token sees is not read.
     num_splits: among how many programs the keys of a row's only token are shared out. None decides by what is
     known without asking the device, else a power of two. With 1, and only then, a token has the same bits in
     every batch.
@@ -255,7 +255,7 @@ def paged_attention(
     if num_tokens == 0 or batch.num_rows == 0:
         return out
     is_fixed, is_decode = num_splits == 1, batch.max_query_length == 1
-    num_kv_heads, share = key_cache.shape[0], num_heads // key_cache.shape[0]
+    num_kv_heads, share = key_cache.shape[1], num_heads // key_cache.shape[1]
     tile = _tile_for(
         query.dtype, max(key_dim, value_dim), share, None if is_fixed else batch.max_query_length
     )
@@ -281,7 +281,6 @@ def paged_attention(
         sums,
         *query.stride(),
         batch.block_tables.stride(0),
-        key_cache.shape[1] * key_cache.shape[2],
         batch.num_rows,
         scale * _LOG2_E.value if soft_cap is None else scale / soft_cap,
         0.0 if soft_cap is None else soft_cap * _LOG2_E.value,
@@ -301,7 +300,7 @@ def paged_attention(
 def _constants(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile) -> dict[str, int]:
     """What a kernel is compiled for: the same for all calls of a model with this tile."""
     num_heads, key_dim = query.shape[1:]
-    num_kv_heads, _, block_size, value_dim = value_cache.shape
+    _, num_kv_heads, block_size, value_dim = value_cache.shape
     return {
         "NUM_HEADS": num_heads,
         "SHARE": num_heads // num_kv_heads,
@@ -380,7 +379,7 @@ def _check(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, num_splits: int | None
 ) -> None:
     num_heads, key_dim = query.shape[1:]
-    if num_heads % key_cache.shape[0] or key_cache.shape[-1] != key_dim:
+    if num_heads % key_cache.shape[1] or key_cache.shape[-1] != key_dim:
         raise ValueError(
             f"{num_heads} heads of {key_dim} cannot read a key cache of shape {tuple(key_cache.shape)}"
         )

@@ -20,10 +20,10 @@ def _rotary_kv_write_kernel(
     query_norm_ptr,
     key_norm_ptr,
     qkv_stride,
-    num_slots,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
@@ -86,12 +86,13 @@ def _rotary_kv_write_kernel(
         tl.store(head_start + rest_place, rest.to(dtype), mask=is_query & is_rest)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
-        key_row = (head - NUM_HEADS).to(tl.int64) * num_slots + slot
+        first_row = slot // BLOCK_SIZE * NUM_KV_HEADS * BLOCK_SIZE + slot % BLOCK_SIZE
+        key_row = first_row + (head - NUM_HEADS) * BLOCK_SIZE
         key_start = key_cache_ptr + key_row * HEAD_DIM
         tl.store(key_start + half_place, first_turned.to(dtype), mask=is_key & is_half)
         tl.store(key_start + half + half_place, second_turned.to(dtype), mask=is_key & is_half)
         tl.store(key_start + rest_place, rest.to(dtype), mask=is_key & is_rest)
-        value_row = (head - NUM_HEADS - NUM_KV_HEADS).to(tl.int64) * num_slots + slot
+        value_row = first_row + (head - NUM_HEADS - NUM_KV_HEADS) * BLOCK_SIZE
         value_start = value_cache_ptr + value_row * HEAD_DIM
         tl.store(value_start + half_place, first_value.to(dtype), mask=is_value & is_half)
         tl.store(value_start + half + half_place, second_value.to(dtype), mask=is_value & is_half)
@@ -117,10 +118,10 @@ def rotary_kv_write(
     fp32. With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
     qkv: [T, (H + 2 G) D], rows contiguous, heads of q, then of k, then of v.  positions: [T] int64.
     cos_sin: [max_positions, rotary_dim] fp32 contiguous, cosines in the first half.  slot_mapping: [T] int64;
-    a negative slot stores nothing.  key_cache, value_cache: [G, B, S, D] contiguous, of qkv's dtype, written.
+    a negative slot stores nothing.  key_cache, value_cache: [B, G, S, D] contiguous, of qkv's dtype, written.
     Source: Su et al. 2021, eq. 34, in the half-split form of GPT-NeoX.
     """
-    num_kv_heads, num_blocks, block_size, head_dim = key_cache.shape
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
     num_tokens, total_heads = qkv.shape[0], num_heads + 2 * num_kv_heads
     rotary_dim = cos_sin.shape[1]
     _check(qkv, cos_sin, key_cache, value_cache, total_heads, positions, slot_mapping)
@@ -139,10 +140,10 @@ def rotary_kv_write(
         query_norm if has_norms else None,
         key_norm if has_norms else None,
         qkv.stride(0),
-        num_blocks * block_size,
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
         HAS_NORMS=has_norms,

@@ -29,8 +29,8 @@ class OneRow:
         self.layers = [
             LayerCache(
                 0,
-                torch.zeros(shape.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, shape.key_dim, dtype=dtype),
-                torch.zeros(shape.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, shape.value_dim, dtype=dtype),
+                torch.zeros(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim, dtype=dtype),
+                torch.zeros(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim, dtype=dtype),
             )
             for shape in warm_up(self.model)
         ]

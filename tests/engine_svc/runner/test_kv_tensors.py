@@ -33,14 +33,14 @@ def test_every_layer_has_caches_of_its_shape():
     facts = facts_of(KVShape(2, 8, 4), KVShape(1, 8, 8), KVShape(2, 8, 4))
     kv = KVTensors(facts, KVSizing(5, 16, 0))
     assert [tuple(layer.key_cache.shape) for layer in kv.layers] == [
-        (2, 5, 16, 8),
-        (1, 5, 16, 8),
-        (2, 5, 16, 8),
+        (5, 2, 16, 8),
+        (5, 1, 16, 8),
+        (5, 2, 16, 8),
     ]
     assert [tuple(layer.value_cache.shape) for layer in kv.layers] == [
-        (2, 5, 16, 4),
-        (1, 5, 16, 8),
-        (2, 5, 16, 4),
+        (5, 2, 16, 4),
+        (5, 1, 16, 8),
+        (5, 2, 16, 4),
     ]
     assert all(layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous() for layer in kv.layers)
     assert {layer.key_cache.dtype for layer in kv.layers} == {torch.bfloat16}
@@ -61,8 +61,8 @@ def test_clearing_zeroes_the_blocks_in_every_layer_and_no_other():
         stack.fill_(float("nan"))
     kv.clear([4, 1])
     for cache in [cache for layer in kv.layers for cache in (layer.key_cache, layer.value_cache)]:
-        assert not cache[:, [1, 4]].any()
-        assert cache[:, [0, 2, 3]].isnan().all()
+        assert not cache[[1, 4]].any()
+        assert cache[[0, 2, 3]].isnan().all()
 
 
 def test_layers_of_one_group_have_memory_of_their_own_and_those_of_different_groups_share_it():

@@ -17,7 +17,7 @@ from triptych_kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.native_ops() is None, reason="needs the compiled kernels")
 
-# Four planes of 64 MiB, of blocks of 2 KiB each: 1,024 of them fill a large page.
+# Four layers of 64 MiB, of blocks of 2 KiB each: 1,024 of them fill a large page.
 _NUM_BLOCKS = 1 << 15
 _BLOCK_MIB = 4 * 2 / 1024
 
@@ -26,7 +26,7 @@ class Rig:
     """A cache, whose calls for elsewhere are made at once."""
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self.stacks = [torch.empty(2, 1, _NUM_BLOCKS, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
+        self.stacks = [torch.empty(2, _NUM_BLOCKS, 1, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
         self.calls = 0
         self.prefault = Prefault(self.stacks, self.call, at_once=at_once)
 
@@ -51,9 +51,9 @@ def test_memory_is_there_before_blocks_are_used_and_not_long_before():
     assert rig.grows_by(700) == pytest.approx((1024 - 128) * _BLOCK_MIB, abs=2)
     before = resident_mib()
     for stack in rig.stacks:
-        stack[:, :, :1024] = 1
+        stack[:, :1024] = 1
     assert resident_mib() - before < 3  # of 8, with what threads take that fill
-    # From here on a large page of each plane.
+    # From here on a large page of each layer.
     assert rig.grows_by(1024 + 511) == pytest.approx(1024 * _BLOCK_MIB, abs=9)
     assert rig.grows_by(1024 + 511) < 0.3
 
@@ -70,10 +70,10 @@ def test_all_memory_of_a_cache_of_a_stated_size_is_got_at_once_the_first_blocks_
     before = resident_mib()
     rig.prefault.restart()
     assert resident_mib() - before == pytest.approx(_NUM_BLOCKS * _BLOCK_MIB, abs=2)
-    planes = [plane.data_ptr() for stack in rig.stacks for plane in stack[:, 0]]
-    # One block of each plane to try, then the blocks of all planes before more of any.
-    assert starts[:8] == planes * 2
-    assert starts[8:12] == [plane + 64 * 2048 for plane in planes]
+    layers = [layer.data_ptr() for stack in rig.stacks for layer in stack]
+    # One block of each layer to try, then the blocks of all layers before more of any.
+    assert starts[:8] == layers * 2
+    assert starts[8:12] == [layer + 64 * 2048 for layer in layers]
     assert rig.calls == 1
     rig.prefault.reach(_NUM_BLOCKS - 1)
     assert rig.calls == 1

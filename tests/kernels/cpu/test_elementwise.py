@@ -129,7 +129,7 @@ def test_rotary_kv_write_matches_the_reference(ops, num_tokens, heads, is_normed
     results = []
     for table in (ops, REFERENCE):
         own = qkv.clone()
-        caches = [torch.full((num_kv_heads, 24, 3, head_dim), NAN, dtype=dtype) for _ in range(2)]
+        caches = [torch.full((24, num_kv_heads, 3, head_dim), NAN, dtype=dtype) for _ in range(2)]
         options = norms if is_normed else {}
         cos_sin = noise(50, rotary_dim, seed=6)
         table.rotary_kv_write(own, positions, cos_sin, slots, *caches, num_heads=num_heads, **options)
@@ -150,7 +150,7 @@ def test_many_tokens_turn_alike_by_one_thread_and_by_two(ops, use_threads, num_t
     use_threads(num_threads)
     qkv, slots = noise(300, 3 * 64, dtype=torch.bfloat16), torch.arange(300).flip(0)
     other, cos_sin, positions = qkv.clone(), noise(300, 64, seed=1), torch.arange(300)
-    caches = [torch.zeros(1, 30, 10, 64, dtype=torch.bfloat16) for _ in range(4)]
+    caches = [torch.zeros(30, 1, 10, 64, dtype=torch.bfloat16) for _ in range(4)]
     ops.rotary_kv_write(qkv, positions, cos_sin, slots, *caches[:2], num_heads=1)
     REFERENCE.rotary_kv_write(other, positions, cos_sin, slots, *caches[2:], num_heads=1)
     assert torch.equal(qkv, other)
@@ -160,7 +160,7 @@ def test_many_tokens_turn_alike_by_one_thread_and_by_two(ops, use_threads, num_t
 
 def test_a_negative_slot_stores_nothing(ops):
     qkv, slots = noise(4, 3 * 8), torch.tensor([-1, 5, -1, 0])
-    caches = [torch.full((1, 4, 2, 8), NAN) for _ in range(2)]
+    caches = [torch.full((4, 1, 2, 8), NAN) for _ in range(2)]
     ops.rotary_kv_write(qkv, torch.zeros(4, dtype=torch.int64), noise(1, 8), slots, *caches, num_heads=1)
     written = torch.tensor([0, 5])
     for cache in caches:
@@ -173,7 +173,7 @@ def test_a_negative_slot_stores_nothing(ops):
 
 
 def test_positions_and_slots_that_do_not_exist_are_refused_before_anything_is_written(ops):
-    qkv, caches = noise(2, 3 * 8), [torch.zeros(1, 4, 2, 8) for _ in range(2)]
+    qkv, caches = noise(2, 3 * 8), [torch.zeros(4, 1, 2, 8) for _ in range(2)]
     before = qkv.clone()
     for positions, slots in (([0, 5], [0, 1]), ([0, -1], [0, 1]), ([0, 1], [0, 8])):
         with pytest.raises(IndexError, match="a position is not below 5, a slot not below 8"):
@@ -194,7 +194,7 @@ def test_kv_write_matches_the_reference(ops, num_tokens, dtype):
     values = noise(num_tokens, 4, 2, dtype=dtype).transpose(1, 2)
     written = []
     for table in (ops, REFERENCE):
-        caches = torch.full((2, 8, 3, 5), NAN, dtype=dtype), torch.full((2, 8, 3, 4), NAN, dtype=dtype)
+        caches = torch.full((8, 2, 3, 5), NAN, dtype=dtype), torch.full((8, 2, 3, 4), NAN, dtype=dtype)
         table.kv_write(keys, values, *caches, slots)
         written.append(caches)
     for output, expected in zip(*written, strict=True):

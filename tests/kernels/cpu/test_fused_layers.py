@@ -82,7 +82,7 @@ class Rig:
         return fused
 
     def caches(self) -> list[Cache]:
-        shape = (KV_HEADS, NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM)
+        shape = (NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         return [
             Cache(int(layer.window is not None), *(torch.zeros(shape, dtype=self.dtype) for _ in range(2)))
             for layer in self.layers
@@ -214,13 +214,13 @@ def test_what_does_not_fit_is_refused_in_words(ops):
         run(fused, replace(step, x=step.x.float()), caches)
     with pytest.raises(ValueError, match="there are 2 caches for 3 layers"):
         run(fused, step, caches[:2])
-    with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(1, 32, 4, 24\) of 1 groups"):
+    with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(32, 1, 4, 24\) of 1 groups"):
         run(fused, replace(step, slots=step.slots[:1], attention=step.attention[:1]), rig.caches())
     large = [replace(batch, block_size=16) for batch in step.attention]
     with pytest.raises(ValueError, match="the caches have blocks of 4, a batch has others"):
         run(fused, replace(step, attention=large), caches)
     wide = [replace(cache, key_cache=cache.key_cache.float()) for cache in caches]
-    with pytest.raises(ValueError, match=r"a cache is torch.float32 \(1, 32, 4, 24\) of group 0"):
+    with pytest.raises(ValueError, match=r"a cache is torch.float32 \(32, 1, 4, 24\) of group 0"):
         run(fused, step, wide)
 
 

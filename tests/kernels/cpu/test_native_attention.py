@@ -201,7 +201,7 @@ def test_a_row_has_the_same_bits_in_every_company(ops, shape, options, dtype):
 @pytest.mark.parametrize(("shape", "options"), INVARIANCE)
 def test_where_blocks_lie_changes_no_bit(ops, shape, options, dtype):
     case = shaped_case(shape, dtype)
-    order = torch.randperm(case.key_cache.shape[1], generator=torch.Generator().manual_seed(5))
+    order = torch.randperm(case.key_cache.shape[0], generator=torch.Generator().manual_seed(5))
     places = order.argsort()
     moved = AttentionBatch.of(
         places[case.batch.block_tables.long()],
@@ -211,8 +211,8 @@ def test_where_blocks_lie_changes_no_bit(ops, shape, options, dtype):
     )
     elsewhere = replace(
         case,
-        key_cache=case.key_cache[:, order].clone(),
-        value_cache=case.value_cache[:, order].clone(),
+        key_cache=case.key_cache[order].clone(),
+        value_cache=case.value_cache[order].clone(),
         batch=moved,
     )
     assert torch.equal(attend(ops, elsewhere, **options), attend(ops, case, **options))
@@ -237,8 +237,8 @@ def test_a_row_with_nan_reaches_no_other(ops, poisoned, block_size, dtype):
     case = shaped_case(((4, 2), 32, 32, block_size), dtype)
     clean = attend(ops, case)
     block = int(case.batch.block_tables[poisoned, 0])
-    case.key_cache[:, block] = float("nan")
-    case.value_cache[:, block] = float("nan")
+    case.key_cache[block] = float("nan")
+    case.value_cache[block] = float("nan")
     starts = case.batch.query_starts.tolist()
     own = slice(starts[poisoned], starts[poisoned + 1])
     output = attend(ops, case)
@@ -255,8 +255,8 @@ def test_a_place_that_a_token_does_not_see_may_hold_anything(ops, place, window,
     case = one_row(shape, dtype)
     clean = attend(ops, case, window=window)
     block, offset = int(case.batch.block_tables[0, place // 16]), place % 16
-    case.key_cache[:, block, offset] = float("nan")
-    case.value_cache[:, block, offset] = float("inf")
+    case.key_cache[block, :, offset] = float("nan")
+    case.value_cache[block, :, offset] = float("inf")
     output = attend(ops, case, window=window)
     end = LENGTH if window is None else place + window
     assert torch.equal(output[:place], clean[:place])

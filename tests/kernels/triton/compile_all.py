@@ -74,7 +74,7 @@ def launch_rare_forms(ops: Ops, dtype: torch.dtype) -> None:
     """What no decoder of the plain shape asks for."""
     heads, dim = _SHAPE.num_heads, _SHAPE.head_dim
     kv_heads = _SHAPE.num_kv_heads
-    keys = torch.zeros(kv_heads, 80, 16, dim, dtype=dtype)
+    keys = torch.zeros(80, kv_heads, 16, dim, dtype=dtype)
     table = torch.arange(80, dtype=torch.int32)[None]
     for length in (1, 50):
         query = torch.zeros(length, heads, dim, dtype=dtype)

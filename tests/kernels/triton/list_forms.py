@@ -63,7 +63,7 @@ def sample(ops: Ops, num_rows: int) -> None:
 
 def attend(ops: Ops, num_rows: int) -> None:
     """A decode step of a model with two groups of layers, whose block tables lie behind each other."""
-    keys = torch.zeros(1, 4, 16, 16)
+    keys = torch.zeros(4, 1, 16, 16)
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
     totals = torch.full((num_rows,), 9, dtype=torch.int32)
     for table in torch.zeros(2, num_rows, 3, dtype=torch.int32).unbind():

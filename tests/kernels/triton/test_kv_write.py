@@ -19,7 +19,7 @@ def noise(shape, device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(num_tokens)
     num_blocks = -(-num_tokens // block_size) + 3
     sizes = [(num_tokens, num_heads, dim) for dim in (key_dim, value_dim)]
-    sizes += [(num_heads, num_blocks, block_size, dim) for dim in (key_dim, value_dim)]
+    sizes += [(num_blocks, num_heads, block_size, dim) for dim in (key_dim, value_dim)]
     slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
     slots[2::5] = -1
     tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
@@ -70,4 +70,4 @@ def test_what_does_not_fit_together_is_refused(device):
     with pytest.raises(ValueError, match="2 slots have keys \\(3, 2, 8\\)"):
         kv_write(keys, values, key_cache, value_cache, slots[:2])
     with pytest.raises(ValueError, match="must be contiguous"):
-        kv_write(keys, values, key_cache.transpose(1, 2), value_cache.transpose(1, 2), slots)
+        kv_write(keys[..., :4], values, key_cache[..., :4], value_cache, slots)

@@ -38,7 +38,7 @@ def moved(case: PagedCase, device: torch.device) -> PagedCase:
         if total % batch.block_size:
             block = batch.block_tables[row, total // batch.block_size]
             for cache in (key_cache, value_cache):
-                cache[:, block, total % batch.block_size :] = float("nan")
+                cache[block, :, total % batch.block_size :] = float("nan")
     tables, starts, totals = (
         tensor.to(device) for tensor in (batch.block_tables, batch.query_starts, batch.total_lengths)
     )
@@ -101,7 +101,7 @@ def test_blocks_that_fell_out_of_the_window_are_not_read(lengths, num_splits, de
     for row, (num_tokens, total) in enumerate(lengths):
         num_freed = (total - num_tokens - 10 + 1) // case.batch.block_size
         freed = case.batch.block_tables[row, :num_freed].long()
-        case.key_cache[:, freed] = case.value_cache[:, freed] = float("nan")
+        case.key_cache[freed] = case.value_cache[freed] = float("nan")
         case.batch.block_tables[row, :num_freed] = 10**8
     assert torch.equal(attend(case, num_splits=num_splits, window=10), expected)
 
@@ -196,8 +196,8 @@ def test_a_row_with_nan_reaches_no_other(num_splits, device):
     case = moved(paged_case(DECODE), device)
     clean = attend(case, num_splits=num_splits)
     poisoned = int(case.batch.block_tables[3, 0])
-    case.key_cache[:, poisoned] = float("nan")
-    case.value_cache[:, poisoned] = float("nan")
+    case.key_cache[poisoned] = float("nan")
+    case.value_cache[poisoned] = float("nan")
     output = attend(case, num_splits=num_splits)
     assert output[3].isnan().all()
     assert torch.equal(output[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
@@ -224,7 +224,7 @@ def test_what_does_not_fit_together_is_refused(device):
     with pytest.raises(ValueError, match="3 heads of 8 cannot read"):
         attend(replace(case, query=case.query[:, :3]))
     with pytest.raises(ValueError, match="the value cache"):
-        attend(replace(case, value_cache=case.value_cache[:, :1]))
+        attend(replace(case, value_cache=case.value_cache[:1]))
     with pytest.raises(ValueError, match="the caches of"):
         attend(replace(case, query=case.query.half()))
     with pytest.raises(ValueError, match="must be contiguous"):

@@ -50,7 +50,7 @@ def rotary_case(shape, device, dtype=torch.float32, *, has_norms=False) -> Rotar
     num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim = shape
     generator = torch.Generator().manual_seed(num_tokens)
     num_blocks = num_tokens // BLOCK_SIZE + 2
-    caches = torch.randn(2, num_kv_heads, num_blocks, BLOCK_SIZE, head_dim, generator=generator)
+    caches = torch.randn(2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim, generator=generator)
     slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=generator)[:num_tokens]
     slots[2::5] = -1
     angles = torch.rand(50, rotary_dim // 2, generator=generator) * 6

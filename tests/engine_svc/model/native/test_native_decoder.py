@@ -33,8 +33,8 @@ def logits_in_chunks(loaded: LoadedModel, token_ids: torch.Tensor, ends: list[in
     layers = [
         LayerCache(
             0,
-            torch.zeros(shape.num_kv_heads, num_blocks, BLOCK_SIZE, shape.key_dim),
-            torch.zeros(shape.num_kv_heads, num_blocks, BLOCK_SIZE, shape.value_dim),
+            torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim),
+            torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim),
         )
         for shape in loaded.facts.kv_shapes
     ]
