@@ -17,8 +17,7 @@ namespace triptych {
 namespace {
 
 constexpr int64_t kTilesOfStep = 2;    // tiles of places that are one step of weights
-constexpr int64_t kStepsTogether = 4;  // of values that lie interleaved in the first-level cache
-constexpr int64_t kTilesOfGroup = kTilesOfStep * kStepsTogether;
+constexpr int64_t kStepsTogether = 4;  // of values that lie interleaved, for many rows: see TileTask
 constexpr int64_t kUnitsOfStep = 16;
 
 // Rows times units of neighbouring registers, of which there are at most four. Strides are in bytes.
@@ -155,9 +154,10 @@ public:
         : TaskParts(
               call, block, kv_head, stream, next,
               // A step more, for a row's own copy of values.
-              Shape{kUnitsOfStep, rows_of_group(block.num_tokens * call.share), kTilesOfGroup + kTilesOfStep,
+              Shape{kUnitsOfStep, rows_of_group(block.num_tokens * call.share),
+                    (steps_together(block.num_tokens * call.share) + 1) * kTilesOfStep,
                     stream.first_tile() % kTilesOfStep}),
-          num_steps_(steps_of(Range{0, num_tiles_}).end) {}
+          num_steps_(steps_of(Range{0, num_tiles_}).end), steps_together_(steps_together(num_rows_)) {}
 
     // False when there is no memory.
     bool run(Registers& registers) {
@@ -178,6 +178,10 @@ private:
         const int64_t num_groups = (num_rows + kTileRows - 1) / kTileRows;
         return (num_rows + num_groups - 1) / num_groups;
     }
+
+    // What is laid for few rows is used once, and soon leaves the first-level cache to what comes; many rows use it for
+    // group after group, best several steps at a time.
+    static int64_t steps_together(int64_t num_rows) { return rows_of_group(num_rows) <= kFewRows ? 1 : kStepsTogether; }
 
     // Steps, counted from the task's first, that have any place of the tiles.
     Range steps_of(Range tiles) const {
@@ -206,11 +210,11 @@ private:
         if (has_few_rows() && call_.block_size % kTile == 0 && call_.key_bytes % kTileRowBytes == 0) {
             return score_in_place();
         }
-        const int64_t padding = num_units_ - num_chunks_ * 4;
-        for (int64_t t = 0; t < kTilesOfGroup && padding > 0; ++t)
+        const int64_t padding = num_units_ - num_chunks_ * 4, together = steps_together_ * kTilesOfStep;
+        for (int64_t t = 0; t < together && padding > 0; ++t)
             std::memset(keys_ + ((t + 1) * num_units_ - padding) * 16, 0, padding * 64);
-        for (int64_t tile = 0; tile < num_tiles_; tile += kTilesOfGroup) {
-            const int64_t end_tile = std::min(tile + kTilesOfGroup, num_tiles_);
+        for (int64_t tile = 0; tile < num_tiles_; tile += together) {
+            const int64_t end_tile = std::min(tile + together, num_tiles_);
             for (int64_t t = tile; t < end_tile; ++t) lay_keys(t, keys_ + (t - tile) * num_units_ * 16);
             for_groups([&](int64_t r, int64_t count) {
                 const Range tiles = tiles_of(r, count);
@@ -295,8 +299,8 @@ private:
     }
 
     void add() {
-        for (int64_t step = 0; step < num_steps_; step += kStepsTogether) {
-            const int64_t end_step = std::min(step + kStepsTogether, num_steps_);
+        for (int64_t step = 0; step < num_steps_; step += steps_together_) {
+            const int64_t end_step = std::min(step + steps_together_, num_steps_);
             bool is_harmless[kStepsTogether];  // even to rows that do not see all of it
             for (int64_t s = step; s < end_step; ++s) is_harmless[s - step] = lay_step(s, values_of(s - step));
             for_groups([&](int64_t r, int64_t count) {
@@ -361,7 +365,7 @@ private:
 
     // Adds one step to one row, with zeros for values that it does not see.
     void add_seen(int64_t r, int64_t step, const int32_t* values) {
-        int32_t* cleared = values_of(kStepsTogether);
+        int32_t* cleared = values_of(steps_together_);
         for (int64_t unit = 0; unit < kUnitsOfStep; ++unit) {
             const int64_t place = first_place(step) + 2 * unit;
             const auto sees = [&](int64_t p) { return p >= seen_[r].first && p < seen_[r].end; };
@@ -373,7 +377,7 @@ private:
         add_steps(r, 1, step, 1, cleared);
     }
 
-    const int64_t num_steps_;
+    const int64_t num_steps_, steps_together_;
 };
 
 }  // namespace
