@@ -164,7 +164,7 @@ class Engine:
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
-        if self._in_flight and not self._unproven.isdisjoint(self._in_flight[-1][0].request_ids):
+        if self._in_flight and self._proves(self._in_flight[-1][0]):
             # A frontend sends the next request of an engine that died when this one has yielded: what was
             # planned before that would come between them.
             self._finish_oldest()
@@ -182,6 +182,13 @@ class Engine:
         if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
+
+    def _proves(self, plan: StepPlan) -> bool:
+        """Whether a request of another engine yields its first output in this step."""
+        if not self._unproven:
+            return False
+        rows = zip(plan.request_ids, plan.samples, strict=True)
+        return any(samples and request_id in self._unproven for request_id, samples in rows)
 
     def _launch(self, plan: StepPlan, now: float) -> bool:
         """Give a plan to the executor. False where that failed, and everything in flight with it."""

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine_svc.mailbox import Abort, Inbox
+from engine_svc.mailbox import Abort, Add, Inbox
+from engine_svc.request import Request
+from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import StepPlan
+from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.test_engine import Rig
 
 
@@ -71,6 +74,21 @@ def test_steps_run_ahead_again_when_a_moved_request_has_yielded():
     rig.stop()
     # One token a step: what was launched and has not yielded when each of the steps is launched.
     assert ahead == [0, 0, 1, 1, 1, 1]
+
+
+def test_parts_of_a_moved_prompt_that_yield_nothing_run_ahead():
+    rig = Rig(max_in_flight=2, runs_ahead=True)
+    rig.executor.gate.clear()
+    prompt = list(range(100))  # the scheduler gives 64 a step
+    request = Request("long", list(prompt), len(prompt), SamplingParams(max_tokens=1, seed=7))
+    rig.inbox.put(Add(request, rig.frontend.outbox, 1, is_moved=True))
+    rig.start()
+    rig.executor.wait_for_launches(2)
+    assert rig.frontend.tokens == {}
+    rig.executor.gate.set()
+    rig.frontend.read_until_ended(1)
+    rig.stop()
+    assert rig.frontend.tokens == {1: expected_tokens(prompt, 7, 1)}
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
