@@ -5,6 +5,8 @@ Every method returns at once but `Inbox.wait`, which only the engine thread call
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -88,32 +90,27 @@ class Inbox:
 
     def __init__(self, max_commands: int) -> None:
         self._max_commands = max_commands
-        self._commands: deque[Command] = deque()
-        self._changed = threading.Condition()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._woken_by: list[Command] = []  # the engine thread's, like what follows
 
     def put(self, command: Command) -> bool:
         """Hand over `command` and wake a parked loop. False where an ADD finds the inbox full."""
-        with self._changed:
-            if isinstance(command, Add) and len(self._commands) >= self._max_commands:
-                return False
-            self._commands.append(command)
-            self._changed.notify()
+        if isinstance(command, Add) and self._commands.qsize() >= self._max_commands:
+            return False
+        self._commands.put(command)
         return True
 
     def take(self) -> list[Command]:
         """Everything that waits, oldest first; never blocks."""
-        # Reading the length without the lock is safe: a command missed now is seen at the next look.
-        if not self._commands:
-            return []
-        with self._changed:
-            commands = list(self._commands)
-            self._commands.clear()
+        commands, self._woken_by = self._woken_by, []
+        commands += [self._commands.get() for _ in range(self._commands.qsize())]
         return commands
 
     def wait(self, timeout_s: float | None) -> None:
         """Park until a command is there, or until the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands), timeout_s)
+        if not self._woken_by:
+            with contextlib.suppress(queue.Empty):
+                self._woken_by.append(self._commands.get(timeout=timeout_s))
 
 
 class Outbox:
