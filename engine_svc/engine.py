@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _BLOCKED_WAIT_S = 0.001
 # The longest that a loop without work parks for a deadline: a wait cannot be as long as a stranger's can be.
 _MAX_PARK_S = 3600.0
-# How long the next step waits for what a frontend may send when it sees that a moved request has yielded.
+# How long the next step waits for what a frontend sends when it sees that a suspect has yielded.
 _ANSWER_WAIT_S = 0.005
 # A step that takes no longer needs no announcement.
 DEFAULT_STEP_LIMIT_S = 5.0
@@ -91,7 +91,7 @@ class Engine:
         self._inquiry = Inquiry()
         self._routes = Routes()
         self._deadlines = Deadlines(self._routes.by_id)
-        self._unproven: set[str] = set()  # requests of other engines that have yielded nothing here yet
+        self._unproven: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -184,7 +184,7 @@ class Engine:
         return True
 
     def _proves(self, plan: StepPlan) -> bool:
-        """Whether a request of another engine yields its first output in this step."""
+        """Whether a suspect of its frontend yields its first output in this step."""
         if not self._unproven:
             return False
         rows = zip(plan.request_ids, plan.samples, strict=True)
@@ -223,7 +223,7 @@ class Engine:
         self._pace.end(now)
         num_unproven = len(self._unproven)
         self._publish(outputs, self._routes.told(plan, result))
-        if len(self._unproven) < num_unproven and not self._in_flight:
+        if len(self._unproven) < num_unproven and not (self._in_flight or self._is_stopping):
             self._inbox.wait(_ANSWER_WAIT_S)
         self._obey(ruling)
 
@@ -316,7 +316,7 @@ class Engine:
     def _add(self, command: Add) -> None:
         request = command.request
         self._routes.begin(command)
-        if command.is_moved:
+        if command.is_suspect:
             self._unproven.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens

@@ -24,8 +24,8 @@ from engine_svc.step_pieces import pieces
 class Add:
     """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
 
-    With `is_kept` what it yields stays there for who adopts it, until it is forgotten. `is_moved`: another
-    engine had it, and its sender may wait for its first output before sending the next one of those.
+    With `is_kept` what it yields stays there for who adopts it, until it is forgotten. `is_suspect`: an
+    engine died that had it, and its sender sends the next one of those when it has yielded.
     """
 
     request: Request
@@ -33,7 +33,7 @@ class Add:
     handle: int
     deadline_at: float | None = None
     is_kept: bool = False
-    is_moved: bool = False
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,8 @@ class SessionRequests:
         core.prepare(request)
         deadline_at = convert.to_deadline(entry, now)
         is_kept = bool(entry.resume_state) and self._engine.adoptables.has_room_for(entry.request_id)
-        is_moved = entry.attempt > 0
         if not self._engine.inbox.put(
-            Add(request, self._outbox, entry.handle, deadline_at, is_kept, is_moved)
+            Add(request, self._outbox, entry.handle, deadline_at, is_kept, entry.is_suspect)
         ):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)

@@ -188,6 +188,7 @@ class OpenRequest:
             sent = add_pb2.AddEntry()
             sent.CopyFrom(entry)
             sent.attempt = self._moves.num_attempts - 1
+            sent.is_suspect = self._moves.needs_proof
             sent.output_token_ids = id_column(state.output_token_ids)
             sent.age_ms = age_ms
             if remaining_ms is not None:

@@ -88,14 +88,14 @@ class Rig:
         frontend: Frontend | None = None,
         deadline_at: float | None = None,
         is_kept: bool = False,
-        is_moved: bool = False,
+        is_suspect: bool = False,
     ) -> None:
         prompt = prompt_of(handle)
         request = Request(
             f"r{handle}", list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens, seed=handle)
         )
         outbox = (frontend or self.frontend).outbox
-        assert self.inbox.put(Add(request, outbox, handle, deadline_at, is_kept, is_moved))
+        assert self.inbox.put(Add(request, outbox, handle, deadline_at, is_kept, is_suspect))
 
     def start(self) -> None:
         self._thread.start()

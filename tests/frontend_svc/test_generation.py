@@ -336,6 +336,7 @@ async def test_a_request_that_one_engine_cannot_take_now_goes_to_another():
     for refused in engines[0].requests:
         again = resent[refused.entry.request_id]
         assert (refused.entry.attempt, again.attempt) == (0, 1)
+        assert not again.is_suspect
         assert again.request_seed == refused.entry.request_seed
 
 

@@ -1,4 +1,4 @@
-"""Requests that another engine had: nothing runs ahead of what their frontend sends at their first output."""
+"""Suspects of a frontend: nothing runs ahead of what it sends when one of them has yielded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnsweringInbox(Inbox):
         super().wait(timeout_s)
 
 
-def rows_of(plans: list[StepPlan], *, moved: tuple[int, ...]) -> list[list[str]]:
+def rows_of(plans: list[StepPlan], *, suspects: tuple[int, ...]) -> list[list[str]]:
     """The requests of every step, where request 1 runs on and 2 comes in, then 3 as soon as 2 has a token."""
     inbox = AnsweringInbox()
     rig = Rig(on_launch=plans.append, max_in_flight=2, runs_ahead=True, inbox=inbox)
@@ -35,32 +35,32 @@ def rows_of(plans: list[StepPlan], *, moved: tuple[int, ...]) -> list[list[str]]
     def answer() -> None:
         rig.frontend.read()
         if 2 in rig.frontend.tokens:
-            rig.add(3, max_tokens=1, is_moved=3 in moved)
+            rig.add(3, max_tokens=1, is_suspect=3 in suspects)
         else:
             inbox.answer = answer
 
     inbox.answer = answer
     rig.add(1, max_tokens=12)
-    rig.add(2, max_tokens=1, is_moved=2 in moved)
+    rig.add(2, max_tokens=1, is_suspect=2 in suspects)
     rig.start()
     rig.frontend.read_until_ended(3)
     rig.stop()
     return [list(plan.request_ids) for plan in plans]
 
 
-def test_the_next_moved_request_is_in_the_step_behind_the_first_output_of_the_one_before():
-    rows = rows_of([], moved=(2, 3))
+def test_the_next_suspect_is_in_the_step_behind_the_first_output_of_the_one_before():
+    rows = rows_of([], suspects=(2, 3))
     assert rows[:4] == [["r1", "r2"], ["r1", "r3"], ["r1"], ["r1"]]
 
 
-def test_nobody_waits_for_an_answer_to_a_request_that_comes_for_the_first_time():
+def test_nobody_waits_for_an_answer_to_another_request():
     # The loop never parks while request 1 runs, so the answer comes when that has ended.
-    rows = rows_of([], moved=())
+    rows = rows_of([], suspects=())
     assert rows[-1] == ["r3"]
     assert all(row == ["r1"] for row in rows[1:-1])
 
 
-def test_steps_run_ahead_again_when_a_moved_request_has_yielded():
+def test_steps_run_ahead_again_when_a_suspect_has_yielded():
     rig = Rig(max_in_flight=2, runs_ahead=True)
     ahead: list[int] = []
 
@@ -68,7 +68,7 @@ def test_steps_run_ahead_again_when_a_moved_request_has_yielded():
         ahead.append(rig.executor.num_launched - rig.board.read().num_generated_tokens)
 
     rig.executor.on_launch = launch
-    rig.add(1, max_tokens=6, is_moved=True)
+    rig.add(1, max_tokens=6, is_suspect=True)
     rig.start()
     rig.frontend.read_until_ended(1)
     rig.stop()
@@ -76,12 +76,12 @@ def test_steps_run_ahead_again_when_a_moved_request_has_yielded():
     assert ahead == [0, 0, 1, 1, 1, 1]
 
 
-def test_parts_of_a_moved_prompt_that_yield_nothing_run_ahead():
+def test_parts_of_a_suspects_prompt_that_yield_nothing_run_ahead():
     rig = Rig(max_in_flight=2, runs_ahead=True)
     rig.executor.gate.clear()
     prompt = list(range(100))  # the scheduler gives 64 a step
     request = Request("long", list(prompt), len(prompt), SamplingParams(max_tokens=1, seed=7))
-    rig.inbox.put(Add(request, rig.frontend.outbox, 1, is_moved=True))
+    rig.inbox.put(Add(request, rig.frontend.outbox, 1, is_suspect=True))
     rig.start()
     rig.executor.wait_for_launches(2)
     assert rig.frontend.tokens == {}
@@ -92,9 +92,9 @@ def test_parts_of_a_moved_prompt_that_yield_nothing_run_ahead():
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_a_moved_request_that_is_aborted_holds_up_nothing(max_in_flight: int):
+def test_a_suspect_that_is_aborted_holds_up_nothing(max_in_flight: int):
     rig = Rig(max_in_flight=max_in_flight)
-    rig.add(1, is_moved=True)
+    rig.add(1, is_suspect=True)
     rig.inbox.put(Abort("r1"))
     rig.add(2, max_tokens=4)
     rig.start()
