@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 _NUM_BYTES = 1 << 28
 _MATRIX = 2048
@@ -50,15 +50,17 @@ class Floor:
 
 
 def read_shape(model: Path) -> Shape:
-    """The sizes of the checkpoint in a folder, from its config.json."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    network = 3 * hidden * config["intermediate_size"]
+    """The sizes of the checkpoint in a folder, from its config.json, by whatever names it has for them."""
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    num_experts, chosen = getattr(config, "num_local_experts", 1), getattr(config, "num_experts_per_tok", 1)
+    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    # GPT-2 and its kin have no gate, and four times the hidden size where nothing else is said.
+    network = 3 * hidden * width if width else 2 * hidden * (getattr(config, "n_inner", None) or 4 * hidden)
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    num_experts, chosen = config.get("num_local_experts", 1), config.get("num_experts_per_tok", 1)
-    head = hidden * config["vocab_size"]
+    head = hidden * config.vocab_size
     return Shape(
         active_parameters=layers * (attention + chosen * network) + head,
         all_parameters=layers * (attention + num_experts * network) + head,
@@ -74,11 +76,12 @@ def measure_rates(dtype: str) -> Rates:
     # Such a CPU multiplies bf16 by widening it, which torch does number by number.
     product_dtype = "float32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else dtype
     matrix = torch.randn(_MATRIX, _MATRIX).to(getattr(torch, product_dtype))
-    copied = torch.empty_like(source)
-    # A copy reads and writes.
-    copy_s = _best(lambda: copied.copy_(source)) / 2
+    # A product with a vector only reads; a copy reads what it overwrites, too.
+    rows = source.view(_MATRIX, -1)
+    vector = torch.ones(rows.shape[1])
+    read_s = _best(lambda: rows @ vector)
     product_s = _best(lambda: matrix @ matrix)
-    return Rates(_NUM_BYTES / copy_s, 2 * _MATRIX**3 / product_s)
+    return Rates(_NUM_BYTES / read_s, 2 * _MATRIX**3 / product_s)
 
 
 def _best(work: object) -> float:
