@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3MoeConfig,
@@ -60,6 +61,7 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # Layers that see everything, then layers with a window: of two stages each has one kind.
     "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=None),
+    "phi3": lambda: Phi3Config(**_SHAPE, pad_token_id=0),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, moe_intermediate_size=64),
 }
 

@@ -43,7 +43,7 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 pytestmark = pytest.mark.chaos
 
-FAMILIES = ("llama", "qwen2", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe")
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
 PP_2 = {"pipeline_parallel_size": 2}
@@ -79,11 +79,12 @@ def with_requests(driver: Driver) -> Driver:
     [
         ("llama", TP_2),
         ("llama", PP_2),
+        ("phi3", TP_2),
         ("qwen2", PP_2),
         ("mixtral", EP_2),
         ("qwen3_moe", EP_2),
     ],
-    ids=["llama-tp2", "llama-pp2", "windows-pp2", "mixtral-ep2", "qwen3-moe-ep2"],
+    ids=["llama-tp2", "llama-pp2", "phi3-tp2", "windows-pp2", "mixtral-ep2", "qwen3-moe-ep2"],
 )
 def test_ranks_say_what_one_says_and_hold_their_share(
     family: str, division: dict[str, int], folders, alone

@@ -178,6 +178,8 @@ class DecoderBuilder:
             ("v_proj", spec.num_kv_heads, first_kv_head, num_kv_heads),
         )
         rows = [(prefix + name, total * dim, first * dim, count * dim) for name, total, first, count in parts]
+        if spec.is_joined:
+            rows = _joined(prefix + "qkv_proj", rows)
         return Attention(
             ops=self.ops,
             layer=place,
@@ -203,6 +205,8 @@ class DecoderBuilder:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
         total, share = spec.intermediate_size, spec.intermediate_size // ranks
         rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
+        if spec.is_joined:
+            rows = _joined(prefix + "gate_up_proj", rows)
         return GatedFeedForward(
             gate_up=self._rows_linear(rows, spec.hidden_size, spec.has_mlp_bias, self.ops.pack_gated_linear),
             down=self._columns_linear(
@@ -311,3 +315,12 @@ class DecoderBuilder:
         if count is None or count == shape[dim]:
             return self.weights.read(name)
         return self.weights.read_slice(name, dim, first, first + count)
+
+
+def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+    """The same parts where the checkpoint has them one below the other, as `name`."""
+    totals = [total for _, total, _, _ in parts]
+    return [
+        (name, sum(totals), sum(totals[:place]) + first, count)
+        for place, (_, _, first, count) in enumerate(parts)
+    ]

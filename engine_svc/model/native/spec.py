@@ -22,6 +22,7 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
+_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Where each layer has a kind of its own, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3"})
 # With these, a row's angles depend on the longest row of the batch, or on its own length.
@@ -59,6 +60,7 @@ class DecoderSpec:
     has_qkv_bias: bool
     has_out_bias: bool  # of attention's last projection
     has_mlp_bias: bool  # of dense layers
+    is_joined: bool  # a checkpoint's Q, K and V are one weight, its gate and up another
     ties_embeddings: bool
     windows: tuple[int | None, ...]  # per layer
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None has a dense network
@@ -78,7 +80,7 @@ def read_spec(config: Any) -> DecoderSpec:
 
     Raises NotNative, with the reason, where the native decoder would be wrong.
     """
-    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+    if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if config.hidden_act != "silu":
         raise NotNative(f"hidden_act is {config.hidden_act}, the native decoder has silu")
@@ -104,6 +106,7 @@ def read_spec(config: Any) -> DecoderSpec:
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
         has_mlp_bias=family == "llama" and bool(config.mlp_bias),
+        is_joined=family == "phi3",
         ties_embeddings=bool(config.tie_word_embeddings),
         windows=_windows(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),

@@ -23,11 +23,11 @@ MIN_DISTINCT = 20
 NUM_SHARED = 28  # tokens with which two of the prompts begin
 TOLERANCE = 1e-4
 
-NATIVE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+NATIVE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe")
 OTHERS = (
     "afmoe", "bart", "bigbird_pegasus", "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "ernie4_5_moe",
     "exaone4", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm4", "gpt2", "gpt_neox", "gpt_oss",
-    "granitemoe", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi", "phi3",
+    "granitemoe", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi",
     "qwen2_sliding", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 ROADS = [

@@ -15,7 +15,7 @@ FAMILIES = [
     "deepseek_v3",
 ]  # fmt: skip
 
-NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"]
+NATIVE_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe"]
 
 
 def prompt_of(length: int, *, seed: int) -> list[int]:
