@@ -25,6 +25,9 @@ _MEMORY_STEPS = 100
 # Logits of a few requests say nothing of the device: they may be the cause themselves.
 _MIN_BROKEN_REQUESTS = 4
 _MIN_BROKEN_STEPS = 2
+# Nor do those of many that never had a finite one: whoever knows a prompt that has none may send it again and
+# again, and one engine after the other would end by it. So many in a row, with nothing else between, do.
+_MIN_STILLBORN_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ class Inquiry:
         self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
         self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
         self._num_steps = 0  # that came back since the last failure
+        self._sound: tuple[StepPlan, StepResult] | None = None  # the last step with a finite row
         self._num_broken_steps = 0  # in a row, in which no row had a finite logit
-        self._broken: set[str] = set()  # whose rows these were
+        self._broken: set[str] = set()  # whose rows these were, that had finite ones right before
+        self._stillborn: set[str] = set()  # whose else
 
     @property
     def is_open(self) -> bool:
@@ -102,8 +107,11 @@ class Inquiry:
         """A step worked; rows without finite logits may be the device's fault. None: go on as before."""
         self._num_steps += 1
         self._num_lone_failures = 0
-        if (result.non_finite or self._num_broken_steps) and self._is_all_broken(plan, result):
-            return END
+        if result.non_finite or self._num_broken_steps:
+            if self._is_all_broken(plan, result):
+                return END
+        elif any(plan.samples):
+            self._sound = plan, result
         if not self._group:
             return None
         columns = zip(plan.request_ids, plan.samples, strict=True)
@@ -129,13 +137,31 @@ class Inquiry:
         # Rows that their requests' rules bar from every token say nothing either way.
         num_telling = sum(plan.samples) - len(result.barred)
         if len(result.non_finite) < num_telling:
+            self._sound = plan, result
             self._num_broken_steps = 0
             self._broken.clear()
+            self._stillborn.clear()
         elif result.non_finite:
             self._num_broken_steps += 1
             # A request is in later steps already when its first broken row is seen.
-            self._broken.update(plan.request_ids[row] for row in result.non_finite)
-        return self._num_broken_steps >= _MIN_BROKEN_STEPS and len(self._broken) >= _MIN_BROKEN_REQUESTS
+            seen = {plan.request_ids[row] for row in result.non_finite} - self._broken
+            was_sound = seen & self._sound_requests()
+            self._broken |= was_sound
+            self._stillborn |= seen - was_sound
+        is_enough = (
+            len(self._broken) >= _MIN_BROKEN_REQUESTS
+            or len(self._broken) + len(self._stillborn) >= _MIN_STILLBORN_REQUESTS
+        )
+        return is_enough and self._num_broken_steps >= _MIN_BROKEN_STEPS
+
+    def _sound_requests(self) -> set[str]:
+        """Whose rows were finite in the last step that had such."""
+        if self._sound is None:
+            return set()
+        plan, result = self._sound
+        columns = enumerate(zip(plan.request_ids, plan.samples, strict=True))
+        broken = {*result.non_finite, *result.barred}
+        return {request_id for row, (request_id, samples) in columns if samples and row not in broken}
 
     def _present(self) -> Ruling:
         return Ruling(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON

@@ -18,7 +18,12 @@ _SAMPLE_BYTES = 4096
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, all present: one file, or the shards that the index names."""
+    """The safetensors files of the folder, all present: one file, or the shards that the index names.
+
+    Where there are both it is the one file, as in transformers.
+    """
+    if (folder / _SINGLE_NAME).is_file():
+        return [folder / _SINGLE_NAME]
     index = folder / _INDEX_NAME
     if index.is_file():
         shards = [folder / name for name in _shard_names(index)]
@@ -28,8 +33,6 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} lacks {len(missing)} of {len(shards)} weight files: {_some(missing)}"
             )
         return shards
-    if (folder / _SINGLE_NAME).is_file():
-        return [folder / _SINGLE_NAME]
     pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(

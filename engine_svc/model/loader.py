@@ -148,17 +148,24 @@ def _load(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
         )
     config = _read_config(folder, wishes)
+    if config.max_position < 0:
+        raise CheckpointError(f"{folder}/config.json: sequences of {config.max_position} tokens are none")
     reader = WeightReader(weight_files(folder), progress, device=device)
     dtype = _choose_dtype(wishes.dtype, config, reader)
     reader.set_dtype(dtype)
-    _check_determinism(wishes.is_deterministic, device, dtype, ops)
+    # In half precision the references run on a CPU.
+    is_invariant = ops.is_batch_invariant and not (device.type == "cpu" and dtype is torch.float16)
+    name = str(dtype).removeprefix("torch.")
+    if not is_invariant:
+        cure = "auto or off" if not ops.is_batch_invariant else "another dtype, auto or off"
+        _note_variance(wishes.is_deterministic, device, ops, f"in {name} on this machine", cure)
     facts = ModelFacts(
         architecture=config.architecture,
         kv_shapes=(),
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         eos_token_ids=_eos_token_ids(folder, config),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name,
         num_parameters=0,
         weights_digest=weights_digest(folder, reader.files, dtype),
     )
@@ -171,26 +178,23 @@ def _load(
         # Here and not above: transformers' model code takes long to import, and native models need none.
         from engine_svc.model.transformers_road import load_transformers_model
 
-        model, kv_shapes, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
+        model, warm, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
+        kv_shapes = warm.kv_shapes
+        if is_invariant and not warm.is_batch_invariant:
+            _note_variance(wishes.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
     return LoadedModel(model, facts, ops, device)
 
 
-def _check_determinism(wish: bool | None, device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
-    """UnsupportedModel where it is asked for and no kernels keep it; a warning on a CPU, by default."""
-    # In half precision the references run on a CPU.
-    is_half = device.type == "cpu" and dtype is torch.float16
-    if ops.is_batch_invariant and not is_half:
-        return
+def _note_variance(wish: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
+    """UnsupportedModel where determinism is asked for and is not there; a warning on a CPU, by default."""
     differs = "logits may differ by rounding with batch and chunking"
     if wish:
-        cure = "choose auto or off" if not ops.is_batch_invariant else "choose another dtype, auto or off"
-        name = str(dtype).removeprefix("torch.")
-        raise UnsupportedModel(f"deterministic is on, but {differs} in {name} on this machine: {cure}")
+        raise UnsupportedModel(f"deterministic is on, but {differs} {where}: choose {cure}")
     if wish is None and device.type == "cpu":
-        logger.warning(differs, extra={"ops": ops.name})
+        logger.warning(differs, extra={"ops": ops.name, "where": where})
 
 
 def _read_config(folder: Path, wishes: LoadWishes | None = None) -> ModelConfig:
@@ -301,9 +305,12 @@ def _native(
 def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
     try:
         # One place more than the longest sequence: a step may be planned before its end is known.
-        return rotary_table(config.config, facts.max_position + 1)
+        table = rotary_table(config.config, facts.max_position + 1)
+        if not table.isfinite().all():
+            raise ValueError("its angles are no numbers")
+        return table
     # What the functions of transformers raise for parameters that they were not made for.
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{facts.architecture}: rope cannot be computed as config.json states it: "
             f"{type(error).__name__}: {error}"
@@ -329,7 +336,11 @@ def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             ids |= _as_ids(json.loads(path.read_text("utf-8")).get("eos_token_id"))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return tuple(sorted(ids))
+    strange = {each for each in ids if not 0 <= each < config.vocab_size}
+    if strange:
+        # No token is one of these, so none ends by it.
+        logger.warning("eos_token_id names what is no token", extra={"ids": sorted(strange)})
+    return tuple(sorted(ids - strange))
 
 
 def _as_ids(value: object) -> set[int]:

@@ -7,14 +7,15 @@ bitwise the same in every batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from engine_svc.model.module_calls import Compute, compute_by, watch_calls
 from engine_svc.model.prepacked import PackedProjection
 from triptych_kernels import Ops
 
@@ -48,77 +49,32 @@ def prepack_calls(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
         return 0
     found = _products_of(model, run)
     for module, products in found.items():
-        _compute_by(
-            module,
-            {
-                key: PackedProjection(ops.pack_linear(product.weight, product.bias), product.weight)
-                for key, product in products.items()
-            },
-        )
+        packed = {
+            key: PackedProjection(ops.pack_linear(product.weight, product.bias), product.weight)
+            for key, product in products.items()
+        }
+        compute_by(module, _by_packed(packed))
     return len(found)
-
-
-class _Watch(TorchFunctionMode):
-    """Writes down the products of plain torch, by the module that runs, and whose modules run inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: list[nn.Module] = []
-        self.products: dict[nn.Module, list[_Product]] = defaultdict(list)
-        self.outer: set[nn.Module] = set()
-
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        self, function, types, arguments=(), options=None
-    ):
-        if function is F.linear and self.running:
-            self.products[self.running[-1]].append(_read(*arguments, **(options or {}))[1])
-            self.outer.update(self.running[:-1])
-        return function(*arguments, **(options or {}))
-
-
-class _ByPacked(TorchFunctionMode):
-    """Products of plain torch by packed projections, where there is one of the weight's shape and dtype."""
-
-    def __init__(self, packed: Mapping[_Key, PackedProjection]) -> None:
-        super().__init__()
-        self._packed = packed
-
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        self, function, types, arguments=(), options=None
-    ):
-        if function is F.linear:
-            x, product = _read(*arguments, **(options or {}))
-            projection = self._packed.get(product.key)
-            if projection is not None:
-                return projection(x)
-        return function(*arguments, **(options or {}))
 
 
 def _products_of(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, dict[_Key, _Product]]:
     """By module, what it and nothing inside it multiplies by in every call."""
-    watch = _Watch()
+    products: dict[nn.Module, list[_Product]] = defaultdict(list)
+    outer: set[nn.Module] = set()
 
-    def enter(module: nn.Module, _arguments: object) -> None:
-        watch.running.append(module)
+    def note(
+        running: Sequence[nn.Module],
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        if function is F.linear and running:
+            products[running[-1]].append(_read(*arguments, **options)[1])
+            outer.update(running[:-1])
 
-    def leave(_module: nn.Module, _arguments: object, _output: object) -> None:
-        watch.running.pop()
-
-    hooks = [
-        hook
-        for module in model.modules()
-        for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
-    ]
-    with watch:
-        run()
-    for hook in hooks:
-        hook.remove()
-    found = {
-        module: _by_key(module, products)
-        for module, products in watch.products.items()
-        if module not in watch.outer
-    }
-    return {module: products for module, products in found.items() if products}
+    watch_calls(model, run, note)
+    found = {module: _by_key(module, made) for module, made in products.items() if module not in outer}
+    return {module: made for module, made in found.items() if made}
 
 
 def _by_key(module: nn.Module, products: list[_Product]) -> dict[_Key, _Product]:
@@ -143,17 +99,18 @@ def _is_parameter(module: nn.Module, tensor: Tensor | None) -> bool:
     )
 
 
-def _compute_by(module: nn.Module, packed: Mapping[_Key, PackedProjection]) -> None:
-    mode = _ByPacked(packed)
+def _by_packed(packed: Mapping[_Key, PackedProjection]) -> Compute:
+    """Products of plain torch by packed projections, where there is one of the weight's shape and dtype."""
 
-    def enter(_module: nn.Module, _arguments: object) -> None:
-        mode.__enter__()  # type: ignore[no-untyped-call]
+    def compute(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        if function is F.linear:
+            x, product = _read(*arguments, **options)
+            projection = packed.get(product.key)
+            if projection is not None:
+                return projection(x)
+        return function(*arguments, **options)
 
-    def leave(_module: nn.Module, _arguments: object, _output: object) -> None:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    return compute
 
 
 def _read(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, _Product]:

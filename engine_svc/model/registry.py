@@ -13,6 +13,10 @@ from engine_svc.model.quiet import quiet_transformers
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+# What transformers raises for values that it did not expect.
+_FOREIGN_ERRORS = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -32,7 +36,7 @@ def read_config(folder: Path) -> ModelConfig:
         chosen_class, text_config = model_class(config), config.get_text_config()
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except _FOREIGN_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return ModelConfig(
         architecture=chosen_class.__name__,

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.even_functions import even_out
 from engine_svc.model.prepacked import prepack_projections
 from engine_svc.model.prepacked_calls import prepack_calls
 from engine_svc.model.prepacked_experts import prepack_experts
@@ -57,7 +58,7 @@ class TransformersModel:
     def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
         self.module = module
         self.name = type(module).__name__
-        self._ops = ops
+        self.ops = ops
         # By the first name the model makes no masks: no step has a use for them, and a GPU is waited for to
         # see whether several sequences are in one.
         self._interface = f"triptych_{uuid.uuid4().hex}"
@@ -102,9 +103,12 @@ class TransformersModel:
 
     def pack_projections(self, token_ids: Tensor) -> None:
         """Lay the module's weights out for its device; token_ids are a sample that it computes for that."""
-        prepack_projections(self.module, self._ops, lambda: self.logits_alone(token_ids))
-        prepack_experts(self.module, self._ops)
-        prepack_calls(self.module, self._ops, lambda: self.logits_alone(token_ids))
+        prepack_projections(self.module, self.ops, lambda: self.logits_alone(token_ids))
+        prepack_experts(self.module, self.ops)
+        prepack_calls(self.module, self.ops, lambda: self.logits_alone(token_ids))
+        # No multiple of a vector's elements.
+        odd_number = token_ids[: len(token_ids) - 1 + len(token_ids) % 2]
+        even_out(self.module, self.ops, lambda: self.logits_alone(odd_number))
 
     def logits_alone(self, token_ids: Tensor) -> Tensor:
         """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""
@@ -257,14 +261,14 @@ class TransformersModel:
         self._layer = index + 1
         layer = context.layers[index]
         dtype = layer.key_cache.dtype
-        self._ops.kv_write(
+        self.ops.kv_write(
             call.key[0].transpose(0, 1).to(dtype),
             call.value[0].transpose(0, 1).to(dtype),
             layer.key_cache,
             layer.value_cache,
             context.slot_mappings[layer.group],
         )
-        attended: Tensor = self._ops.paged_attention(
+        attended: Tensor = self.ops.paged_attention(
             call.query[0].transpose(0, 1).to(dtype),
             layer.key_cache,
             layer.value_cache,

@@ -10,12 +10,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
-from engine_svc.model.facts import KVShape
 from engine_svc.model.model_config import ModelConfig
 from engine_svc.model.quiet import quiet_transformers
 from engine_svc.model.registry import own_config
 from engine_svc.model.transformers_model import TransformersModel
-from engine_svc.model.warm_up import warm_up
+from engine_svc.model.warm_up import WarmModel, warm_up
 from engine_svc.model.weights import WeightReader, lazy_weights
 from triptych_kernels import Ops
 
@@ -41,8 +40,8 @@ def load_transformers_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
-) -> tuple[TransformersModel, tuple[KVShape, ...], int]:
-    """The model, what its attention layers keep, and how many parameters it has.
+) -> tuple[TransformersModel, WarmModel, int]:
+    """The model, what its first forwards have shown, and how many parameters it has.
 
     UnsupportedModel where it would run wrongly.
     """
@@ -54,8 +53,8 @@ def load_transformers_model(
         # Counted before: packed projections keep no parameters.
         num_parameters = module.num_parameters()
         model = TransformersModel(module, ops)
-        kv_shapes = warm_up(model)
-    return model, kv_shapes, num_parameters
+        warm = warm_up(model)
+    return model, warm, num_parameters
 
 
 def _build(
@@ -75,6 +74,7 @@ def _build(
             local_files_only=True,
             # What the warm-up compares with; faster ones leave out what they cannot do.
             attn_implementation="eager",
+            experts_implementation="eager",
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

@@ -38,9 +38,19 @@ _FOREIGN_ERRORS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class WarmModel:
+    """What the first forwards have shown."""
+
+    kv_shapes: tuple[KVShape, ...]  # what each attention layer keeps, in order
+    is_batch_invariant: (
+        bool  # so the ops are, and a sample had the same bits alone, in chunks, beside another
+    )
+
+
 @torch.inference_mode()
-def warm_up(model: TransformersModel) -> tuple[KVShape, ...]:
-    """Bind the model's attention to the paged cache. Returns what each attention layer keeps, in order.
+def warm_up(model: TransformersModel) -> WarmModel:
+    """Bind the model's attention to the paged cache.
 
     Raises UnsupportedModel, by name and reason, for a model that cannot run over a paged cache.
     """
@@ -54,7 +64,7 @@ def warm_up(model: TransformersModel) -> tuple[KVShape, ...]:
         ) from error
 
 
-def _warm_up(model: TransformersModel) -> tuple[KVShape, ...]:
+def _warm_up(model: TransformersModel) -> WarmModel:
     config = model.module.config.get_text_config()
     shapes = _learn_shapes(model, config)
     _check_cache(model.name, config, shapes)
@@ -75,7 +85,7 @@ def _warm_up(model: TransformersModel) -> tuple[KVShape, ...]:
             f"{model.name} yields other logits over the paged cache than alone: "
             f"they differ by {difference:.1%}"
         )
-    return shapes
+    return WarmModel(shapes, model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples))
 
 
 def _sample_length(shapes: Sequence[KVShape], limit: int) -> int:
@@ -187,22 +197,38 @@ def _single_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
     return [[_Chunk(0, end - 1, end)] for end in range(lengths[0] - _NUM_SINGLE + 1, lengths[0] + 1)]
 
 
+class _Trial:
+    """Two samples over a paged cache of their own, in steps of chunks."""
+
+    def __init__(self, model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> None:
+        self._model, self._samples = model, samples
+        max_length = max(len(sample) for sample in samples)
+        self._layers = _make_layers(model, shapes, max_length=max_length, num_rows=len(samples))
+        self._num_groups = len(group_layers(shapes))
+
+    def run(self, chunks: list[_Chunk], rows: Tensor) -> Tensor:
+        """The logits at these places of the step."""
+        device = self._model.device
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
+        token_ids = torch.cat([self._samples[chunk.row][chunk.start : chunk.end] for chunk in chunks])
+        context = _context(self._layers, self._num_groups, chunks, len(self._samples), device)
+        return self._model.forward(token_ids, positions, rows.to(device), context)
+
+
 def _difference(
     model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor], expected: list[Tensor]
 ) -> float:
     """How far the logits over a paged cache are from the expected, relative to these; NaN counts as far."""
     lengths = [len(sample) for sample in samples]
-    layers = _make_layers(model, shapes, max_length=max(lengths), num_rows=len(samples))
-    num_groups = len(group_layers(shapes))
+    trial = _Trial(model, shapes, samples)
 
     def run(chunks: list[_Chunk]) -> Tensor:
-        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(model.device)
-        token_ids = torch.cat([samples[chunk.row][chunk.start : chunk.end] for chunk in chunks])
-        context = _context(layers, num_groups, chunks, len(samples), model.device)
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
         # Every other one, as a step wants logits of some of its tokens alone.
-        rows = torch.arange((len(token_ids) + 1) % 2, len(token_ids), 2, device=model.device)
-        ours = model.forward(token_ids, positions, rows, context)
-        theirs = torch.cat([expected[chunk.row][chunk.start : chunk.end] for chunk in chunks])[rows].float()
+        rows = torch.arange((num_tokens + 1) % 2, num_tokens, 2)
+        ours = trial.run(chunks, rows)
+        theirs = torch.cat([expected[chunk.row][chunk.start : chunk.end] for chunk in chunks])
+        theirs = theirs[rows.to(theirs.device)].float()
         difference: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
         return difference
 
@@ -212,6 +238,22 @@ def _difference(
     is_exact = expected[0].dtype is torch.float32
     worst = torch.stack([part.max() if is_exact else part.median() for part in parts]).max()
     return float(worst.nan_to_num(torch.inf))
+
+
+def _is_batch_invariant(model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> bool:
+    """Whether the samples' logits have the same bits alone and as other steps compute them."""
+    lengths = [len(sample) for sample in samples]
+    trial = _Trial(model, shapes, samples)
+    alone = [trial.run([_Chunk(row, 0, length)], torch.arange(length)) for row, length in enumerate(lengths)]
+    for chunks in (*_chunk_steps(lengths), *_single_steps(lengths)):
+        start = 0
+        logits = trial.run(chunks, torch.arange(sum(chunk.end - chunk.start for chunk in chunks)))
+        for chunk in chunks:
+            end = start + chunk.end - chunk.start
+            if not torch.equal(logits[start:end], alone[chunk.row][chunk.start : chunk.end]):
+                return False
+            start = end
+    return True
 
 
 def _make_layers(

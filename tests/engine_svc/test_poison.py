@@ -138,7 +138,10 @@ def test_steps_of_nobody_that_fail_end_the_engine_at_the_third():
     assert [inquiry.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
 
 
-def broken(steps: list[tuple[list[str], list[int], list[int]]]) -> bool:
+Steps = list[tuple[list[str], list[int], list[int]]]
+
+
+def broken(steps: Steps) -> bool:
     """Whether steps of these requests, with these rows broken and these barred, are the device's fault."""
     inquiry = Inquiry()
     rulings = []
@@ -148,32 +151,62 @@ def broken(steps: list[tuple[list[str], list[int], list[int]]]) -> bool:
     return any(ruling is not None and ruling.is_fatal for ruling in rulings)
 
 
+def steps_of(*steps: str) -> Steps:
+    """A step is its requests; those in capitals have finite logits, as the same letters broken later."""
+    return [
+        ([name.lower() for name in step], [row for row, name in enumerate(step) if name.islower()], [])
+        for step in steps
+    ]
+
+
 @pytest.mark.parametrize(
     ("steps", "is_fatal"),
     [
-        (["ab", "cd"], True),
-        (["abcd", "abcd"], True),
-        (["a", "b"], False),
-        (["a", "b", "c", "d"], True),
-        (["abcd", "E", "abcd"], False),
-        (["abcdefgh"], False),
+        (["ABCD", "ab", "cd"], True),
+        (["ABCD", "abcd", "abcd"], True),
+        (["AB", "a", "b"], False),
+        (["ABCD", "a", "b", "c", "d"], True),
+        (["ABCD", "abcd", "E", "abcd"], False),
+        (["ABCDEFGH", "abcdefgh"], False),
+        # Of some that never had a finite row nothing is known, whatever the others before them had.
+        (["abcd", "abcd"], False),
+        (["WXYZ", "a", "b", "c", "d", "e", "f"], False),
+        (["ABC", "abc", "d", "e"], False),
+        (["ABCd", "abc", "d"], False),
     ],
 )
-def test_logits_of_which_none_is_finite_are_the_devices_fault_in_two_steps_and_four_requests(steps, is_fatal):
-    """A step is its requests; those in capitals have finite logits."""
-    assert (
-        broken([([*step], [row for row, name in enumerate(step) if name.islower()], []) for step in steps])
-        is is_fatal
-    )
+def test_logits_of_which_none_is_finite_any_more_are_the_devices_fault_in_two_steps_and_four_requests(
+    steps, is_fatal
+):
+    assert broken(steps_of(*steps)) is is_fatal
+
+
+def test_very_many_requests_in_a_row_without_a_finite_logit_are_the_devices_fault_as_well():
+    strangers: Steps = [([f"r{index}"], [0], []) for index in range(64)]
+    assert not broken(strangers[:63])
+    assert broken(strangers)
+    assert not broken([*strangers[:40], (["sound"], [], []), *strangers[40:]])
+
+
+def test_a_step_that_samples_nothing_is_no_sign_of_health():
+    inquiry = Inquiry()
+    for plan in (plan_of([*"abcd"]), plan_of(["chunk"])):
+        plan.samples = [name != "chunk" for name in plan.request_ids]
+        inquiry.came_back(plan, StepResult(1, [[] for _ in plan.request_ids]))
+    result = StepResult(1, [[]] * 4, non_finite=[0, 1, 2, 3])
+    inquiry.came_back(plan_of([*"abcd"]), result)
+    ruling = inquiry.came_back(plan_of([*"abcd"]), result)
+    assert ruling is not None and ruling.is_fatal
 
 
 def test_who_was_in_two_steps_when_the_first_came_back_counts_once():
-    assert not broken([(["a", "b"], [0, 1], [])] * 2)
-    assert broken([(["a", "b"], [0, 1], [])] * 2 + [(["c", "d"], [0, 1], [])])
+    assert not broken(steps_of("ABCD", "ab", "ab"))
+    assert broken(steps_of("ABCD", "ab", "ab", "cd"))
 
 
 def test_rows_whose_rules_leave_no_token_say_nothing_of_the_device():
     everybody = [*range(8)]
     assert not broken([([*"abcdefgh"], [], everybody)] * 4)
     # Neither for nor against it.
-    assert broken([([*"abz"], [0, 1], [2]), (["z"], [], [0]), ([*"cdz"], [0, 1], [2])])
+    sound = ([*"abcdz"], [], [])
+    assert broken([sound, ([*"abz"], [0, 1], [2]), (["z"], [], [0]), ([*"cdz"], [0, 1], [2])])

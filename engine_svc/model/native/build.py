@@ -118,9 +118,11 @@ class DecoderBuilder:
 
     def _check_divides(self) -> None:
         spec, ranks = self.spec, self.parallel.tp_size
+        # Experts have a width of their own.
+        has_dense = not all(spec.experts)
         for what, number in (
             ("attention heads", spec.num_heads),
-            ("intermediate size", spec.intermediate_size),
+            ("intermediate size", spec.intermediate_size if has_dense else 0),
             ("vocabulary", spec.vocab_size),
         ):
             if number % ranks:

@@ -84,6 +84,8 @@ def read_spec(config: Any) -> DecoderSpec:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if config.hidden_act != "silu":
         raise NotNative(f"hidden_act is {config.hidden_act}, the native decoder has silu")
+    if not config.rms_norm_eps >= 0:
+        raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which makes no number")
     rope = _rope_parameters(config)
     if rope["rope_type"] not in _ROPE_TYPES:
         raise NotNative(f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}")

@@ -112,6 +112,26 @@ def test_ends_come_from_config_and_generation_config_together(copy):
     assert load(copy).facts.eos_token_ids == (3, 7, 9)
 
 
+def test_ends_that_are_no_tokens_are_told_and_left_out(copy, caplog):
+    change_json(copy / "config.json", eos_token_id=[-1, 3, 1_000_000])
+    change_json(copy / "generation_config.json", eos_token_id=3)
+    assert load(copy).facts.eos_token_ids == (3,)
+    assert "eos_token_id names what is no token" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "banana", ["float32"]], ids=str)
+def test_a_dtype_that_is_none_is_an_error_of_the_config(copy, dtype):
+    change_json(copy / "config.json", dtype=dtype)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(copy)
+
+
+def test_a_rope_without_numbers_is_an_error_of_the_config(copy):
+    change_json(copy / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 0.0})
+    with pytest.raises(CheckpointError, match="rope cannot be computed"):
+        load(copy, model_impl="native")
+
+
 def test_the_digest_follows_weights_config_and_dtype(copy):
     first = load(copy).facts.weights_digest
     assert load(copy).facts.weights_digest == first
@@ -212,14 +232,34 @@ def test_a_missing_shard_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x.safetensors", "model.bin", 3])
 def test_an_index_that_points_elsewhere_is_refused(copy, name):
+    (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     assert "model.safetensors.index.json names" in refusal(copy)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_is_refused(copy, text):
+    (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text(text)
     assert "is not a weights index" in refusal(copy)
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(copy):
+    digest = load(copy).facts.weights_digest
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    assert load(copy).facts.weights_digest == digest
+
+
+@pytest.mark.parametrize("values", [{"num_attention_heads": 0}, {"head_dim": -12}], ids=str)
+def test_sizes_that_are_none_are_errors_of_the_config(copy, values):
+    change_json(copy / "config.json", **values)
+    with pytest.raises((CheckpointError, UnsupportedModel)):
+        load(copy, model_impl="auto")
+
+
+def test_a_length_that_is_none_is_an_error_of_the_config(copy):
+    change_json(copy / "config.json", max_position_embeddings=-1)
+    assert "sequences of -1 tokens are none" in refusal(copy)
 
 
 def test_a_truncated_file_is_refused(copy):

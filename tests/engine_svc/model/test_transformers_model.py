@@ -32,7 +32,7 @@ class OneRow:
                 torch.zeros(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim, dtype=dtype),
                 torch.zeros(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim, dtype=dtype),
             )
-            for shape in warm_up(self.model)
+            for shape in warm_up(self.model).kv_shapes
         ]
         self.table = torch.arange(NUM_BLOCKS - 1, -1, -1)
 

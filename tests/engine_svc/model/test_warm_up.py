@@ -24,7 +24,7 @@ def llama(tmp_path) -> PreTrainedModel:
 
 
 def warmed_up(module: PreTrainedModel) -> tuple[KVShape, ...]:
-    return warm_up(TransformersModel(module, REFERENCE))
+    return warm_up(TransformersModel(module, REFERENCE)).kv_shapes
 
 
 def test_shapes_of_every_layer_are_learnt(llama):

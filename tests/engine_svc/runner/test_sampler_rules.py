@@ -236,6 +236,21 @@ def test_127_counts_restart_for_a_new_block_and_one_that_ends_by_itself_is_left_
         rig.append(0, token)
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "budget"),
+    [([30], 0), ([30, 31, 32], 2), ([30, 31, 32, 33, 34], 2), ([30, 31, 41], 1), ([30, 41, 41, 42], 2)],
+)
+def test_127_a_prompt_that_is_beyond_its_budget_gets_the_whole_end_marker(thoughts, budget):
+    rig = SamplerRig()
+    rig.enter(0, prompt=[20, 40, *thoughts], thinking=ThinkingBudget(budget, (40,), (41, 42, 43)))
+    marker = [41, 42, 43]
+    begun = max(count for count in range(3) if thoughts[len(thoughts) - count :] == marker[:count])
+    for token in marker[begun:]:
+        assert chosen_after(rig, 0) == [token]
+        rig.append(0, token)
+    assert len(chosen_after(rig, 0)) == VOCAB_SIZE
+
+
 def test_127_a_budget_of_nothing_ends_the_block_at_once_whatever_else_is_wished():
     rig = SamplerRig()
     rig.enter(
