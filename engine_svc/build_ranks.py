@@ -21,7 +21,7 @@ from engine_svc.runner.rank_watch import RankLost, RankMessage
 from service_kit.config import ConfigError
 from service_kit.process import process_environment
 
-_RANK_MODULE = "engine_svc.rank_main"
+_RANK_MODULE = "engine_svc.rank_start"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from service_kit.config import ConfigError, option
 
 # What a rank can be told of by two bytes each.
 _MAX_NUM_SEQS = 65_536
+# Each has memory of its own for its results, and more than one beside the one that runs gains nothing.
+_MAX_STEPS_IN_FLIGHT = 64
 _MAX_GROUP_CHARACTERS = 128
 _MAX_LABELS = 32
 _MAX_LABEL_CHARACTERS = 256
@@ -193,9 +195,8 @@ class EngineConfig:
             "tensor_parallel_size", "pipeline_parallel_size",
         ):  # fmt: skip
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(
-            self.max_num_seqs <= _MAX_NUM_SEQS, "max_num_seqs", self.max_num_seqs, f"at most {_MAX_NUM_SEQS}"
-        )
+        for name, most in (("max_num_seqs", _MAX_NUM_SEQS), ("steps_in_flight", _MAX_STEPS_IN_FLIGHT)):
+            _require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most}")
         for name, least in (
             ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
         ):  # fmt: skip

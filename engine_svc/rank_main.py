@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -226,7 +225,3 @@ def _calls(decoder: PlanDecoder, runner: ModelRunner, num_groups: int) -> dict[s
             "sampler": sampler_digest(runner.sampler),
         },
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

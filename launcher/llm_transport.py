@@ -96,10 +96,12 @@ class LocalTransport:
         make_engine: Callable[[Callable[[str], None]], OwnEngine],
         *,
         tokenizer: str | None,
+        max_logprobs: int,
         start_timeout_s: float,
     ) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine = make_engine(self._die)
+        self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
         self._start_timeout_s = start_timeout_s
         self._frontend: Frontend | None = None
@@ -111,6 +113,7 @@ class LocalTransport:
         config = FrontendConfig(
             engine=(self._engine.address,),
             tokenizer=self._tokenizer,
+            max_logprobs=self._max_logprobs,
             max_queued_requests=_NO_LIMIT,
             max_queued_prompt_tokens=_NO_LIMIT,
         )
@@ -164,7 +167,12 @@ def make_transport(
             return HostedEngine(config, on_death=on_death)
         return ChildEngine(config, environment, on_death=on_death, start_timeout_s=start_timeout_s)
 
-    return LocalTransport(make_engine, tokenizer=tokenizer, start_timeout_s=start_timeout_s)
+    return LocalTransport(
+        make_engine,
+        tokenizer=tokenizer,
+        max_logprobs=config.max_logprobs,
+        start_timeout_s=start_timeout_s,
+    )
 
 
 async def last_word(transport: Transport) -> str:

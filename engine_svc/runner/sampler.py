@@ -215,7 +215,11 @@ class Sampler:
         columns = self._parameters.columns(rows[indices[drawn]], positions[indices[drawn]])
         part = picked.index_select(0, places)
         weights = kept_weights(part, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+        # A weight is 0 also where it is too small for a number: such a token is cut away only by a cut, and
+        # by top-k only where so many larger ones are left.
+        is_full = (columns.top_k > 0) & (weights.count_nonzero(-1) >= columns.top_k)
+        has_cut = (columns.min_p > 0.0) | (columns.top_p < 1.0) | is_full
         changed = (part / columns.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).masked_fill_(
-            weights == 0.0, float("-inf")
+            (weights == 0.0) & has_cut[:, None], float("-inf")
         )
         return picked.index_copy(0, places, changed)

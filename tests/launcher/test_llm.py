@@ -72,6 +72,13 @@ def test_the_three_transports_give_equal_results(llms: dict[str, LLM], stream: s
     assert len(ids) >= 20
 
 
+def test_the_most_logprobs_are_those_of_the_engine(checkpoint: Path) -> None:
+    wish = SamplingParams(temperature=0.0, max_tokens=2, logprobs=30, ignore_eos=True)
+    with LLM(checkpoint, engine="in-process", max_logprobs=40, **OPTIONS) as llm:
+        places = llm.generate("river bank", wish, progress=False)[0].outputs[0].logprobs or ()
+    assert [len(place.top) for place in places] == [30, 30]
+
+
 def test_the_transports_cut_at_the_same_stop_string(llms: dict[str, LLM]) -> None:
     whole = llms["in-process"].generate("river bank", STREAMS["greedy"], progress=False)[0]
     stop = whole.text[8:11]

@@ -315,8 +315,12 @@ class DecoderBuilder:
         if found != shape:
             raise CheckpointError(f"{name} has shape {found}, config.json says {shape}")
         if count is None or count == shape[dim]:
-            return self.weights.read(name)
-        return self.weights.read_slice(name, dim, first, first + count)
+            tensor = self.weights.read(name)
+        else:
+            tensor = self.weights.read_slice(name, dim, first, first + count)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{name} is stored as {tensor.dtype}, a weight takes floating point")
+        return tensor
 
 
 def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:

@@ -257,6 +257,15 @@ def test_sizes_that_are_none_are_errors_of_the_config(copy, values):
         load(copy, model_impl="auto")
 
 
+def test_a_weight_of_whole_numbers_is_refused_by_name_and_dtype(copy):
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].to(torch.int32)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name} is stored as torch\.int32"):
+        load(copy, model_impl="native")
+
+
 def test_a_length_that_is_none_is_an_error_of_the_config(copy):
     change_json(copy / "config.json", max_position_embeddings=-1)
     assert "sequences of -1 tokens are none" in refusal(copy)

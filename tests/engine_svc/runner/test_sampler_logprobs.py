@@ -98,6 +98,22 @@ def test_116_raw_is_before_every_change_and_processed_is_what_was_drawn_from():
         assert float(rows[mode].exp().sum()) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_k": 40}, {"top_k": 2}, {"min_p": 0.1}, {"top_p": 0.9}], ids=str)
+def test_116_only_what_a_cut_takes_is_minus_infinity(cut):
+    # Two tokens are likely; all others are too unlikely for a float, and are not cut away by that.
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / VOCAB_SIZE
+    logits[0, :2] = 500.0
+    rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
+    rig.enter(0, temperature=0.5, logprobs=-1, seed=1, **cut)
+    _, told = by_index(rig, logits.clone(), [0])
+    found = torch.empty(VOCAB_SIZE)
+    found[told[0].top_token_ids] = torch.tensor(told[0].top_logprobs)
+    expected = logits[0] / 0.5
+    if cut and cut.get("top_k") != 40:
+        expected[2:] = float("-inf")
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("num_places", [0, 1, 17])
 def test_116_prompt_places_are_told_of_by_the_logits_before_them(num_places):
     rig = SamplerRig()
