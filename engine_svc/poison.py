@@ -63,7 +63,7 @@ class Inquiry:
         self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
         self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
         self._num_steps = 0  # that came back since the last failure
-        self._sound: tuple[StepPlan, StepResult] | None = None  # the last step with a finite row
+        self._sound: tuple[StepPlan, StepResult] | None = None  # the last step, or nearly, with a finite row
         self._num_broken_steps = 0  # in a row, in which no row had a finite logit
         self._broken: set[str] = set()  # whose rows these were, that had finite ones right before
         self._stillborn: set[str] = set()  # whose else
@@ -110,7 +110,7 @@ class Inquiry:
         if result.non_finite or self._num_broken_steps:
             if self._is_all_broken(plan, result):
                 return END
-        elif any(plan.samples):
+        elif any(plan.samples) and not result.barred:
             self._sound = plan, result
         if not self._group:
             return None

@@ -47,7 +47,9 @@ def load_transformers_model(
     """
     assert config.model_class is not None, "transformers has read the config"
     with quiet_transformers():
-        module = _build(config.model_class, config.config, reader, dtype, folder)
+        # What packs experts on a CPU replaces them; to a GPU the library's own choice is faster.
+        experts = "eager" if device.type == "cpu" else None
+        module = _build(config.model_class, config.config, reader, dtype, folder, experts)
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
         # Counted before: packed projections keep no parameters.
@@ -63,6 +65,7 @@ def _build(
     reader: WeightReader,
     dtype: torch.dtype,
     folder: Path,
+    experts: str | None,
 ) -> PreTrainedModel:
     """The module with the weights in it; transformers renames and merges them as the architecture wants."""
     try:
@@ -74,7 +77,7 @@ def _build(
             local_files_only=True,
             # What the warm-up compares with; faster ones leave out what they cannot do.
             attn_implementation="eager",
-            experts_implementation="eager",
+            experts_implementation=experts,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

@@ -43,9 +43,7 @@ class WarmModel:
     """What the first forwards have shown."""
 
     kv_shapes: tuple[KVShape, ...]  # what each attention layer keeps, in order
-    is_batch_invariant: (
-        bool  # so the ops are, and a sample had the same bits alone, in chunks, beside another
-    )
+    is_batch_invariant: bool  # as the ops are: samples had the same bits alone, in chunks and together
 
 
 @torch.inference_mode()
