@@ -6,14 +6,14 @@ some in a third way where a tensor has gaps. Here they get whole vectors alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_svc.model.module_calls import compute_by, watch_calls
+from engine_svc.model.module_calls import FunctionCall, compute_by, watch_calls
 from triptych_kernels import Ops
 
 _UNEVEN = frozenset(
@@ -38,13 +38,8 @@ def even_out(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
         return 0
     kinds: set[type[nn.Module]] = set()
 
-    def note(
-        running: Sequence[nn.Module],
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        _options: Mapping[str, Any],
-    ) -> None:
-        if running and function in _UNEVEN and not _is_even_anyway(arguments):
+    def note(running: Sequence[nn.Module], call: FunctionCall) -> None:
+        if running and call.function in _UNEVEN and not _is_even_anyway(call.arguments):
             kinds.add(type(running[-1]))
 
     watch_calls(model, run, note)
@@ -55,11 +50,11 @@ def even_out(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
     return len(found)
 
 
-def _compute(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    if function not in _UNEVEN or not arguments or options.get("inplace"):
-        return function(*arguments, **options)
-    x, *others = arguments
-    return evenly(lambda piece: function(piece, *others, **options), x)
+def _compute(call: FunctionCall) -> Any:
+    if call.function not in _UNEVEN or not call.arguments or call.options.get("inplace"):
+        return call.result()
+    x, *others = call.arguments
+    return evenly(lambda piece: call.function(piece, *others, **call.options), x)
 
 
 def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

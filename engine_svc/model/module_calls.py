@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# The modules that run, the innermost last; the function, its arguments and its options.
-Note = Callable[[Sequence[nn.Module], Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], None]
-# Computes the function with these arguments and options, in whatever way.
-Compute = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+class FunctionCall(NamedTuple):
+    """One call of a function of torch."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def result(self) -> Any:
+        """What torch computes."""
+        return self.function(*self.arguments, **self.options)
+
+
+# The modules that run, the innermost last, and what is called.
+Note = Callable[[Sequence[nn.Module], FunctionCall], None]
+# Computes what is called for, in whatever way.
+Compute = Callable[[FunctionCall], Any]
 
 
 def watch_calls(model: nn.Module, run: Callable[[], object], note: Note) -> None:
@@ -24,9 +37,9 @@ def watch_calls(model: nn.Module, run: Callable[[], object], note: Note) -> None
     def leave(_module: nn.Module, _arguments: object, _output: object) -> None:
         running.pop()
 
-    def compute(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        note(running, function, arguments, options)
-        return function(*arguments, **options)
+    def compute(call: FunctionCall) -> Any:
+        note(running, call)
+        return call.result()
 
     hooks = [
         hook
@@ -61,4 +74,4 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(  # type: ignore[no-untyped-def]
         self, function, types, arguments=(), options=None
     ):
-        return self._compute(function, arguments, options or {})
+        return self._compute(FunctionCall(function, arguments, options or {}))

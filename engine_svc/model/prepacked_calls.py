@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_svc.model.module_calls import Compute, compute_by, watch_calls
+from engine_svc.model.module_calls import Compute, FunctionCall, compute_by, watch_calls
 from engine_svc.model.prepacked import PackedProjection
 from triptych_kernels import Ops
 
@@ -62,14 +62,9 @@ def _products_of(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module,
     products: dict[nn.Module, list[_Product]] = defaultdict(list)
     outer: set[nn.Module] = set()
 
-    def note(
-        running: Sequence[nn.Module],
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
-    ) -> None:
-        if function is F.linear and running:
-            products[running[-1]].append(_read(*arguments, **options)[1])
+    def note(running: Sequence[nn.Module], call: FunctionCall) -> None:
+        if call.function is F.linear and running:
+            products[running[-1]].append(_read(*call.arguments, **call.options)[1])
             outer.update(running[:-1])
 
     watch_calls(model, run, note)
@@ -102,13 +97,13 @@ def _is_parameter(module: nn.Module, tensor: Tensor | None) -> bool:
 def _by_packed(packed: Mapping[_Key, PackedProjection]) -> Compute:
     """Products of plain torch by packed projections, where there is one of the weight's shape and dtype."""
 
-    def compute(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        if function is F.linear:
-            x, product = _read(*arguments, **options)
+    def compute(call: FunctionCall) -> Any:
+        if call.function is F.linear:
+            x, product = _read(*call.arguments, **call.options)
             projection = packed.get(product.key)
             if projection is not None:
                 return projection(x)
-        return function(*arguments, **options)
+        return call.result()
 
     return compute
 
