@@ -20,22 +20,13 @@ from engine_svc.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedB
 from engine_svc.request import FinishReason, Request
 from engine_svc.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
-from engine_svc.wire_checks import check, refuse_unserved, to_token_ids
+from engine_svc.wire_checks import check, to_token_ids, unserved
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
 _MAX_TEXT_CHARACTERS = 256
 _MAX_PRIORITY = 100
-
-# What the contract has and this engine cannot do: refused by name, for a parameter ignored is a wrong answer.
-_UNSERVED_ENTRY = (
-    "adapter",
-    "media",
-    "resumable",
-    "reasoning_parser",
-    "kv_transfer",
-)
 
 _REASONS = {
     FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
@@ -71,7 +62,7 @@ def to_request(
         raise InvalidArgument(
             f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
         )
-    refuse_unserved(entry, _UNSERVED_ENTRY)
+    _refuse_unserved(entry)
     num_bytes = len(entry.resume_state)
     check(
         num_bytes <= MAX_RESUME_STATE_BYTES,
@@ -184,6 +175,19 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
     code, message, details = to_parts(error)
     return error_pb2.ErrorStatus(code=code, message=message, details=details)
+
+
+def _refuse_unserved(entry: add_pb2.AddEntry) -> None:
+    # By name: a parameter that is ignored makes a wrong answer.
+    for name, is_set in (
+        ("adapter", entry.adapter),
+        ("media", entry.media),
+        ("resumable", entry.resumable),
+        ("reasoning_parser", entry.reasoning_parser),
+        ("kv_transfer", entry.HasField("kv_transfer")),
+    ):
+        if is_set:
+            raise unserved(name)
 
 
 def _set_stop(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from engine_svc.facts import EngineFacts
 from engine_svc.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
-from engine_svc.wire_checks import check, refuse_unserved, to_token_ids, unserved
+from engine_svc.wire_checks import check, to_token_ids, unserved
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
 _MAX_STOP_TOKEN_IDS = 4096
-_MAX_TEMPERATURE = 2.0
-_MAX_PENALTY = 2.0
-# Beyond these a logit times or over it might be no number any more.
-_LEAST_REPETITION, _MOST_REPETITION = 0.001, 1000.0
+# By name: the least and the most, and both in words.
+_RANGES = {
+    "temperature": (0.0, 2.0, "0 to 2"),
+    "top_p": (math.ulp(0.0), 1.0, "above 0, at most 1"),
+    "top_k": (-1, math.inf, "-1 or more"),
+    "min_p": (0.0, 1.0, "0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "-2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "-2 to 2"),
+    # Beyond these a logit times or over it might be no number any more.
+    "repetition_penalty": (0.001, 1000.0, "0.001 to 1000"),
+}
 _MAX_LOGIT_BIASES = 300
 _MAX_BIAS = 100.0
 _MAX_LOGPROB_TOKEN_IDS = 128
@@ -33,77 +42,67 @@ _UNSERVED = ("bad_words", "structured_output")
 
 def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_tokens: int) -> SamplingParams:
     """How the tokens of a request are chosen. Raises InvalidArgument or Unimplemented."""
-    given = entry.sampling
-    refuse_unserved(given, _UNSERVED)
-    if given.HasField("n") and given.n != 1:
-        raise unserved("n")
-    _check_draw(given)
-    _check_penalties(given)
+    # What is set and nothing else: most requests set little, and each look at a message has its price.
+    given = {descriptor.name: value for descriptor, value in entry.sampling.ListFields()}
+    for name, value in given.items():
+        if name in _RANGES:
+            least, most, limit = _RANGES[name]
+            check(least <= value <= most, name, value, limit)
+        elif name in _UNSERVED or (name == "n" and value != 1):
+            raise unserved(name)
+    vocab_size = facts.vocab_size
     max_tokens = _max_tokens(given, facts.max_model_len - num_prompt_tokens)
-    _check_ids(given.stop_token_ids, "stop_token_ids", _MAX_STOP_TOKEN_IDS, facts.vocab_size)
-    _check_ids(given.allowed_token_ids, "allowed_token_ids", facts.vocab_size, facts.vocab_size)
+    stop_token_ids = frozenset(_ids(given, "stop_token_ids", _MAX_STOP_TOKEN_IDS, vocab_size))
+    allowed_token_ids = frozenset(_ids(given, "allowed_token_ids", vocab_size, vocab_size))
     _check_logprobs(given, facts, num_prompt_tokens)
-    stop_token_ids = frozenset(given.stop_token_ids)
-    if not given.ignore_eos:
+    ignore_eos = given.get("ignore_eos", False)
+    if not ignore_eos:
         stop_token_ids |= frozenset(facts.eos_token_ids[1:])
-    wants_prompt = given.HasField("prompt_logprobs")
+    top_k = given.get("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=given.temperature if given.HasField("temperature") else 1.0,
-        top_k=0 if given.top_k in (-1, 0) else min(given.top_k, facts.vocab_size),
-        top_p=given.top_p if given.HasField("top_p") else 1.0,
-        min_p=given.min_p,
+        temperature=given.get("temperature", 1.0),
+        top_k=0 if top_k == -1 else min(top_k, vocab_size),
+        top_p=given.get("top_p", 1.0),
+        min_p=given.get("min_p", 0.0),
         seed=entry.request_seed,
-        min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos,
+        min_tokens=given.get("min_tokens", 0),
+        ignore_eos=ignore_eos,
         eos_token_id=facts.eos_token_ids[0] if facts.eos_token_ids else None,
         stop_token_ids=stop_token_ids,
         # Nothing is told of places that are not computed.
         skip_reading_prefix_cache=entry.skip_reading_prefix_cache
-        or given.skip_reading_prefix_cache
-        or wants_prompt,
-        repetition=_to_repetition(given.repetition_detection)
-        if given.HasField("repetition_detection")
+        or given.get("skip_reading_prefix_cache", False)
+        or "prompt_logprobs" in given,
+        repetition=_to_repetition(given["repetition_detection"]) if "repetition_detection" in given else None,
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+        logit_bias=_to_bias(given["logit_bias"], vocab_size) if "logit_bias" in given else (),
+        allowed_token_ids=allowed_token_ids or None,
+        bad_words=_to_bad_words(entry.bad_words, vocab_size) if entry.bad_words else (),
+        logprobs=given.get("logprobs"),
+        prompt_logprobs=given.get("prompt_logprobs"),
+        logprob_token_ids=tuple(given.get("logprob_token_ids", ())),
+        thinking=_to_thinking(given["thinking_token_budget"], entry.reasoning_options, vocab_size)
+        if "thinking_token_budget" in given
         else None,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
-        logit_bias=_to_bias(given, facts.vocab_size),
-        allowed_token_ids=frozenset(given.allowed_token_ids) if given.allowed_token_ids else None,
-        bad_words=_to_bad_words(entry, facts.vocab_size),
-        logprobs=given.logprobs if given.HasField("logprobs") else None,
-        prompt_logprobs=given.prompt_logprobs if wants_prompt else None,
-        logprob_token_ids=tuple(given.logprob_token_ids),
-        thinking=_to_thinking(entry, facts.vocab_size),
     )
 
 
-def _check_draw(given: sampling_pb2.SamplingParams) -> None:
-    temperature = given.temperature
-    check(0.0 <= temperature <= _MAX_TEMPERATURE, "temperature", temperature, "0 to 2")
-    check(not given.HasField("top_p") or 0.0 < given.top_p <= 1.0, "top_p", given.top_p, "above 0, at most 1")
-    check(given.top_k >= -1, "top_k", given.top_k, "-1 or more")
-    check(0.0 <= given.min_p <= 1.0, "min_p", given.min_p, "0 to 1")
-
-
-def _check_penalties(given: sampling_pb2.SamplingParams) -> None:
-    for name, value in (
-        ("presence_penalty", given.presence_penalty),
-        ("frequency_penalty", given.frequency_penalty),
-    ):
-        check(-_MAX_PENALTY <= value <= _MAX_PENALTY, name, value, "-2 to 2")
-    repetition = given.repetition_penalty
-    is_fine = not given.HasField("repetition_penalty") or _LEAST_REPETITION <= repetition <= _MOST_REPETITION
-    limit = f"{_LEAST_REPETITION:g} to {_MOST_REPETITION:g}"
-    check(is_fine, "repetition_penalty", repetition, limit)
-
-
-def _max_tokens(given: sampling_pb2.SamplingParams, most: int) -> int:
-    max_tokens = given.max_tokens if given.HasField("max_tokens") else most
+def _max_tokens(given: Mapping[str, Any], most: int) -> int:
+    max_tokens: int = given.get("max_tokens", most)
     check(1 <= max_tokens <= most, "max_tokens", max_tokens, f"1 to {most} for this prompt")
-    least = given.min_tokens
+    least = given.get("min_tokens", 0)
     check(0 <= least <= max_tokens, "min_tokens", least, f"0 to max_tokens, {max_tokens}")
     return max_tokens
+
+
+def _ids(given: Mapping[str, Any], name: str, most: int, vocab_size: int) -> Sequence[int]:
+    """The ids of a list, checked; none where it is not set."""
+    token_ids: Sequence[int] = given.get(name, ())
+    _check_ids(token_ids, name, most, vocab_size)
+    return token_ids
 
 
 def _check_ids(token_ids: Sequence[int], name: str, most: int, vocab_size: int) -> None:
@@ -114,38 +113,33 @@ def _check_ids(token_ids: Sequence[int], name: str, most: int, vocab_size: int) 
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
 
 
-def _check_logprobs(given: sampling_pb2.SamplingParams, facts: EngineFacts, num_prompt_tokens: int) -> None:
-    if not (given.HasField("logprobs") or given.HasField("prompt_logprobs") or given.logprob_token_ids):
-        return
+def _check_logprobs(given: Mapping[str, Any], facts: EngineFacts, num_prompt_tokens: int) -> None:
     is_open = facts.max_logprobs == -1
     least, most = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
-    for name, value in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
-        check(least <= value <= most, name, value, f"{least} to {most}")
-    _check_ids(given.logprob_token_ids, "logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS, facts.vocab_size)
-    if given.HasField("prompt_logprobs"):
-        num_each = facts.vocab_size if given.prompt_logprobs == -1 else given.prompt_logprobs
-        num_cells = num_prompt_tokens * (num_each + len(given.logprob_token_ids))
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in given:
+            check(least <= given[name] <= most, name, given[name], f"{least} to {most}")
+    token_ids = _ids(given, "logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS, facts.vocab_size)
+    if "prompt_logprobs" in given:
+        num_each = facts.vocab_size if given["prompt_logprobs"] == -1 else given["prompt_logprobs"]
+        num_cells = num_prompt_tokens * (num_each + len(token_ids))
         limit = f"at most {_MAX_PROMPT_CELLS} entries for the whole prompt"
         check(num_cells <= _MAX_PROMPT_CELLS, "prompt_logprobs", num_cells, limit)
 
 
-def _to_bias(given: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if not given.logit_bias:
-        return ()
-    _check_ids([entry.token_id for entry in given.logit_bias], "logit_bias", _MAX_LOGIT_BIASES, vocab_size)
+def _to_bias(entries: Sequence[sampling_pb2.LogitBias], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    _check_ids([entry.token_id for entry in entries], "logit_bias", _MAX_LOGIT_BIASES, vocab_size)
     total: dict[int, float] = {}
-    for entry in given.logit_bias:
+    for entry in entries:
         check(-_MAX_BIAS <= entry.bias <= _MAX_BIAS, "logit_bias", entry.bias, "-100 to 100")
         total[entry.token_id] = total.get(entry.token_id, 0.0) + entry.bias
     return tuple(total.items())
 
 
-def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    num_words = len(entry.bad_words)
-    if not num_words:
-        return ()
+def _to_bad_words(sequences: Sequence[add_pb2.TokenSequence], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    num_words = len(sequences)
     check(num_words <= _MAX_BAD_WORDS, "bad_words", num_words, f"at most {_MAX_BAD_WORDS} words")
-    words = [to_token_ids(word.token_ids, "bad_words", vocab_size) for word in entry.bad_words]
+    words = [to_token_ids(word.token_ids, "bad_words", vocab_size) for word in sequences]
     for word in words:
         check(
             1 <= len(word) <= _MAX_BAD_WORD_IDS,
@@ -156,11 +150,7 @@ def _to_bad_words(entry: add_pb2.AddEntry, vocab_size: int) -> tuple[tuple[int, 
     return tuple(tuple(word) for word in words)
 
 
-def _to_thinking(entry: add_pb2.AddEntry, vocab_size: int) -> ThinkingBudget | None:
-    given, markers = entry.sampling, entry.reasoning_options
-    if not given.HasField("thinking_token_budget"):
-        return None
-    budget = given.thinking_token_budget
+def _to_thinking(budget: int, markers: add_pb2.ReasoningOptions, vocab_size: int) -> ThinkingBudget | None:
     check(budget >= -1, "thinking_token_budget", budget, "-1 for none, 0 or more")
     if budget == -1:
         return None

@@ -38,7 +38,8 @@ class ThinkingBudget:
             raise ValueError("start_token_ids and end_token_ids must not be empty")
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, for it would take three times as long to make, before each first token. Never changed.
+@dataclass(slots=True)
 class SamplingParams:
     """The part of a request's wishes that scheduler and sampler need, already validated and complete.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from array import array
 
-from google.protobuf.message import Message
-
 from service_kit.errors import InvalidArgument, Unimplemented
 
 
@@ -22,19 +20,14 @@ def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
         return []
     if len(column) % 4:
         raise InvalidArgument(f"{name} has {len(column)} bytes, it takes whole u32 values", field=name)
-    token_ids = array("I", column)
+    values = array("I", column)
     if sys.byteorder == "big":
-        token_ids.byteswap()
-    largest = max(token_ids, default=0)
+        values.byteswap()
+    # In this order: looking for the greatest in an array would make an object of each id once more.
+    token_ids = values.tolist()
+    largest = max(token_ids)
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
-    return token_ids.tolist()
-
-
-def refuse_unserved(message: Message, names: tuple[str, ...]) -> None:
-    """Raise Unimplemented for the first field of these names that is set."""
-    for descriptor, _ in message.ListFields():
-        if descriptor.name in names:
-            raise unserved(descriptor.name)
+    return token_ids
 
 
 def unserved(name: str) -> Unimplemented:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -77,27 +76,20 @@ class StepColumns:
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
         """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself.
 
-        Pieces with requests that begin come first, and with the first of these requests a piece begins:
-        theirs is the time that a client waits for.
+        The first piece begins with the first request that begins, and what stands before that one comes last:
+        a client waits for its first token longer than for any other.
         """
         num_rows = len(self.handles)
         if num_rows <= max_rows and not self.cached:
             yield self
             return
         cut = min(self.cached, default=0)
-        starts = (*range(0, cut, max_rows), *range(cut, num_rows, max_rows))
-        stops = (*starts[1:], num_rows)
-        if len(self.token_ids) == num_rows == self.num_tokens.count(1):
-            ends: Sequence[int] = (*starts, num_rows)
-        else:
-            counts = (sum(self.num_tokens[first:stop]) for first, stop in zip(starts, stops, strict=True))
-            ends = (0, *accumulate(counts))
-        places: Iterable[int] = range(len(starts))
-        if self.cached:
-            with_begins = {bisect_right(starts, row) - 1 for row in self.cached}
-            places = sorted(places, key=lambda place: place not in with_begins)
-        for place in places:
-            yield self._piece(starts[place], stops[place], ends[place], ends[place + 1])
+        ends: Sequence[int] = range(num_rows + 1)
+        if self.num_tokens.count(1) != num_rows:
+            ends = (0, *accumulate(self.num_tokens))
+        for first in (*range(cut, num_rows, max_rows), *range(0, cut, max_rows)):
+            stop = min(first + max_rows, cut if first < cut else num_rows)
+            yield self._piece(first, stop, ends[first], ends[stop])
 
     def _piece(self, first: int, stop: int, start: int, end: int) -> StepColumns:
         """The rows from `first` to `stop`, whose tokens are those from `start` to `end`."""
@@ -273,6 +265,8 @@ class OutputProcessor:
 
 def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
     """What is there of `rows`, by the place of a row among them."""
+    if not by_row:
+        return by_row
     if len(by_row) > len(rows):
         return {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
-    return {row - rows.start: value for row, value in by_row.items() if row in rows} if by_row else by_row
+    return {row - rows.start: value for row, value in by_row.items() if row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 from engine_svc.cache.observer import StoredBlocks
@@ -93,6 +94,40 @@ def test_a_thousand_unread_steps_become_one():
     for number in range(1000):
         outbox.publish(make_step(number, {1: [number], 2: [number + 5]}))
     assert rows_of(outbox.take()) == {1: list(range(1000)), 2: list(range(5, 1005))}
+
+
+def test_steps_of_the_same_rows_between_others_lose_and_mix_nothing():
+    rng = random.Random(6)
+    for _ in range(50):
+        outbox = Outbox(max_bytes=1_000_000, wake=lambda: None)
+        expected, parts, finished, first = {}, {}, {}, {}
+        handles = [3, 1, 2]
+        for number in range(60):
+            if rng.random() < 0.1:
+                handles = rng.sample(range(8), rng.randint(0, 6))
+            longest = 1 if rng.random() < 0.8 else 3
+            rows = {handle: [number * 10 + place for place in range(longest)] for handle in handles}
+            columns = {"finished": [], "first": [], "parts": []}
+            for row, (handle, token_ids) in enumerate(rows.items()):
+                expected.setdefault(handle, []).extend(token_ids)
+                split = [1, longest - 1] if longest > 1 and rng.random() < 0.5 else [longest]
+                parts.setdefault(handle, []).extend(split)
+                if len(split) > 1:
+                    columns["parts"].append((row, split))
+                if rng.random() < 0.1:
+                    columns["first"].append((row, number))
+                    first[handle] = number
+                if rng.random() < 0.1:
+                    columns["finished"].append(FinishedRow(row, FinishReason.STOP, number))
+                    finished[handle] = number
+            outbox.publish(make_step(number, rows, **columns))
+        merged = outbox.take()
+        assert merged.step_number == 59
+        assert rows_of(merged) == expected
+        named = {handle: counts for handle, counts in parts.items() if len(counts) > 1}
+        assert {merged.handles[row]: counts for row, counts in merged.parts} == named
+        assert {merged.handles[row]: number for row, number in merged.first} == first
+        assert {merged.handles[end.row]: end.stop_token_id for end in merged.finished} == finished
 
 
 def test_the_reader_is_woken_once_per_look():

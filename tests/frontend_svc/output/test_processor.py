@@ -264,8 +264,8 @@ def test_slices_with_requests_that_begin_come_first():
         for one in whole.slices(2)
         for handle, count in zip(one.handles, one.num_tokens, strict=True)
     ]
-    assert rows == [(5, 2), (6, 0), (0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (7, 1)]
-    assert [len(one.token_ids) for one in whole.slices(2)] == [2, 1, 2, 1, 1]
+    assert rows == [(5, 2), (6, 0), (7, 1), (0, 0), (1, 1), (2, 2), (3, 0), (4, 1)]
+    assert [len(one.token_ids) for one in whole.slices(2)] == [2, 1, 1, 2, 1]
 
 
 def test_a_request_that_begins_waits_for_no_other_row_of_its_step():
