@@ -2,12 +2,16 @@
 
     python -m benchmarks.boundary --json benchmarks/results/boundary.json --plot boundary.png
 
-Two processes, each bound to a core of its own: the real servicer over a loop without a model, and the real
-client with receivers that only count. A token a request a step, at a set pace, as a decode has it; and one
-request at a time that joins a step of all, timed from `add` to its first output. All arrangements take turns
-in each round. The CPU of an engine is less what keeping the pace costs; that of a frontend is less what it
-takes to hand a step's rows to their receivers, which is stated beside it. The peer's side needs pyzmq and
-msgspec; where one of the arrangements does not run, there are no figures at all.
+Two processes: the real servicer over a loop without a model, and the real client with receivers that only
+count. A token a request a step, at a set pace, as a decode has it; and one request at a time that joins a
+step of all, timed from `add` to its first output. All arrangements take turns in each round. The CPU of an
+engine is less what keeping the pace costs; that of a frontend is less what it takes to hand a step's rows to
+their receivers, which is stated beside it.
+
+Without a pause (`--interval-ms 0`) steps come as fast as the loop makes them: ours merge where nobody has
+read them yet, and `messages_a_step` says how many were sent. With `--pin` each process has one core for all
+its threads, which then wait for each other. The peer's side needs pyzmq and msgspec; where one of the
+arrangements does not run, there are no figures at all.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ ARRANGEMENTS = (
     Arrangement("child", "aio", "tcp", "ours"),
     Arrangement("child", "aio", "unix", "ours"),
     Arrangement("child", "sync", "tcp", "ours"),
+    Arrangement("thread", "bare", "tcp", "ours"),
+    Arrangement("thread", "bare", "unix", "ours"),
     PEER,
     Arrangement("thread", "zmq", "tcp", "default"),
 )
@@ -108,13 +114,13 @@ class Pair:
 
 
 def start(
-    arrangement: Arrangement, stack: contextlib.ExitStack, folder: Path, cores: tuple[int, int]
+    arrangement: Arrangement, stack: contextlib.ExitStack, folder: Path, cores: Sequence[set[int]]
 ) -> Pair:
-    """Start both processes of an arrangement, the engine on the first core."""
+    """Start both processes of an arrangement; `cores` are the engine's and the frontend's."""
     path = folder / arrangement.name.replace(" ", "-")
     if arrangement.server == "zmq":
         listen = f"ipc://{path}" if arrangement.transport == "unix" else "tcp://127.0.0.1:*"
-        engine = ContestantProcess("benchmarks.boundary_peer", [f"--listen={listen}"], {cores[0]})
+        engine = ContestantProcess("benchmarks.boundary_peer", [f"--listen={listen}"], cores[0])
         flags = ["--side=peer"]
     else:
         listen = f"unix:{path}" if arrangement.transport == "unix" else "127.0.0.1:0"
@@ -125,11 +131,12 @@ def start(
             f"--loop={arrangement.loop}",
             experiments,
         ]
-        engine = ContestantProcess("benchmarks.boundary_engine", words, {cores[0]})
-        flags = ["--side=ours", experiments]
+        engine = ContestantProcess("benchmarks.boundary_engine", words, cores[0])
+        side = "bare" if arrangement.server == "bare" else "ours"
+        flags = [f"--side={side}", experiments]
     stack.enter_context(engine)
     address = f"--address={engine.facts['address']}"
-    frontend = ContestantProcess("benchmarks.boundary_frontend", [address, *flags], {cores[1]})
+    frontend = ContestantProcess("benchmarks.boundary_frontend", [address, *flags], cores[1])
     stack.enter_context(frontend)
     return Pair(engine, frontend)
 
@@ -139,7 +146,7 @@ def measure(
     numbers: Sequence[int],
     shape: Shape,
     num_rounds: int,
-    cores: tuple[int, int],
+    cores: Sequence[set[int]],
 ) -> list[dict[str, str | int | float]]:
     """The rows of the report, by requests in flight and then by arrangement."""
     rounds: dict[tuple[int, Arrangement], list[Round]] = {
@@ -162,19 +169,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="of a round")
     parser.add_argument("--lead-in", type=int, default=40, help="steps of a round that do not count")
-    parser.add_argument("--interval-ms", type=float, default=1.0, help="between steps")
+    parser.add_argument("--interval-ms", type=float, default=1.0, help="between steps; 0: none")
     parser.add_argument("--first-outputs", type=int, default=100, help="timed in a round")
     names = [each.name for each in ARRANGEMENTS]
+    parser.add_argument("--pin", action="store_true", help="bind each process to a core of its own")
     parser.add_argument("--only", nargs="+", choices=names, help="arrangements; all are measured otherwise")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     arguments = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
+    cores = os.sched_getaffinity(0)
     if len(cores) < 2:
-        parser.error("needs two cores: one for each side")
+        parser.error("needs two cores: both sides work at the same time")
+    first, second, *_ = sorted(cores)
     arrangements = [each for each in ARRANGEMENTS if not arguments.only or each.name in arguments.only]
     shape = Shape(arguments.lead_in, arguments.steps, arguments.interval_ms / 1000, arguments.first_outputs)
-    rows = measure(arrangements, arguments.requests, shape, arguments.rounds, (cores[0], cores[1]))
+    bound = ({first}, {second}) if arguments.pin else (cores, cores)
+    rows = measure(arrangements, arguments.requests, shape, arguments.rounds, bound)
     print_table(rows)
     if arguments.json is not None:
         settings = {
@@ -183,6 +193,7 @@ def main() -> int:
             "steps": shape.num_steps,
             "interval_s": shape.interval_s,
             "first_outputs": shape.num_first_outputs,
+            "is_pinned": arguments.pin,
         }
         Report("boundary", settings, rows).write(arguments.json)
     if arguments.plot is not None:

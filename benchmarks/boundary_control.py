@@ -22,7 +22,7 @@ class ContestantFailed(Exception):
 
 
 class ContestantProcess:
-    """One process of a measurement, bound to its cores, that answers one line with one line."""
+    """One process of a measurement, on the cores it may use, that answers one line with one line."""
 
     def __init__(self, module: str, arguments: Sequence[str], cores: set[int]) -> None:
         self._name = f"{module} {' '.join(arguments)}"

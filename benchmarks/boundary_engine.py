@@ -65,6 +65,7 @@ class _LoopThread:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
+    from benchmarks.boundary_bare import start_bare
     from engine_svc.heap import calm_collector
 
     if arguments.loop == "thread":
@@ -75,11 +76,14 @@ async def _serve(arguments: argparse.Namespace) -> None:
         loop = await LoopProcess.start()
     served = _served_engine(loop.inbox)
     listen = arguments.listen
-    server, beats = (
-        await _start_aio(served, listen) if arguments.server == "aio" else _start_sync(served, listen)
-    )
+    if arguments.server == "aio":
+        port, kept = await _start_aio(served, listen)
+    elif arguments.server == "sync":
+        port, kept = _start_sync(served, listen)
+    else:
+        port, kept = await start_bare(loop.inbox, listen)
     calm_collector()
-    say({"address": listen if listen.startswith("unix:") else f"127.0.0.1:{server}"})
+    say({"address": listen if listen.startswith("unix:") else f"127.0.0.1:{port}"})
 
     async def answer(command: Line) -> Line:
         began_at_cpu_s = time.process_time()
@@ -87,7 +91,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         return {"cpu_s": time.process_time() - began_at_cpu_s + elsewhere_s}
 
     await answer_lines(answer)
-    del beats
+    del kept
 
 
 def _served_engine(inbox: Inbox) -> ServedEngine:
@@ -159,7 +163,7 @@ def main() -> None:
     """Serve until the standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", required=True, help="host:0, or unix:PATH")
-    parser.add_argument("--server", choices=("aio", "sync"), required=True)
+    parser.add_argument("--server", choices=("aio", "sync", "bare"), required=True)
     parser.add_argument("--loop", choices=("thread", "child"), required=True)
     parser.add_argument("--experiments", choices=("ours", "default"), required=True)
     arguments = parser.parse_args()

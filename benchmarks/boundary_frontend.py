@@ -1,7 +1,8 @@
 """A frontend process without clients: requests, receivers that count, and how long first outputs took.
 
 Started by `benchmarks.boundary`, which asks it by lines of JSON. Either side of the comparison brings a
-connection: ours is the real `EngineClient` with its `OutputProcessor`, the peer's is in `boundary_peer`.
+connection: ours is the real `EngineClient` with its `OutputProcessor`, the peer's is in `boundary_peer`, and
+in `boundary_bare` is one of nothing but gRPC.
 """
 
 from __future__ import annotations
@@ -273,6 +274,10 @@ def _entry(max_tokens: int) -> Any:
 async def _run(arguments: argparse.Namespace) -> None:
     if arguments.side == "ours":
         connection: Any = ClientConnection(arguments.address)
+    elif arguments.side == "bare":
+        from benchmarks.boundary_bare import BareConnection
+
+        connection = BareConnection(arguments.address)
     else:
         from benchmarks.boundary_peer import PeerConnection
 
@@ -288,7 +293,7 @@ def main() -> None:
     """Hold requests in flight until the standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
-    parser.add_argument("--side", choices=("ours", "peer"), required=True)
+    parser.add_argument("--side", choices=("ours", "bare", "peer"), required=True)
     parser.add_argument("--experiments", choices=("ours", "default"), default="ours")
     arguments = parser.parse_args()
     if arguments.experiments == "ours":

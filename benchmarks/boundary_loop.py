@@ -73,8 +73,9 @@ class SyntheticLoop:
             elif steps.num_left:
                 steps.num_left -= 1
                 self._publish()
-                due_at += steps.interval_s
-                time.sleep(max(0.0, due_at - time.monotonic()))
+                if steps.interval_s:
+                    due_at += steps.interval_s
+                    time.sleep(max(0.0, due_at - time.monotonic()))
             else:
                 time.sleep(_SETTLE_S)
                 self._steps = None
