@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="of a round")
     parser.add_argument("--lead-in", type=int, default=40, help="steps of a round that do not count")
     parser.add_argument("--interval-ms", type=float, default=1.0, help="between steps; 0: none")
-    parser.add_argument("--first-outputs", type=int, default=100, help="timed in a round")
+    parser.add_argument("--first-outputs", type=int, default=300, help="timed in a round")
     names = [each.name for each in ARRANGEMENTS]
     parser.add_argument("--pin", action="store_true", help="bind each process to a core of its own")
     parser.add_argument("--only", nargs="+", choices=names, help="arrangements; all are measured otherwise")

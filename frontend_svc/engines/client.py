@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import grpc.aio
 
@@ -142,7 +142,7 @@ class EngineClient:
         self,
         entries: Sequence[add_pb2.AddEntry],
         states: Sequence[Receiver],
-        tensors: Iterable[WireTensor] = (),
+        tensors: Collection[WireTensor] = (),
     ) -> list[int]:
         """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
 
@@ -337,11 +337,11 @@ class EngineClient:
         self._become_ready()
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
-        # What waited for a tensor may have ended meanwhile.
-        entries = [entry for entry in entries if entry.handle in self._processor]
-        self._line.session.add(entries)
         if entries:
-            self._send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
+            self._line.session.add(entries)
+            message = engine_pb2.ConnectRequest()
+            message.add.entries.extend(entries)
+            self._send(message)
 
     def _on_request_end(self, handle: int) -> None:
         self.account.end(handle)

@@ -163,6 +163,8 @@ class EngineStream:
                 self._is_handling = False
             self._last_seq = message.seq
             self._note_unacknowledged(message)
+            # What was written is looked after now, and not when the next request is to be.
+            self._writer.is_free()
             # Nothing was read meanwhile, so nothing can be said of the peer's silence.
             self._heard_at = self._clock.now()
 

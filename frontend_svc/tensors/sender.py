@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from frontend_svc.tensors.uploads import Uploads
@@ -77,14 +77,14 @@ class TensorSender:
     def send(
         self,
         entries: Sequence[add_pb2.AddEntry],
-        tensors: Iterable[WireTensor],
+        tensors: Collection[WireTensor],
         stub: engine_pb2_grpc.EngineCoreServiceStub,
     ) -> None:
         """Send requests together, with `tensors`, to which they refer by digest."""
-        by_digest = {tensor.digest: tensor for tensor in tensors}
-        if not by_digest:
+        if not tensors:
             self._send(entries)
             return
+        by_digest = {tensor.digest: tensor for tensor in tensors}
         wire = []
         for entry in entries:
             copy = add_pb2.AddEntry()
