@@ -29,7 +29,13 @@ class EagerWriter(Generic[_Message]):
     def is_free(self) -> bool:
         """Whether the stream has taken all that was written, and takes more."""
         while self._writing is not None and self._waits_for.done():
-            self._go_on(self._writing)
+            failure = None if self._waits_for.cancelled() else self._waits_for.exception()
+            if isinstance(failure, Exception):
+                # Let go on, it would end the call by this failure, with all that is still to be read on it.
+                self._writing.close()
+                self._writing, self._failure = None, failure
+            else:
+                self._go_on(self._writing)
         return self._writing is None and self._failure is None
 
     def start(self, message: _Message) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum
@@ -163,12 +164,17 @@ class EngineStream:
                 self._is_handling = False
             self._last_seq = message.seq
             self._note_unacknowledged(message)
-            # What was written is looked after now, and not when the next request is to be.
-            self._writer.is_free()
             # Nothing was read meanwhile, so nothing can be said of the peer's silence.
             self._heard_at = self._clock.now()
 
     async def _write(self) -> None:
+        # A write fails where the call is over. How it is, the reader hears, behind all that the engine has said.
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            await self._write_until_closing()
+        # Ending the call here could overtake the goodbye; the engine ends it when it has read it.
+        await asyncio.Event().wait()
+
+    async def _write_until_closing(self) -> None:
         while True:
             await self._has_outgoing.wait()
             self._has_outgoing.clear()
@@ -178,8 +184,7 @@ class EngineStream:
                 await self._writer.finish()
             if self._is_closing:
                 await self._call.done_writing()
-                # Ending the call here could overtake the goodbye; the engine ends it when it has read it.
-                await asyncio.Event().wait()
+                return
 
     async def _watch(self) -> None:
         limit_s = self._heartbeat_s * _MAX_MISSED_HEARTBEATS

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import grpc.aio
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.engines.stream import EngineStream, StreamEnd, StreamLost
-from service_kit.clock import FakeClock
+from service_kit.channel import open_channel
+from service_kit.clock import FakeClock, MonotonicClock
 from service_kit.errors import (
     Aborted,
     FailedPrecondition,
@@ -18,8 +20,9 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
     to_parts,
+    to_status,
 )
-from triptych.engine.v1 import engine_pb2, session_pb2
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 
 class FakeCall:
@@ -108,8 +111,25 @@ async def test_the_next_message_waits_until_one_is_taken_whole():
     assert taker.told == ["1 begins", "1 ends", "2 begins", "2 ends"]
 
 
-async def test_a_message_is_taken_to_its_end_though_the_stream_is_lost_meanwhile_and_none_after_it():
+async def test_a_message_is_taken_to_its_end_though_the_stream_is_left_meanwhile_and_none_after_it():
     call, taker = FakeCall(), Taker()
+    stream = await opened_stream(call)
+    running = asyncio.ensure_future(stream.run(taker.take))
+    await taker.has_begun.wait()
+    running.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not running.done()
+    taker.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert taker.told == ["1 begins", "1 ends"]
+    # Another stream goes on behind it: no more and no less than this was handled.
+    assert stream.last_seq == 1
+
+
+async def test_what_the_engine_has_said_is_heard_though_nothing_can_be_written_any_more():
+    call, taker = FakeCall(Unavailable("left", reason="ENGINE_DRAINED")), Taker()
     stream = await opened_stream(call)
     running = asyncio.ensure_future(stream.run(taker.take))
     await taker.has_begun.wait()
@@ -117,13 +137,12 @@ async def test_a_message_is_taken_to_its_end_though_the_stream_is_lost_meanwhile
     stream.send(engine_pb2.ConnectRequest())
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not running.done()
     taker.may_go_on.set()
-    with pytest.raises(StreamLost, match="UNAVAILABLE: gone") as caught:
+    call.incoming.put_nowait(EOF)
+    with pytest.raises(StreamLost) as caught:
         await running
-    assert taker.told == ["1 begins", "1 ends"]
-    # Another stream goes on behind it: no more and no less than this was handled.
-    assert (caught.value.end, stream.last_seq) == (StreamEnd.BROKEN, 1)
+    assert taker.told == ["1 begins", "1 ends", "2 begins", "2 ends"]
+    assert (caught.value.end, stream.last_seq) == (StreamEnd.LEFT, 2)
 
 
 async def test_only_what_was_handled_whole_is_acknowledged():
@@ -198,3 +217,44 @@ async def test_who_does_not_answer_a_hello_in_time_is_silent():
     with pytest.raises(StreamLost, match=r"no hello_ack within 0\.01 s") as caught:
         await stream.open(session_pb2.Hello(), limit_s=0.01)
     assert caught.value.end is StreamEnd.SILENT
+
+
+class PartingServicer(engine_pb2_grpc.EngineCoreServiceServicer):
+    """Says all that it has to say and drains at once, as an engine whose frontend is slow to read."""
+
+    async def Connect(self, requests, context):
+        await anext(aiter(requests))
+        yield engine_pb2.ConnectResponse(hello_ack=session_pb2.HelloAck())
+        for seq in range(1, 11):
+            yield engine_pb2.ConnectResponse(seq=seq)
+        status = to_status(Unavailable("left", reason="ENGINE_DRAINED"))
+        await context.abort_with_status(status)
+
+    async def GetEngineInfo(self, request, context):
+        return engine_pb2.GetEngineInfoResponse()
+
+
+async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_still_to_be_read():
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(PartingServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    told = []
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
+        stream = EngineStream(stub, MonotonicClock())
+        await stream.open(session_pb2.Hello())
+
+        async def take(message: engine_pb2.ConnectResponse) -> None:
+            # Its answer comes behind all of the stream, over the same connection: the call is over by then,
+            # and so is what was written before this.
+            for _ in range(2):
+                await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
+            told.append(message.seq)
+            stream.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=message.seq)))
+
+        with pytest.raises(StreamLost, match="left") as caught:
+            await stream.run(take)
+    await server.stop(None)
+    assert told == list(range(1, 11))
+    assert caught.value.end is StreamEnd.LEFT
