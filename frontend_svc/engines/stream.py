@@ -168,7 +168,7 @@ class EngineStream:
             self._heard_at = self._clock.now()
 
     async def _write(self) -> None:
-        # A write fails where the call is over. How it is, the reader hears, behind all that the engine has said.
+        # A write fails where the call is over. How, the reader hears, behind all that the engine has said.
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             await self._write_until_closing()
         # Ending the call here could overtake the goodbye; the engine ends it when it has read it.
