@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_svc.mailbox import Abort, Add, Inbox, Outbox
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step_output import StepOutput
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.loop.mailbox import Abort, Add, Inbox, Outbox
+from engine_svc.loop.step_output import StepOutput
 
 if TYPE_CHECKING:
     from benchmarks.boundary_frontend import CountingReceiver

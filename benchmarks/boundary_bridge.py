@@ -17,11 +17,11 @@ from array import array
 from collections.abc import Callable, Iterator
 
 from benchmarks.boundary_loop import SyntheticLoop
-from engine_svc.heap import calm_collector
-from engine_svc.mailbox import Abort, Add, Command, Inbox, Outbox, Stop
-from engine_svc.request import FinishReason, Request
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.loop.mailbox import Abort, Add, Command, Inbox, Outbox, Stop
+from engine_svc.loop.step_output import FinishedRow, StepOutput
+from engine_svc.process.run import calm_collector
 
 _ADD, _ABORT, _RUN, _STEP, _DONE = range(1, 6)
 _FRAME = struct.Struct("<IB")

@@ -20,13 +20,13 @@ from service_kit.process import prepare_process
 if TYPE_CHECKING:
     import grpc
 
-    from engine_svc.mailbox import Inbox
-    from engine_svc.served_engine import ServedEngine
+    from engine_svc.admin.served_engine import ServedEngine
+    from engine_svc.loop.mailbox import Inbox
 
 MODEL_NAME = "synthetic"
 MAX_MODEL_LEN = 1_000_000
 VOCABULARY_SIZE = 128_000
-# As in `engine_svc.run`.
+# As in `engine_svc.process.run`.
 _SWITCH_INTERVAL_S = 0.0005
 _NUM_THREADS = 4
 
@@ -47,7 +47,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         from benchmarks.boundary_loop import SyntheticLoop
-        from engine_svc.mailbox import Inbox
+        from engine_svc.loop.mailbox import Inbox
 
         self.inbox = Inbox(8192)
         self._loop = SyntheticLoop(self.inbox)
@@ -66,7 +66,7 @@ class _LoopThread:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     from benchmarks.boundary_bare import start_bare
-    from engine_svc.heap import calm_collector
+    from engine_svc.process.run import calm_collector
 
     if arguments.loop == "thread":
         loop: _Loop = _LoopThread()
@@ -95,10 +95,10 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _served_engine(inbox: Inbox) -> ServedEngine:
-    from engine_svc.facts import EngineFacts, EngineIdentity, ModelFingerprint
-    from engine_svc.lifecycle import Lifecycle
-    from engine_svc.mailbox import Board
-    from engine_svc.served_engine import LoadedCore, ServedEngine
+    from engine_svc.admin.lifecycle import Lifecycle
+    from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+    from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
+    from engine_svc.loop.mailbox import Board
     from service_kit.clock import MonotonicClock
 
     fingerprint = ModelFingerprint(
@@ -131,7 +131,7 @@ async def _start_aio(served: ServedEngine, listen: str) -> tuple[int, object]:
     """As `service_kit.server` does, which knows no unix sockets."""
     import grpc.aio
 
-    from engine_svc.servicer import EngineCoreServicer
+    from engine_svc.session.servicer import EngineCoreServicer
     from service_kit.interceptors import server_interceptors
     from service_kit.limits import INTERNAL
 

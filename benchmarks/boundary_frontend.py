@@ -192,7 +192,7 @@ class ClientConnection:
     """The real client of one engine."""
 
     def __init__(self, address: str) -> None:
-        from frontend_svc.engines.client import EngineClient, FrontendIdentity
+        from frontend_svc.engines.connection.client import EngineClient, FrontendIdentity
         from service_kit.clock import MonotonicClock
 
         self.num_messages = 0
@@ -209,7 +209,7 @@ class ClientConnection:
 
     async def open(self) -> None:
         """Connect, and wait until the engine is ready."""
-        from frontend_svc.engines.client import EngineState
+        from frontend_svc.engines.connection.client import EngineState
 
         self._client.start()
         async with asyncio.timeout(_PATIENCE_S):

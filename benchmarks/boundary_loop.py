@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_svc.mailbox import Abort, Add, Call, Inbox, Outbox, Stop
-from engine_svc.request import FinishReason
-from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.core.request import FinishReason
+from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Outbox, Stop
+from engine_svc.loop.step_output import FinishedRow, StepOutput
 
 # What is under way when the last step was published gets so long to leave the process.
 _SETTLE_S = 0.02

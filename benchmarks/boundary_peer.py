@@ -25,10 +25,10 @@ import zmq.asyncio
 from benchmarks.boundary_control import Line, answer_lines, say
 from benchmarks.boundary_frontend import PROMPT, CountingReceiver
 from benchmarks.boundary_loop import SyntheticLoop
-from engine_svc.mailbox import Abort, Add, Inbox, Outbox
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step_output import StepOutput
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.loop.mailbox import Abort, Add, Inbox, Outbox
+from engine_svc.loop.step_output import StepOutput
 
 # As many rows as the peer handles before it lets others run.
 _MAX_ROWS_A_TURN = 128
@@ -151,7 +151,7 @@ def main() -> None:
     inbox, outbox = Inbox(8192), _QueueOutbox()
     loop = SyntheticLoop(inbox)
 
-    from engine_svc.heap import calm_collector
+    from engine_svc.process.run import calm_collector
 
     calm_collector()
     for work in ((_read_requests, requests, inbox, outbox), (_write_steps, steps, outbox)):

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import grpc
 
-from engine_svc import announce, convert
-from engine_svc.mailbox import Abort, Add, Outbox
-from engine_svc.served_engine import ServedEngine
-from engine_svc.session import MAX_OUTBOX_BYTES
-from engine_svc.session_requests import MAX_INFLIGHT_ADDS
+from engine_svc.admin import announce
+from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.convert import messages
+from engine_svc.loop.mailbox import Abort, Add, Outbox
+from engine_svc.session.requests import MAX_INFLIGHT_ADDS
+from engine_svc.session.session import MAX_OUTBOX_BYTES
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 _HEARTBEAT_S = 0.5
@@ -60,7 +61,7 @@ class SyncServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             step = outbox.take()
             if step is not None:
                 ended = [step.handles[finished.row] for finished in step.finished]
-                message = convert.to_step(step, dict.fromkeys(ended, frozenset()))
+                message = messages.to_step(step, dict.fromkeys(ended, frozenset()))
                 yield engine_pb2.ConnectResponse(step=message)
                 for handle in ended:
                     del request_ids[handle]
@@ -78,7 +79,7 @@ class SyncServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             for message in requests:
                 for entry in message.add.entries:
                     now = self._engine.clock.now()
-                    request = convert.to_request(entry, session_number=1, facts=core.facts, now=now)
+                    request = messages.to_request(entry, session_number=1, facts=core.facts, now=now)
                     request_ids[entry.handle] = request.request_id
                     self._engine.inbox.put(Add(request, outbox, entry.handle))
                 for handle in message.abort.handles:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from benchmarks.cluster_sim_time import Agenda
-from coordinator_svc.registry import EngineRegistry
-from coordinator_svc.servicer import CoordinatorServicer
-from coordinator_svc.topology import Topology
+from coordinator_svc.membership.registry import EngineRegistry
+from coordinator_svc.membership.servicer import CoordinatorServicer
+from coordinator_svc.membership.topology import Topology
 from service_kit.errors import ServiceError
 from triptych.coordinator.v1 import coordinator_pb2
 

@@ -11,11 +11,11 @@ from benchmarks.cluster_sim_frontend import DeltaReader, SimulatedFrontend
 from benchmarks.cluster_sim_scenario import Cost, Observed, Scenario
 from benchmarks.cluster_sim_time import Agenda
 from benchmarks.cluster_sim_traffic import Traffic, requests_per_s
+from frontend_svc.engines.connection.stream import HEARTBEAT_S
 from frontend_svc.engines.routing.account import LoadReport
-from frontend_svc.engines.stream import HEARTBEAT_S
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
 
-# As engine_svc/membership.py has them: with work, and without.
+# As engine_svc/membership/membership.py has them: with work, and without.
 _REPORT_INTERVAL_S = 0.1
 _IDLE_INTERVAL_S = 0.5
 _RENEW_AFTER_S = 1.0

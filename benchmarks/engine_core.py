@@ -6,14 +6,14 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from engine_svc.build import build_engine, build_served_engine
+from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.build.engine import build_engine, build_served_engine
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Engine
-from engine_svc.heap import calm_collector
-from engine_svc.mailbox import Add, Outbox, Stop
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.served_engine import LoadedCore, ServedEngine
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Add, Outbox, Stop
+from engine_svc.process.run import calm_collector
 from service_kit.config import load_config
 
 _OUTBOX_BYTES = 1 << 30

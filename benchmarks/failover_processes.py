@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from launcher.readiness import await_ready
+from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -81,7 +81,7 @@ class ServiceProcess:
     async def start(self) -> None:
         """Start it and wait until it listens, which is not until it is ready. Raises StartFailed."""
         read_fd, write_fd = os.pipe()
-        command = (sys.executable, "-m", "launcher.child", str(os.getpid()), self.plan.service)
+        command = (sys.executable, "-m", "launcher.serve.child", str(os.getpid()), self.plan.service)
         with self.log_file.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 
 from benchmarks.report import Row
-from frontend_svc.engines.columns import read_step
+from frontend_svc.engines.connection.columns import read_step
 from frontend_svc.output.collector import Collector, OutputKind, ReaderLimit
 from frontend_svc.output.processor import OutputProcessor
 from frontend_svc.output.request_state import RequestState

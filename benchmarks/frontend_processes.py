@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.process import Announcement, ProcessPlan, spawn
-from launcher.readiness import await_ready
+from launcher.serve.process import Announcement, ProcessPlan, spawn
+from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.spec import DecoderSpec, read_spec, rotary_table
 from engine_svc.model.parallel import Solo
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan
 from triptych_kernels import Ops
 
 BLOCK_SIZE = 16

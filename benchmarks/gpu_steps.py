@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_model import prefill_plan
+from engine_svc.core.step import StepPlan
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.step import StepPlan
 
 # Kernels of one recording follow each other faster; what is longer is the host's doing.
 _GAP_US = 10.0

@@ -25,22 +25,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Report, Row, print_table
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.engine import Executor, PendingStep
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan
+from engine_svc.loop.engine import Executor, PendingStep
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Largest
-from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.request import Request
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
-from engine_svc.step import StepPlan
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 64

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.report import Report, Row, print_table
 from engine_svc.model.context import ForwardContext
-from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from launcher.tiny_model.corpus import Example, held_out_questions, held_out_stories
 from launcher.tiny_model.tokenizer import END
 from launcher.tiny_model.train import WEIGHTS_FOLDER

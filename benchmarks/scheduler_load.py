@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from engine_svc.build import Core, build_core
+from engine_svc.build.engine import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.config import CacheConfig
-from engine_svc.heap import calm_collector
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.process.run import calm_collector
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.step import StepPlan, StepResult
 
 T = TypeVar("T")
 

@@ -21,16 +21,16 @@ import torch
 
 from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.report import Report, Row, print_table
-from engine_svc.build import Core, build_core
-from engine_svc.build_runner import RunnerSide, build_runner
+from engine_svc.build.engine import Core, build_core
+from engine_svc.build.runner import RunnerSide, build_runner
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
-from engine_svc.request import Request
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.runner.control import RunnerControl
-from engine_svc.runner.parked_memory import return_free_memory
+from engine_svc.runner.memory.parked_memory import return_free_memory
 from engine_svc.runner.sleep import WakeTag
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 
 SMOLLM = CheckpointShape(

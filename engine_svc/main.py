@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_process("engine")
     # Imported after the process is prepared: grpc reads its environment once, at import.
     from engine_svc.config import EngineConfig
-    from engine_svc.run import run
+    from engine_svc.process.run import run
     from service_kit.config import ConfigError, load_config, usage
     from service_kit.plugins import PluginError, load_plugins
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import grpc.aio
 
-from frontend_svc.admission import Admission
-from frontend_svc.adoption import Adoption
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.embedding import EmbeddingServicer
 from frontend_svc.api.generate_stream import stream_generate, stream_rest
@@ -25,23 +23,25 @@ from frontend_svc.api.request import RequestServicer
 from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.config import FrontendConfig
-from frontend_svc.drain import Drain, shutting_down
+from frontend_svc.engines.adoption.takeover import Adoption
 from frontend_svc.engines.artifacts import ArtifactStore
-from frontend_svc.engines.client import EngineClient, FrontendIdentity
+from frontend_svc.engines.connection.client import EngineClient, FrontendIdentity
+from frontend_svc.engines.connection.health import EngineState
+from frontend_svc.engines.connection.stream import HEARTBEAT_S
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
-from frontend_svc.engines.engine_state import EngineState
 from frontend_svc.engines.routing.policies import find_policy, first_turn
-from frontend_svc.engines.stream import HEARTBEAT_S
-from frontend_svc.failover import Failover
-from frontend_svc.generation import Generation
-from frontend_svc.open_requests import OpenRequests
+from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.drain import Drain, shutting_down
+from frontend_svc.generation.failover import Failover
+from frontend_svc.generation.generation import Generation
+from frontend_svc.generation.open_requests import OpenRequests
+from frontend_svc.generation.pooling import Pooling
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
-from frontend_svc.pooling import Pooling
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.workers.workers import TextWorkers
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
 from service_kit.channel import open_channel

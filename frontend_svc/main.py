@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_process("frontend")
     # Imported after the process is prepared: grpc reads its environment once, at import.
     from frontend_svc.config import FrontendConfig
-    from frontend_svc.run import run
+    from frontend_svc.process.run import run
     from service_kit.config import ConfigError, load_config, usage
     from service_kit.plugins import PluginError, load_plugins
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         loaded = load_config(FrontendConfig, argv, service="frontend")
         set_title("frontend", loaded.config.index or None)
         if loaded.config.workers > 1:
-            from frontend_svc.workers import run_workers
+            from frontend_svc.process.workers import run_workers
 
             # It serves nothing itself: the workers load the plugins.
             return run_workers(loaded, argv)

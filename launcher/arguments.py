@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_svc.config import EngineConfig
-from engine_svc.model.hub import is_hub_id
+from engine_svc.model.loading.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
 from launcher.services import SERVICES, config_of, embedded_model

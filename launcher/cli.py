@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
-from launcher.admin_verbs import admin
-from launcher.ray_verbs import ray
+from launcher.ray.verbs import ray
+from launcher.serve.readiness import health_of
+from launcher.services import READINESS
+from launcher.verbs.admin_verbs import admin
+from launcher.verbs.complete import print_failure
+from service_kit.config import read_environment
+from service_kit.errors import ServiceError
 from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services hands on what it is given: their own configurations know the flags and the help.
@@ -91,7 +97,7 @@ def serve(context: typer.Context) -> None:
         serving = parse_serve(context.args)
     except ConfigError as error:
         _refuse("serve", error)
-    from launcher.serve import run_serve
+    from launcher.serve.serve import run_serve
 
     raise typer.Exit(run_serve(serving, _ENVIRONMENT))
 
@@ -155,7 +161,7 @@ def complete(
     """Continue one prompt; prints the text as it arrives. Exits 1 with the status on stderr if refused."""
     arguments = dict(locals())
     prepare_process("client")
-    from launcher.complete import Completion, run_complete
+    from launcher.verbs.complete import Completion, run_complete
 
     shown = ("url", "prompt", "prompt_token_ids", "model", "request_id", "as_json", "stream", "timeout_s")
     sampling = {name: value for name, value in arguments.items() if name not in shown}
@@ -177,8 +183,8 @@ def chat(
     Reasoning is shown dimmed, on a terminal only; calls of tools are shown as text.
     """
     prepare_process("client")
-    from launcher.chat import Chat, run_chat
-    from launcher.complete import sampling_of
+    from launcher.verbs.chat import Chat, run_chat
+    from launcher.verbs.complete import sampling_of
 
     sampling = sampling_of({"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
     raise typer.Exit(run_chat(Chat(url, model, sampling, quick)))
@@ -194,7 +200,6 @@ def health(
 ) -> None:
     """Ask a service whether it is ready: prints the answer, exits 0 if it is SERVING and 1 if not."""
     prepare_process("client")
-    from launcher.health import run_health
 
     raise typer.Exit(run_health(url, service, timeout_s))
 
@@ -236,7 +241,7 @@ def run_batch(
     OpenAI batch API takes it: {"custom_id", "method", "url", "body"}.
     """
     prepare_process("client")
-    from launcher.run_batch import Batch, run_batch
+    from launcher.run_batch.run_batch import Batch, run_batch
 
     raise typer.Exit(
         run_batch(
@@ -251,7 +256,7 @@ def demo(
 ) -> None:
     """Start three processes on free ports, stream one answer of the embedded model, show its trace, stop."""
     prepare_process("client")
-    from launcher.demo import DEFAULT_PROMPT, run_demo
+    from launcher.verbs.demo import DEFAULT_PROMPT, run_demo
 
     raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
 
@@ -269,3 +274,23 @@ def _refuse(verb: str, error: Exception) -> NoReturn:
 
 if __name__ == "__main__":
     main()
+
+
+_DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
+
+
+def run_health(url: str | None, service: str, timeout_s: float) -> int:
+    """Ask `service`, by its kind or by a full gRPC name, and return 0 if it is SERVING, else 1.
+
+    Without a URL it is the one on this host at the port that the environment gives it, as in its container.
+    """
+    kind = service if service in _DEFAULT_PORTS else "frontend"
+    port = read_environment(f"TRIPTYCH_{kind.upper()}_PORT") or _DEFAULT_PORTS[kind]
+    target = url or f"grpc://127.0.0.1:{port}"
+    try:
+        answer = asyncio.run(health_of(target, READINESS.get(service, service), timeout_s))
+    except ServiceError as error:
+        print_failure(error)
+        return 1
+    print(answer)
+    return 0 if answer == "SERVING" else 1

@@ -13,8 +13,8 @@ from typing import Any, Literal, Self, TypeVar
 from engine_svc.config import EngineConfig
 from launcher.engines.core_client import EngineDead
 from launcher.engines.loop_thread import LoopThread
-from launcher.llm_calls import LLMCalls
-from launcher.llm_inputs import (
+from launcher.offline.calls import LLMCalls
+from launcher.offline.inputs import (
     GivenPrompt,
     Message,
     Prompt,
@@ -24,10 +24,10 @@ from launcher.llm_inputs import (
     read_tool_choice,
     read_tools,
 )
-from launcher.llm_params import SamplingParams, from_proto
-from launcher.llm_pooling import check_task, pooling_input, values_of
-from launcher.llm_progress import Bar
-from launcher.llm_results import (
+from launcher.offline.params import SamplingParams, from_proto
+from launcher.offline.pooling import check_task, pooling_input, values_of
+from launcher.offline.progress import Bar
+from launcher.offline.results import (
     ClassificationResult,
     EmbeddingResult,
     RequestResult,
@@ -35,7 +35,7 @@ from launcher.llm_results import (
     to_chat_result,
     to_result,
 )
-from launcher.llm_transport import Transport, last_word, make_transport
+from launcher.offline.transport import Transport, last_word, make_transport
 from service_kit.errors import Cancelled, InvalidArgument, Unavailable
 from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2

@@ -33,7 +33,7 @@ def config_of(service: str) -> type:
 
 def command_of(service: str, parent_pid: int) -> tuple[str, ...]:
     """The command line that runs a service as a child of `parent_pid`, to be followed by its flags."""
-    return (sys.executable, "-m", "launcher.child", str(parent_pid), service)
+    return (sys.executable, "-m", "launcher.serve.child", str(parent_pid), service)
 
 
 def embedded_model() -> Path:

@@ -55,9 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package as people get it, built from a copy of the tree. Needs a package registry."""
     folder = tmp_path_factory.mktemp("wheel")
-    left_out = (".*", "*.egg-info", "*.so", "build", "dist", "__pycache__", "node_modules")
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "*.so", "__pycache__", "node_modules")
     tree = Path(__file__).resolve().parents[1]
-    shutil.copytree(tree, folder / "source", ignore=shutil.ignore_patterns(*left_out))
+
+    def ignored(parent: str, names: list[str]) -> set[str]:
+        # Only at the root: a package may have a folder of this name.
+        built = {"build", "dist"} & set(names) if Path(parent) == tree else set()
+        return left_out(parent, names) | built
+
+    shutil.copytree(tree, folder / "source", ignore=ignored)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--wheel-dir", str(folder), str(folder / "source")], check=True)
     [built] = folder.glob("*.whl")

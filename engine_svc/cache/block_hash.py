@@ -9,7 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
-from engine_svc.request import ContentSpan, Request
+from engine_svc.core.request import ContentSpan, Request
 
 _DOMAIN = b"triptych.block.v1"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, Found, FullAttention
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.mailbox import AllBlocksRemoved, KVEvent, RemovedBlocks, part_of
-from engine_svc.request import Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, RemovedBlocks, part_of
 
 MAX_BATCH_BLOCKS = 8192
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from engine_svc.request import Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan, StepResult
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from engine_svc.request import FinishReason, Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.step import StepPlan, StepResult
 from service_kit.clock import Clock
 from service_kit.telemetry import context_from
 

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
-from engine_svc.request import FinishReason, Request, RequestOutput
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
-from engine_svc.step import StepPlan, StepResult
 
 # A case is read whole to be replayed, so it must not grow for ever.
 MAX_STEPS = 100_000

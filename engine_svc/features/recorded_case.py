@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.request import Request, RequestOutput
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request, RequestOutput
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.executor import Call
-from engine_svc.runner.memory import num_bytes_in_use
+from engine_svc.runner.memory.free_memory import num_bytes_in_use
 from engine_svc.runner.sleep import WakeTag, WeightsLost
 
 _REFUSAL = "refusal"

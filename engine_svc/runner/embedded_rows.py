@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.step import StepPlan
 from engine_svc.model.context import EmbeddedTokens
-from engine_svc.prompt_embeds import PromptEmbeds
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import send, to_device
-from engine_svc.step import StepPlan
 from engine_svc.tensors.to_torch import to_torch
 
 

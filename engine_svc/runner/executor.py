@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.step import StepPlan, StepResult
 
 # What is asked for by its name beside plans, in plain values, and answered in such.
 Call = Callable[[Mapping[str, object]], Mapping[str, object]]

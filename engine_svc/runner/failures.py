@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
 
 # PyTorch has no types for these.
 _SAYS_FULL = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

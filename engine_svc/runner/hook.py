@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine_svc.core.step import StepPlan
 from engine_svc.runner.input_batch import InputBatch
-from engine_svc.step import StepPlan
 
 
 class RunnerHook(Protocol):

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.step import AdmittedRequest, StepPlan
 from triptych_kernels import AttentionBatch
 
 Ints = npt.NDArray[np.int64]

@@ -10,16 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine_svc.core.step import StepPlan
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
+from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
-from engine_svc.model.group_exchange import GroupExchange
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.embedded_rows import EmbeddedRows
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
 from engine_svc.runner.input_batch import InputBatch, Ints, StepInputs
-from engine_svc.runner.kv_tensors import KVTensors
+from engine_svc.runner.memory.kv_tensors import KVTensors
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.prompt_rows import (
     PromptPart,
@@ -33,7 +34,6 @@ from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
-from engine_svc.step import StepPlan
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_svc.core.step import StepPlan
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampler import Sampler
 from engine_svc.runner.sampling.logprobs import PromptLogprobs
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from engine_svc.core.step import PromptPlaces, StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.prompt_rows import PromptPart
 from engine_svc.runner.sampler import Sampled
-from engine_svc.step import PromptPlaces, StepPlan, StepResult
 
 
 class RunningStep:

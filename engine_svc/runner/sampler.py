@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.decoder import Largest
 from engine_svc.runner.hook import LogitsProcessor
 from engine_svc.runner.sampling.logprobs import LogprobWishes, PromptLogprobs, SampledLogprobs
@@ -23,7 +24,6 @@ from engine_svc.runner.sampling.penalties import Penalties
 from engine_svc.runner.sampling.thinking import ThinkingBudgets
 from engine_svc.runner.sampling.token_rules import TokenRules
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.step import AdmittedRequest
 from triptych_kernels import Ops, uniform_noise
 from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_svc.error_frames import clear_frames
+from engine_svc.core.errors import clear_frames
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
-from engine_svc.runner.parked_memory import NoRoom, ParkedMemory, return_free_memory, tensors_of
+from engine_svc.runner.memory.parked_memory import NoRoom, ParkedMemory, return_free_memory, tensors_of
 
 if TYPE_CHECKING:
     from engine_svc.runner.cuda_graphs import DecodeGraphs
-    from engine_svc.runner.kv_tensors import KVTensors
+    from engine_svc.runner.memory.kv_tensors import KVTensors
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.sampler import Sampler
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest
 from triptych_kernels import Ops
 
 # Uses every kernel of a CPU, and is soon computed.

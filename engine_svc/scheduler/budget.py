@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 
 
 class Budget(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine_svc.request import Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan, StepResult
 
 
 class SchedulerHook(Protocol):

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine_svc.request import Request, RequestStatus
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request, RequestStatus
+from engine_svc.core.sampling_params import SamplingParams
 
 
 class _Step:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_svc.request import Request
+from engine_svc.core.request import Request
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.drafts import UNKNOWN_DRAFT
-from engine_svc.step import AdmittedRequest, StepPlan
+from engine_svc.scheduler.speculation import UNKNOWN_DRAFT
 
 # Shared by all rows with nothing in a column: a plan is never changed after it was made.
 NOTHING: list[int] = []

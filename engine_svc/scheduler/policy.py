@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 

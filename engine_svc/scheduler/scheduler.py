@@ -10,27 +10,26 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.admission import chunk_refusal, refusal
 from engine_svc.scheduler.budget import Budget, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.drafts import (
+from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.in_flight import StepsInFlight
+from engine_svc.scheduler.plan_builder import PlanBuilder
+from engine_svc.scheduler.policy import Policy
+from engine_svc.scheduler.request_queues import Roster, note_first_token
+from engine_svc.scheduler.speculation import (
     DraftCounter,
     is_last_token_in_flight,
     note_drafts,
     pad_with_drafts,
     take_back,
 )
-from engine_svc.scheduler.hook import SchedulerHook
-from engine_svc.scheduler.in_flight import StepsInFlight
-from engine_svc.scheduler.plan_builder import PlanBuilder
-from engine_svc.scheduler.policy import Policy
-from engine_svc.scheduler.refusal import chunk_refusal, refusal
-from engine_svc.scheduler.roster import Roster, note_first_token
 from engine_svc.scheduler.stats import SchedulerStats, make_stats
 from engine_svc.scheduler.stopping import note_limits, why_stopped
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
-from engine_svc.scheduler.withdrawal import preempt_settled, withdraw_steps
-from engine_svc.step import StepPlan, StepResult
 
 
 class Scheduler:
@@ -398,3 +397,29 @@ class Scheduler:
         if request.chunks:
             begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
             self._roster.unblock(request, INPUT)
+
+
+def withdraw_steps(
+    in_flight: StepsInFlight, roster: Roster, kv_cache: KVCache, hooks: Sequence[SchedulerHook], now: float
+) -> None:
+    """Queue the requests of all steps in flight again, without blocks, the first admitted before the others.
+
+    What these steps were to compute can not be found any more; what was computed before them still can.
+    """
+    withdrawn = in_flight.withdraw()
+    roster.release_again(withdrawn.released)
+    # The last first: whoever gives way is mostly the next to be taken again.
+    for request in reversed(roster.running.copy()):
+        if request in withdrawn.rows:
+            preempt_settled(roster, request, now)
+    # Behind the releases: a block that one request fills may have been taken over by another already.
+    kv_cache.disown([*withdrawn.block_ids, *kv_cache.take_registered()])
+    for hook in hooks:
+        hook.on_withdraw()
+
+
+def preempt_settled(roster: Roster, request: Request, now: float) -> None:
+    """Queue a running request again, for which nothing is in flight."""
+    assert request.status is RequestStatus.RUNNING, f"request {request.request_id} does not run"
+    request.resumes_after_step = 0
+    roster.preempt(request, now, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.scheduler.roster import Roster
+from engine_svc.scheduler.request_queues import Roster
 
 
 @dataclass(frozen=True, slots=True)

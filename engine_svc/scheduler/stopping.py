@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_svc.request import FinishReason, Request
-from engine_svc.sampling_params import RepetitionLimits
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.sampling_params import RepetitionLimits
 
 
 def note_limits(request: Request, max_model_len: int) -> None:

@@ -5,7 +5,7 @@ Knows no queues and no blocks.
 
 from __future__ import annotations
 
-from engine_svc.request import Chunk, Request
+from engine_svc.core.request import Chunk, Request
 from engine_svc.scheduler.stopping import note_limits
 
 INPUT = "input"  # the blocker of a request between two turns: it waits for its next chunk

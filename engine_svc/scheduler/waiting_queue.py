@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from engine_svc.request import Request, RequestStatus
+from engine_svc.core.request import Request, RequestStatus
 
 _by_order_key = attrgetter("order_key")
 

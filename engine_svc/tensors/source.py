@@ -7,12 +7,12 @@ import hmac
 import itertools
 import logging
 import secrets
+import weakref
+from collections import deque
 from collections.abc import AsyncIterable
 
 from engine_svc.tensors.blobs import BlobStore, BlobUploads
 from engine_svc.tensors.host_tensor import BadTensor, HostTensor, size_bytes
-from engine_svc.tensors.memory import TensorMemory
-from engine_svc.wire_checks import unserved
 from service_kit import shared_memory
 from service_kit.clock import Clock, MonotonicClock
 from service_kit.errors import (
@@ -22,8 +22,36 @@ from service_kit.errors import (
     Unavailable,
     Unimplemented,
 )
+from service_kit.field_checks import unserved
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2
+
+
+class TensorMemory:
+    """Counts tensors from when they came until nobody holds them, in whatever thread that is."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._used_bytes = 0
+        # Appended to by whoever lets go of a tensor, where no lock may be taken.
+        self._freed: deque[int] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """What is held now."""
+        while self._freed:
+            self._used_bytes -= self._freed.popleft()
+        return self._used_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more may be held."""
+        return self.used_bytes + num_bytes <= self._max_bytes
+
+    def count(self, tensor: HostTensor) -> None:
+        """Count a tensor until it is gone."""
+        self._used_bytes += len(tensor.data)
+        weakref.finalize(tensor, self._freed.append, len(tensor.data)).atexit = False
+
 
 logger = logging.getLogger(__name__)
 

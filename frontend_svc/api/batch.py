@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from frontend_svc.caller import Caller
+from frontend_svc.generation.caller import Caller
 from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_parts
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2

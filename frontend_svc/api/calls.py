@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc.aio
 
-from frontend_svc.caller import Caller
+from frontend_svc.generation.caller import Caller
 from service_kit.logs import log_fields
 
 

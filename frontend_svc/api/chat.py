@@ -13,10 +13,10 @@ from frontend_svc.api.chat_answer import ChatAnswer, whole_answer
 from frontend_svc.api.chat_reading import ChatReading
 from frontend_svc.api.generate_stream import kind_of
 from frontend_svc.api.messages import finished_message, started_message, usage_message
-from frontend_svc.caller import Caller
-from frontend_svc.generation import Generation, OpenRequest
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.generation import Generation, OpenRequest
+from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind
-from frontend_svc.tracing import RequestTrace
 from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc
 
 ChatContext: TypeAlias = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import reasoning_parser, tool_parser
-from frontend_svc.text.chat_prompt import ChatPrompt
+from frontend_svc.text.chat.prompt import ChatPrompt
 from frontend_svc.text.model import ServedModel
 from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2

@@ -10,9 +10,8 @@ from typing import TypeAlias, TypeVar
 import grpc.aio
 
 from frontend_svc.api.calls import caller_of
-from frontend_svc.caller import Caller
-from frontend_svc.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
-from frontend_svc.text.id_column import id_column
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import (
@@ -26,6 +25,7 @@ from frontend_svc.text.pooling import (
     refuse_unsupported,
     tokenize_inputs,
 )
+from frontend_svc.text.tokenize.id_column import id_column
 from service_kit.errors import Internal
 from triptych.api.v1 import embedding_pb2, embedding_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2

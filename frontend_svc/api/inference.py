@@ -20,10 +20,10 @@ from frontend_svc.api.messages import (
     usage_message,
 )
 from frontend_svc.api.resumable import ResumableStreams
-from frontend_svc.generation import Generation
+from frontend_svc.generation.generation import Generation
+from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
-from frontend_svc.tracing import RequestTrace
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 

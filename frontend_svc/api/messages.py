@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontend_svc.generation import OpenRequest
+from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputPiece
 from frontend_svc.output.logprobs import Logprobs
 from triptych.api.v1 import generate_pb2

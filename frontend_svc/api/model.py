@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from frontend_svc.engines.client import SCHEMA_REVISION, EngineState, FrontendIdentity
+from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel

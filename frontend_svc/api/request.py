@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from frontend_svc.open_requests import OpenRequests, RequestPhase
+from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import request_pb2, request_pb2_grpc
 from triptych.common.v1 import output_pb2

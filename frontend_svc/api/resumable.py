@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from frontend_svc.adoption import TOKEN_CHARACTERS, not_kept
-from frontend_svc.caller import Caller
-from frontend_svc.drain import Drain
+from frontend_svc.engines.adoption.takeover import TOKEN_CHARACTERS, not_kept
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
 from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError

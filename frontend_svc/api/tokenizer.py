@@ -8,7 +8,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from frontend_svc.engines.directory import Directory
-from frontend_svc.text.conversation import check_conversation, conversation_of
+from frontend_svc.text.chat.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.prompt import check_text
 from frontend_svc.text.sampling import check_token_ids

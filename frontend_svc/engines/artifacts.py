@@ -11,7 +11,7 @@ import grpc
 from tokenizers import Tokenizer
 
 from frontend_svc.parsers.registry import ParserNames
-from frontend_svc.text.chat_template import read_templates
+from frontend_svc.text.chat.template import read_templates
 from frontend_svc.text.model import (
     GenerationDefaults,
     ServedModel,
@@ -20,10 +20,10 @@ from frontend_svc.text.model import (
     read_generation_defaults,
     read_json_object,
 )
-from frontend_svc.text.slow_tokenizer import SlowTokenizers
-from frontend_svc.text.text_files import TextFiles
-from frontend_svc.text.tokenizer import ModelTokenizer
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.tokenize.slow_tokenizer import SlowTokenizers
+from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
+from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import ServiceError
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 

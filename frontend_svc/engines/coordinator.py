@@ -12,7 +12,7 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
-from frontend_svc.engines.handshake import FrontendIdentity
+from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.topology import CoordinatorFence, Topology
 from service_kit.channel import open_channel

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from frontend_svc.engines.client import EngineClient, EngineState
-from frontend_svc.engines.loss import RETRY_AFTER_MS
+from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.routing.engine_info import RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware
 from frontend_svc.engines.routing.policies import route
+from frontend_svc.output.loss import RETRY_AFTER_MS
 from frontend_svc.text.model import ServedModel
 from service_kit.channel import parse_target
 from service_kit.clock import Clock

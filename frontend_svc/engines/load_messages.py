@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontend_svc.engines.routing.account import LoadReport
-from frontend_svc.text.id_column import ID_BYTES
+from frontend_svc.text.tokenize.id_column import ID_BYTES
 from triptych.coordinator.v1 import member_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 

@@ -7,7 +7,7 @@ from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.stop_strings import StopBuffer
-from frontend_svc.text.token_text import TokenTexts
+from frontend_svc.text.tokenize.token_text import TokenTexts
 from triptych.common.v1 import sampling_pb2
 
 

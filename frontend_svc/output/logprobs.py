@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from frontend_svc.text.token_text import MAX_CONTEXT_TOKENS, TokenTexts
+from frontend_svc.text.tokenize.token_text import MAX_CONTEXT_TOKENS, TokenTexts
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns
+from frontend_svc.output.loss import Loss, LossKind
 from service_kit.errors import Aborted, Internal, ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 

@@ -8,9 +8,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from frontend_svc.engines.loss import Loss
 from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
+from frontend_svc.output.loss import Loss
 from service_kit.errors import ServiceError
 from triptych.common.v1 import tensor_pb2
 

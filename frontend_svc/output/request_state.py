@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Callable
 from time import perf_counter_ns, time_ns
 
-from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
+from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 from service_kit.errors import ServiceError, Unavailable

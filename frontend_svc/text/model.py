@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from frontend_svc.parsers.registry import NONE, ParserNames
-from frontend_svc.text.tokenizer import ModelTokenizer
+from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import TypeAlias
 from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.bad_words import bad_word_sequences
-from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, too_long
@@ -21,6 +20,7 @@ from frontend_svc.text.sampling import (
     has_thinking_budget,
     refuse_unserved,
 )
+from frontend_svc.text.tokenize.id_column import id_column
 from service_kit.errors import InvalidArgument, Unimplemented
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2

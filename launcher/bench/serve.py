@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import grpc.aio
@@ -21,8 +24,7 @@ from launcher.bench.load import LoadGenerator, RequestBuilder
 from launcher.bench.metrics import OK, summarize
 from launcher.bench.plot import PlotError, check_can_plot, draw
 from launcher.bench.report import Result, print_result, write_json
-from launcher.bench.schedule import arrival_offsets
-from launcher.complete import print_failure
+from launcher.verbs.complete import print_failure
 from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable, from_rpc_error
@@ -30,6 +32,20 @@ from service_kit.loop_lag import LoopLag
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych_client.channel_options import ChannelOptions
+
+
+def arrival_offsets(num_arrivals: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Offsets of arrivals in s, the first at 0: gaps are gamma distributed with mean 1 / rate.
+
+    `burstiness` is the shape: 1 is a Poisson process, below come bursts, above it gets regular. An infinite
+    rate is everything at 0.
+    """
+    if math.isinf(rate):
+        return [0.0] * num_arrivals
+    rng = random.Random(f"arrivals-{seed}")
+    gaps = (rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(num_arrivals - 1))
+    return list(accumulate(gaps, initial=0.0))
+
 
 _CONNECT_LIMIT_S = 10.0
 _CALL_LIMIT_S = 30.0

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc.aio
 
-from frontend_svc.engines.client import SCHEMA_REVISION
-from frontend_svc.engines.columns import MalformedStep, read_step
-from frontend_svc.engines.stream import EngineStream, StreamLost
+from frontend_svc.engines.connection.client import SCHEMA_REVISION
+from frontend_svc.engines.connection.columns import MalformedStep, read_step
+from frontend_svc.engines.connection.stream import EngineStream, StreamLost
 from launcher.engines.core_client import CoreOutput, EngineDead, no_rows
 from service_kit.channel import open_channel
 from service_kit.clock import Clock, MonotonicClock

@@ -11,8 +11,8 @@ import grpc.aio
 
 from engine_svc.config import EngineConfig
 from launcher.engines.core_client import EngineDead
-from launcher.process import ChildDied, ChildProcess, ProcessPlan, spawn
-from launcher.readiness import await_ready
+from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.serve.readiness import await_ready
 from launcher.services import command_of
 from service_kit.channel import open_channel
 

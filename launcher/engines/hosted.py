@@ -9,15 +9,15 @@ from pathlib import Path
 
 import grpc.aio
 
-from engine_svc.build import build_engine, build_served_engine
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.build.engine import build_engine, build_served_engine
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Engine
-from engine_svc.engine_thread import EngineThread
-from engine_svc.facts import LoadProgress
-from engine_svc.lifecycle import EngineState
-from engine_svc.model.hub import find_model
-from engine_svc.served_engine import LoadedCore, ServedEngine
-from engine_svc.servicer import FULL_NAME, EngineCoreServicer
+from engine_svc.core.facts import LoadProgress
+from engine_svc.loop.engine import Engine
+from engine_svc.model.loading.hub import find_model
+from engine_svc.process.engine_thread import EngineThread
+from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from launcher.engines.core_client import EngineDead
 from launcher.engines.local_channel import LocalChannel, LocalServer
 from service_kit.server import Registration

@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine_svc import convert
-from engine_svc.build import build_engine, build_served_engine
+from engine_svc.admin.served_engine import LoadedCore
+from engine_svc.build.engine import build_engine, build_served_engine
 from engine_svc.config import EngineConfig
-from engine_svc.engine import Engine
-from engine_svc.facts import LoadProgress
-from engine_svc.mailbox import Abort, Add, Inbox, Outbox
-from engine_svc.served_engine import LoadedCore
-from engine_svc.session import MAX_OUTBOX_BYTES
-from engine_svc.session_requests import MAX_INFLIGHT_ADDS
-from engine_svc.step_output import StepOutput
-from frontend_svc.engines.columns import read_step
+from engine_svc.convert import messages
+from engine_svc.core.facts import LoadProgress
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Abort, Add, Inbox, Outbox
+from engine_svc.loop.step_output import StepOutput
+from engine_svc.session.requests import MAX_INFLIGHT_ADDS
+from engine_svc.session.session import MAX_OUTBOX_BYTES
+from frontend_svc.engines.connection.columns import read_step
 from launcher.engines.core_client import CoreOutput, EngineDead, no_rows
 from service_kit.clock import Clock
 from service_kit.errors import InvalidArgument, ResourceExhausted
@@ -59,12 +59,12 @@ class InProcessClient:
             )
         entry.handle = next(self._handles)
         now = self._clock.now()
-        request = convert.to_request(entry, session_number=0, facts=self._core.facts, now=now)
+        request = messages.to_request(entry, session_number=0, facts=self._core.facts, now=now)
         refusal = self._core.refusal(request)
         if refusal is not None:
             raise InvalidArgument(refusal, reason="NEVER_FITS")
         self._core.prepare(request)
-        if not self._inbox.put(Add(request, self._outbox, entry.handle, convert.to_deadline(entry, now))):
+        if not self._inbox.put(Add(request, self._outbox, entry.handle, messages.to_deadline(entry, now))):
             raise ResourceExhausted("the engine's inbox is full")
         self._in_flight[entry.handle] = _InFlight(
             request.request_id, frozenset(entry.sampling.stop_token_ids)
@@ -76,7 +76,7 @@ class InProcessClient:
         self._ensure_alive()
         for handle in handles:
             if handle in self._in_flight:
-                self._inbox.put(Abort(self._in_flight[handle].request_id, convert.to_abort_cause(reason)))
+                self._inbox.put(Abort(self._in_flight[handle].request_id, messages.to_abort_cause(reason)))
 
     def get_output(self) -> CoreOutput:
         """Step until something comes; without rows where nothing is in flight.
@@ -114,7 +114,7 @@ class InProcessClient:
     def _output(self, step: StepOutput) -> CoreOutput:
         ended = [step.handles[finished.row] for finished in step.finished]
         stop_token_ids = {handle: self._in_flight[handle].stop_token_ids for handle in ended}
-        columns = read_step(convert.to_step(step, stop_token_ids))
+        columns = read_step(messages.to_step(step, stop_token_ids))
         for handle in ended:
             del self._in_flight[handle]
         return CoreOutput(columns)

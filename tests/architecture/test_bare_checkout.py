@@ -45,7 +45,12 @@ def modules_below(*folders: str) -> list[str]:
     [
         ["tests.conftest", *modules_below("tests/gpu", "tests/kernels/triton")],
         ["benchmarks.gpu", "benchmarks.kernels"],
-        ["engine_svc.engine", "engine_svc.step", "engine_svc.sampling_params", "engine_svc.request"],
+        [
+            "engine_svc.loop.engine",
+            "engine_svc.core.step",
+            "engine_svc.core.sampling_params",
+            "engine_svc.core.request",
+        ],
         modules_below("engine_svc/runner", "engine_svc/model", "engine_svc/scheduler", "engine_svc/cache"),
     ],
     ids=["tests", "benchmarks", "core", "runner and models"],

@@ -195,7 +195,8 @@ def test_every_panel_asks_for_what_the_collector_makes() -> None:
     assert [expr for expr in asked if not any(f"{name}{{" in expr for name in made)] == []
     names = {expr.split('span_name="')[1].split('"')[0] for expr in asked}
     code = "".join(
-        (ROOT / name).read_text() for name in ("frontend_svc/tracing.py", "engine_svc/features/observe.py")
+        (ROOT / name).read_text()
+        for name in ("frontend_svc/generation/tracing.py", "engine_svc/features/observe.py")
     )
     assert [name for name in names if f'"{name}"' not in code] == []
     dimensions = {dimension["name"] for dimension in spans["dimensions"]} | {"service.name", "span.name"}

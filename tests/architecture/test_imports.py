@@ -53,7 +53,7 @@ def test_light_packages_load_nothing_heavy(packages: list[str], forbidden: tuple
 
 
 @pytest.mark.parametrize(
-    "module", ["engine_svc.scheduler.scheduler", "engine_svc.cache.kv_cache", "engine_svc.mailbox"]
+    "module", ["engine_svc.scheduler.scheduler", "engine_svc.cache.kv_cache", "engine_svc.loop.mailbox"]
 )
 def test_the_core_of_the_engine_loads_no_tensors_and_no_wire(module: str) -> None:
     program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.boundary import main
 from benchmarks.boundary_bridge import Frames, frame, read_step, write_step
 from benchmarks.boundary_figures import Arrangement, Round, shortfalls, summary
-from engine_svc.request import FinishReason
-from engine_svc.step_output import FinishedRow, StepOutput
+from engine_svc.core.request import FinishReason
+from engine_svc.loop.step_output import FinishedRow, StepOutput
 
 OURS = Arrangement("thread", "aio", "tcp", "ours")
 PEER = Arrangement("thread", "zmq", "unix", "default")

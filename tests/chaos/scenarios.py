@@ -8,7 +8,7 @@ import time
 from benchmarks import failover_faults as faults
 from benchmarks.failover_faults import FaultMissed
 from benchmarks.failover_processes import StartFailed
-from frontend_svc.failover import MAX_MOVES
+from frontend_svc.generation.failover import MAX_MOVES
 from tests.chaos import checks
 from tests.chaos.fault_plugin import EngineFault
 from tests.chaos.faults import cut, kill_rank, partition, struck

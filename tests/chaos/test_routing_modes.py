@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from launcher.process import ChildProcess
+from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
 from tests.system.stack import WAIT_LIMIT_S, EngineView, Stack, address_of

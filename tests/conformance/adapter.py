@@ -9,13 +9,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.request import Request, RequestOutput
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request, RequestOutput
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.step import StepPlan, StepResult
 
 KINDS = {
     "full": lambda group: FullAttention(group["block_size"]),

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc.aio
 
-from coordinator_svc.registry import EngineRegistry
-from coordinator_svc.servicer import CoordinatorServicer
-from coordinator_svc.topology import Topology
+from coordinator_svc.membership.registry import EngineRegistry
+from coordinator_svc.membership.servicer import CoordinatorServicer
+from coordinator_svc.membership.topology import Topology
 from service_kit.channel import open_channel
 from service_kit.clock import Clock, MonotonicClock
 from service_kit.server import INTERNAL, Registration, Server

@@ -8,7 +8,7 @@ import logging
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator_svc.background import EXIT_LOOP_FAILED, serve_beside
+from coordinator_svc.run import EXIT_LOOP_FAILED, serve_beside
 from service_kit.channel import open_channel
 from service_kit.server import ADMIN, Server, run_server
 

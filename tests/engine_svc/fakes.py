@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.scheduler import Scheduler
-from engine_svc.step import StepPlan, StepResult
 from service_kit.errors import ServiceError, Unavailable
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 

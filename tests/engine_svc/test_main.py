@@ -16,9 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import launcher.tiny_model
-from engine_svc.servicer import FULL_NAME
+from engine_svc.session.servicer import FULL_NAME
 from service_kit.channel import open_channel
-from tests.engine_svc.service_rig import LENGTH, StreamClient, make_entry
+from tests.engine_svc.session.service_rig import LENGTH, StreamClient, make_entry
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import engine_pb2_grpc
 

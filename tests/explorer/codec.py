@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from coordinator_svc.wave import START_RETRY_S, Wave
-from engine_svc.lockstep import WaveMachine
+from coordinator_svc.data_parallel.wave import START_RETRY_S, Wave
+from engine_svc.data_parallel.wave import WaveMachine
 from tests.explorer.world import Frozen, Rank, World
 
 _RANK_FIELDS = tuple(each.name for each in fields(Rank) if each.name != "machine")

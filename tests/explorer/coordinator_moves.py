@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator_svc.wave import START_RETRY_S, Wave
-from engine_svc.lockstep import LockstepState
+from coordinator_svc.data_parallel.wave import START_RETRY_S, Wave
+from engine_svc.data_parallel.wave import LockstepState
 from tests.explorer.codec import forget_time
 from tests.explorer.moves import Kind, Move
 from tests.explorer.world import NO_COMMIT, Answer, Commit, Gone, Rank, Report, Start, World

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_svc.lockstep import LockstepState, WaveMachine
-from engine_svc.vote import Vote
+from engine_svc.data_parallel.wave import LockstepState, Vote, WaveMachine
 from tests.explorer.broken import Promise, expect
 from tests.explorer.moves import Kind, Move
 from tests.explorer.world import Answer, Commit, Down, Gone, Mode, Rank, World

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator_svc.wave import Wave
-from engine_svc.lockstep import LockstepState, WaveMachine
+from coordinator_svc.data_parallel.wave import Wave
+from engine_svc.data_parallel.wave import LockstepState, WaveMachine
 from service_kit.errors import InvalidTransition
 from tests.explorer import coordinator_moves, engine_moves
 from tests.explorer.broken import BrokenPromise, Promise, expect

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator_svc.wave import Stand, Start, Wave
-from engine_svc.lockstep import LockstepState, WaveMachine
+from coordinator_svc.data_parallel.wave import Stand, Start, Wave
+from engine_svc.data_parallel.wave import LockstepState, WaveMachine
 from tests.explorer.broken import Promise
 from tests.explorer.system import Setup
 

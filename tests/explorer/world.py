@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-from coordinator_svc.wave import Stand, Wave
-from engine_svc.lockstep import LockstepState, WaveMachine
-from engine_svc.vote import Vote
+from coordinator_svc.data_parallel.wave import Stand, Wave
+from engine_svc.data_parallel.wave import LockstepState, Vote, WaveMachine
 
 # Any tuple of plain values; two worlds are the same if and only if these are equal.
 Frozen: TypeAlias = tuple[object, ...]

@@ -82,7 +82,7 @@ def test_a_configuration_that_cannot_work_exits_2():
 
 def test_the_frontend_leaves_torch_and_transformers_out():
     program = (
-        "import sys, frontend_svc.run; "
+        "import sys, frontend_svc.process.run; "
         "print([name for name in ('torch', 'transformers', 'engine_svc', 'numpy') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.frontend_svc.fakes import EOS_ID, WAIT_S, FakeEngine, answer, details_of, read_all, serving
-from tests.frontend_svc.text.test_workers import SLOW_TEXT, slow_tokenizer
+from tests.frontend_svc.text.workers.test_workers import SLOW_TEXT, slow_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.engine.v1 import session_pb2
 

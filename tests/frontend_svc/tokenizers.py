@@ -6,9 +6,9 @@ from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from frontend_svc.text.text_files import TextFiles
-from frontend_svc.text.tokenizer import ModelTokenizer
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
+from frontend_svc.text.workers.workers import TextWorkers
 
 EOS = "<|end|>"
 SAMPLES = (

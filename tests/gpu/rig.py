@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.runner.fakes import PlanDriver

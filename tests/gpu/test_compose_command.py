@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_svc.build_runner import RunnerSide, build_runner
+from engine_svc.build.runner import RunnerSide, build_runner
 from engine_svc.config import EngineConfig
-from engine_svc.step import StepPlan
+from engine_svc.core.step import StepPlan
 from service_kit.config import load_config
 from tests.compose.files import GPU_FILE, flags_of, read
 from tests.engine_svc.model.checkpoints import make_checkpoint

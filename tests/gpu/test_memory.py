@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine_svc.build_runner import free_memory
+from engine_svc.build.runner import free_memory
 from engine_svc.config import EngineConfig
 
 pytestmark = pytest.mark.gpu

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine_svc.core.sampling_params import ThinkingBudget
+from engine_svc.core.step import StepPlan
 from engine_svc.runner.cuda_graphs import CudaRecorder
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.sampling_params import ThinkingBudget
-from engine_svc.step import StepPlan
 from tests.engine_svc.runner.test_embedded_rows import add_embedded
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.sampler import Sampler
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest
 from triptych_kernels import REFERENCE, ops_for, uniform_noise
 
 pytestmark = pytest.mark.gpu

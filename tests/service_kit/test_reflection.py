@@ -9,7 +9,7 @@ from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest as Request
 
-from service_kit.reflection import V1_NAME, V1ALPHA_NAME
+from service_kit.server import V1_NAME, V1ALPHA_NAME
 from tests.service_kit.fakes import serving
 
 

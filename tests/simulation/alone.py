@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine_svc.request import FinishReason
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import FinishReason
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from tests.simulation.digest_model import Identity, link, next_token
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine_svc.request import Request
-from engine_svc.step import StepPlan
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan
 from tests.simulation.broken import expect
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engine_svc.request import ContentSpan, Request
+from engine_svc.core.request import ContentSpan, Request
 
 EOS_TOKEN_ID = 2
 STOP_TOKEN_ID = 5

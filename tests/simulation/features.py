@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan, StepResult
 
 REMOTE = "remote"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.request import FinishReason, Request, RequestOutput
+from engine_svc.core.request import FinishReason, Request, RequestOutput
 from tests.simulation.alone import Turn, answers_alone
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.digest_model import Identity, identity_of

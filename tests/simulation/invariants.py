@@ -9,10 +9,10 @@ from engine_svc.cache.attention import AttentionKind
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import Request, RequestStatus
+from engine_svc.core.request import Request, RequestStatus
+from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
-from engine_svc.step import StepPlan
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.paged_runner import Row, first_read

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, CrossAttention, SlidingWindow
-from engine_svc.request import BlockTable
-from engine_svc.step import AdmittedRequest, StepPlan, StepResult
+from engine_svc.core.request import BlockTable
+from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.digest_model import NUM_OUTPUT_TOKENS, Identity, link, next_token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from engine_svc.request import Request, RequestStatus
+from engine_svc.core.request import Request, RequestStatus
 from engine_svc.scheduler.config import PauseState
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.setup import draw_setup

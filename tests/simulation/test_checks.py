@@ -8,10 +8,10 @@ import pytest
 
 from engine_svc.cache.block_pool import BlockPool
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.request import BlockTable, ContentSpan, FinishReason, Request, RequestOutput
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import BlockTable, ContentSpan, FinishReason, Request, RequestOutput
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.step import AdmittedRequest, StepPlan
 from tests.simulation.alone import Turn, answers_alone
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget

@@ -13,8 +13,8 @@ from engine_svc.cache.attention import (
     FullAttention,
     SlidingWindow,
 )
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.digest_model import Identity, link, next_token
 from tests.simulation.paged_runner import PagedRunner, first_read

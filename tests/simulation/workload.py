@@ -6,8 +6,8 @@ import random
 from collections import deque
 
 from engine_svc.cache.attention import CrossAttention
-from engine_svc.request import ContentSpan, Request
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import ContentSpan, Request
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from tests.simulation.alone import Turn, answers_alone
 from tests.simulation.digest_model import EOS_TOKEN_ID, NUM_PROMPT_TOKENS, STOP_TOKEN_ID, identity_of
 from tests.simulation.setup import Setup

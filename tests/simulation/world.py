@@ -6,12 +6,12 @@ import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from engine_svc.build import build_core
-from engine_svc.request import Chunk, Request, RequestOutput, RequestStatus
+from engine_svc.build.engine import build_core
+from engine_svc.core.request import Chunk, Request, RequestOutput, RequestStatus
+from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.turns import INPUT
-from engine_svc.step import AdmittedRequest, StepPlan, StepResult
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget

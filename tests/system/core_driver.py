@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
-from engine_svc.request import Request
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.runner.input_batch import InputBatch
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.step import StepPlan
 
 
 class LogitRecorder:

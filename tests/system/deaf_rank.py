@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from engine_svc.runner.plan_channel import ChannelReader, reader_end
-from engine_svc.runner.progress_board import ProgressBoard, start_heart
-from engine_svc.runner.rank_line import RankLine, end_with_parent
+from engine_svc.ranks.control_pipe import RankLine, end_with_parent
+from engine_svc.ranks.plan_channel import ChannelReader, reader_end
+from engine_svc.ranks.progress_board import ProgressBoard, start_heart
 
 
 def main() -> None:

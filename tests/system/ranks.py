@@ -23,19 +23,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from engine_svc.build import build_core
-from engine_svc.build_ranks import RankedSide, build_ranks
-from engine_svc.build_runner import RunnerSide
+from engine_svc.build.engine import build_core
+from engine_svc.build.ranks import RankedSide, build_ranks
+from engine_svc.build.runner import RunnerSide
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
-from engine_svc.engine import PendingStep
-from engine_svc.request import Request
-from engine_svc.runner.process_group import GroupLimits
-from engine_svc.runner.rank_watch import RankLost
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan
+from engine_svc.loop.engine import PendingStep
+from engine_svc.ranks.process_group import GroupLimits
+from engine_svc.ranks.watch import RankLost
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.step import StepPlan
 
 VOCAB_SIZE = 320
 MAX_NUM_SEQS = 8

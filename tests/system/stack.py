@@ -10,8 +10,8 @@ from types import TracebackType
 
 import grpc
 
-from launcher.process import ChildProcess, ProcessPlan, spawn
-from launcher.readiness import await_ready
+from launcher.serve.process import ChildProcess, ProcessPlan, spawn
+from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc

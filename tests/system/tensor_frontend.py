@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from frontend_svc.engines.stream import EngineStream
+from frontend_svc.engines.connection.stream import EngineStream
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from service_kit.channel import open_channel

@@ -1,7 +1,8 @@
 """A client that goes away costs nothing from the next step on.
 
-That the engine frees blocks within one step of an abort is exact in tests/engine_svc/test_session.py; here
-the cancel travels from a client through real processes, and the steps that pass meanwhile belong to the wire.
+That the engine frees blocks within one step of an abort is exact in tests/engine_svc/session/test_session.py;
+here the cancel travels from a client through real processes, and the steps that pass meanwhile belong to the
+wire.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from engine_svc.engine_thread import EXIT_LOOP_FAILED
+from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from launcher.services import embedded_model
 from tests.service_kit.plugin_folder import python_path, write_plugin
 from tests.system.generation import read_to_end, request_of
@@ -30,11 +30,11 @@ def start():
 """
 
 FAILING_LOAD = """
-import engine_svc.build_runner
+import engine_svc.build.runner
 def start():
     def failing(*arguments, **options):
         raise RuntimeError("no kernel image is available")
-    engine_svc.build_runner.load_model = failing
+    engine_svc.build.runner.load_model = failing
 """
 
 FAILING_FORWARD = """

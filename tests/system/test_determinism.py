@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_svc.model.loader import LoadedModel
+from engine_svc.model.loading.loader import LoadedModel
 from tests.system.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.system.core_driver import CoreDriver, load
 from triptych_kernels.cpu.loader import find_isa

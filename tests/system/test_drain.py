@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from launcher.process import ChildProcess
-from launcher.readiness import health_of
+from launcher.serve.process import ChildProcess
+from launcher.serve.readiness import health_of
 from launcher.services import embedded_model
 from service_kit.errors import from_rpc_error
-from tests.engine_svc.service_rig import StreamClient, make_entry
+from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import read_to_end, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.engine.v1 import engine_pb2_grpc

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from launcher.process import ChildProcess
-from launcher.readiness import health_of
+from launcher.serve.process import ChildProcess
+from launcher.serve.readiness import health_of
 from service_kit.channel import open_channel
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt

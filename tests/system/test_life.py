@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from launcher.process import ChildProcess
+from launcher.serve.process import ChildProcess
 from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
 from tests.system.ports import free_port

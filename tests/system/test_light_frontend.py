@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from launcher.readiness import await_ready
+from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
 from tests.architecture.test_light_images import installed
 from tests.system.generation import CALL_LIMIT_S

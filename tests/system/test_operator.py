@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from launcher.process import ChildProcess
+from launcher.serve.process import ChildProcess
 from tests.launcher.fakes import triptych
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import collect, random_prompt, request_of

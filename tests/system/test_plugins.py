@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import ChildDied
+from launcher.serve.process import ChildDied
 from launcher.services import embedded_model
 from tests.service_kit.plugin_folder import python_path, write_plugin
 from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of
@@ -21,7 +21,7 @@ import json, os, pathlib, sys
 def start():
     title = pathlib.Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode()
     with open({diary!r}, "a") as diary:
-        print(json.dumps([title, os.getpid(), "engine_svc.build_runner" in sys.modules]), file=diary)
+        print(json.dumps([title, os.getpid(), "engine_svc.build.runner" in sys.modules]), file=diary)
 """
 
 # Changes how the engine's process looks after memory, and notes what is kept from the collector at its end.

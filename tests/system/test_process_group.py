@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine_svc.build_ranks import build_ranks
-from engine_svc.build_runner import build_runner
-from engine_svc.engine_thread import EXIT_LOOP_FAILED
+from engine_svc.build.ranks import build_ranks
+from engine_svc.build.runner import build_runner
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.process_parallel import Place
+from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
+from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
+from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import Refused
-from engine_svc.runner.process_group import GroupLimits, RankLaunch, RanksStarting
-from engine_svc.runner.rank_watch import RankLost
 from engine_svc.runner.sleep import WakeTag, WeightsLost
-from engine_svc.step import AdmittedRequest, StepPlan
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.ranks import (
@@ -246,7 +246,7 @@ def test_what_ranks_cannot_do_is_refused_in_words(changes, message: str, folders
 PARENT = """
 import sys
 from pathlib import Path
-from engine_svc.build_ranks import build_ranks
+from engine_svc.build.ranks import build_ranks
 from tests.system.ranks import config_of
 config = config_of(Path(sys.argv[1]), tensor_parallel_size=2)
 ranked = build_ranks(config, lambda phase, done, total: None)

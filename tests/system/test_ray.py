@@ -24,7 +24,7 @@ import pytest
 from benchmarks.failover_load import Load, make_cases
 from benchmarks.failover_processes import free_port, is_engine_key
 from benchmarks.failover_runs import placed
-from launcher.process import ChildProcess
+from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
 from tests.architecture.sources import ROOT

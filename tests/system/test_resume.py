@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from frontend_svc.engines.client import EngineClient, EngineState, FrontendIdentity
-from frontend_svc.engines.loss import Loss, LossKind
+from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.loss import Loss, LossKind
 from service_kit.clock import MonotonicClock
 from service_kit.errors import ServiceError
 from tests.engine_svc.fakes import expected_tokens, make_scheduler
-from tests.engine_svc.service_rig import ServiceRig, make_entry, make_facts, prompt_of, serving
+from tests.engine_svc.session.service_rig import ServiceRig, make_entry, make_facts, prompt_of, serving
 from tests.system.wire_proxy import WireProxy, proxied
 from triptych.engine.v1 import engine_pb2
 

@@ -15,7 +15,7 @@ import pytest
 
 from engine_svc.tensors.source import TensorDoor
 from service_kit import shared_memory
-from tests.engine_svc.service_rig import ServiceRig, make_facts
+from tests.engine_svc.session.service_rig import ServiceRig, make_facts
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
 
 pytestmark = pytest.mark.chaos

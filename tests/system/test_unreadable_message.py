@@ -6,11 +6,11 @@ import asyncio
 
 import grpc.aio
 
-from frontend_svc.engines.client import EngineClient, EngineState, FrontendIdentity
-from frontend_svc.engines.loss import LossKind
+from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
+from frontend_svc.output.loss import LossKind
 from service_kit.clock import MonotonicClock
 from tests.engine_svc.fakes import expected_tokens
-from tests.engine_svc.service_rig import make_entry, prompt_of, serving
+from tests.engine_svc.session.service_rig import make_entry, prompt_of, serving
 from tests.system.test_resume import NoFiles, Taker, large_engine
 
 _PATIENCE_S = 30.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape
+from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.decoder import NativeDecoder, TokenEmbedding
 from engine_svc.model.native.exchange import ExpertShare, NoExchange
 from engine_svc.model.native.layers import (
@@ -21,7 +22,6 @@ from engine_svc.model.native.layers import (
 )
 from engine_svc.model.native.spec import DecoderSpec, ExpertsSpec
 from engine_svc.model.parallel import Parallel
-from engine_svc.model.weights import WeightReader
 from triptych_kernels import Experts, FusedLayers, Linear, Ops, PackLinear
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine_svc.model.model_config import ModelConfig
+from engine_svc.model.loading.model_config import ModelConfig
 
 
 def _is_size(value: object) -> bool:

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import TokenLogprobs
 from engine_svc.runner.sampling.transfer import to_device, to_host
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import TokenLogprobs
 
 _Ints = npt.NDArray[np.int64]
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.sampling_params import SamplingParams
 from triptych_kernels import Penalised
 
 _Ints = npt.NDArray[np.int64]

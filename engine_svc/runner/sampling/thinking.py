@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.sampling_params import ThinkingBudget
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.sampling_params import ThinkingBudget
 
 _Ints = npt.NDArray[np.int64]
 

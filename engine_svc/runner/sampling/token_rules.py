@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.runner.sampling.bad_words import BadWords
 from engine_svc.runner.sampling.row_tokens import RowTokens
-from engine_svc.sampling_params import SamplingParams
 
 _Ints = npt.NDArray[np.int64]
 

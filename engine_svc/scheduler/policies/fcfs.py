@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policy import OrderKey

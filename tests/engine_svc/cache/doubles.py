@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.request import ContentSpan, Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import ContentSpan, Request
+from engine_svc.core.step import StepPlan, StepResult
 
 
 class EventLog:

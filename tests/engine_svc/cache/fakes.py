@@ -8,8 +8,8 @@ from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.request import ContentSpan, Request
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import ContentSpan, Request
+from engine_svc.core.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from engine_svc.cache.block_hash import BlockHasher
-from engine_svc.request import ContentSpan, Request
+from engine_svc.core.request import ContentSpan, Request
 from tests.engine_svc.cache.fakes import request, tokens
 
 

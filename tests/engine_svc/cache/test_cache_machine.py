@@ -11,8 +11,8 @@ from engine_svc.cache.block_pool import content_key
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.request import Request, RequestStatus
-from engine_svc.sampling_params import SamplingParams
+from engine_svc.core.request import Request, RequestStatus
+from engine_svc.core.sampling_params import SamplingParams
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.invariants import check_conservation, check_events, check_tables
 from tests.simulation.paged_runner import first_read

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine_svc.request import ContentSpan, Request
-from engine_svc.step import StepPlan
+from engine_svc.core.request import ContentSpan, Request
+from engine_svc.core.step import StepPlan
 from tests.engine_svc.cache.doubles import EncoderCache
 from tests.engine_svc.cache.fakes import request, tokens
 from tests.engine_svc.scheduler.fakes import Stage, granted

@@ -10,7 +10,7 @@ from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWind
 from engine_svc.cache.block_pool import BlockPool, content_key
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from tests.engine_svc.cache.doubles import EventLog
 from tests.engine_svc.cache.fakes import SmallCache, request, tables_of, tokens
 from tests.simulation.cache_watch import CacheWatch

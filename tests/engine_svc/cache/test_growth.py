@@ -7,7 +7,7 @@ import pytest
 from engine_svc.cache.attention import NEVER, AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.kv_cache import NO_BLOCKS
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from tests.engine_svc.cache.doubles import EventLog
 from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tables_of, tokens
 

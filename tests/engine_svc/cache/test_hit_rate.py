@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.cache.hit_rate import HitRate
+from engine_svc.cache.kv_cache import HitRate
 
 
 def test_68_the_rate_is_that_of_the_last_five_requests():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.request import ContentSpan
+from engine_svc.core.request import ContentSpan
 from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tokens
 
 COMMON = tokens(48)  # three full blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.cache.block_hash import span_keys
-from engine_svc.request import ContentSpan
+from engine_svc.core.request import ContentSpan
 
 TWO_SPANS = (ContentSpan(11, 10, "aaa"), ContentSpan(30, 10, "bbb"))
 

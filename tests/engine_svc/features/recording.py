@@ -7,15 +7,15 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.record import RecordedScheduler
 from engine_svc.features.recorded_case import case_config, create_case
-from engine_svc.request import FinishReason, Request, RequestOutput
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.step import StepPlan, StepResult
 from tests.conformance.replay import read_case
 
 EOS = 2

@@ -10,12 +10,12 @@ import pytest
 
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.observer import StoredBlocks
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.kv_events import KVEvents
-from engine_svc.kv_subscription import parents_first
-from engine_svc.mailbox import AllBlocksRemoved, KVEvent, KVEventLog, RemovedBlocks
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventLog, RemovedBlocks
+from engine_svc.session.kv_subscription import parents_first
 from tests.engine_svc.scheduler.fakes import Stage
 
 NUM_BLOCKS = 30

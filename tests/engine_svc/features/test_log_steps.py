@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.log_steps import LogSteps
-from engine_svc.step import StepPlan, StepResult
 from service_kit.clock import FakeClock
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features.observe import RequestSpans
-from engine_svc.request import FinishReason, Request
-from engine_svc.sampling_params import SamplingParams
 from service_kit.clock import FakeClock
 from service_kit.telemetry import SpanRecord, recent_spans, tracer
 

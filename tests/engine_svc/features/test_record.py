@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
-from engine_svc.device_errors import DeviceLost
-from engine_svc.engine import Engine
+from engine_svc.core.errors import DeviceLost
+from engine_svc.core.request import ContentSpan, FinishReason, Request
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.record import RecordedScheduler
 from engine_svc.features.recorded_case import CaseFile
-from engine_svc.mailbox import Add, Board, Inbox, Outbox, Stop
-from engine_svc.no_lockstep import NoLockstep
-from engine_svc.request import ContentSpan, FinishReason, Request
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Add, Board, Inbox, Outbox, Stop
+from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
-from engine_svc.step import StepPlan, StepResult
 from service_kit.clock import FakeClock
 from tests.conformance.replay import first_difference, read_case
 from tests.engine_svc.fakes import FakeExecutor

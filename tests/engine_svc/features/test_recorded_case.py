@@ -12,9 +12,9 @@ import pytest
 from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features.recorded_case import case_config, create_case
-from engine_svc.request import Request
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.config import ConfigError
 from tests.conformance.replay import read_case

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from engine_svc.prompt_embeds import PromptEmbeds
+from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.model_runner import ModelRunner
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan, StepResult
 
 
 def apply(batch: InputBatch, plan: StepPlan) -> list[int]:

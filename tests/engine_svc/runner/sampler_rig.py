@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest
 from triptych_kernels import REFERENCE, Ops
 
 CPU = torch.device("cpu")

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
-from engine_svc.model.loader import LoadWishes, load_model
-from engine_svc.request import Request
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.model.loading.loader import LoadWishes, load_model
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.sleep import WeightSource
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.runner.control import RanksDisagree, Refused, RunnerControl, runner_calls
 from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
-from engine_svc.runner.parked_memory import NoRoom
+from engine_svc.runner.memory.parked_memory import NoRoom
 from engine_svc.runner.sleep import WakeTag, WeightsLost
-from engine_svc.step import StepPlan, StepResult
 from tests.engine_svc.runner.conftest import TinyModel
 from tests.engine_svc.runner.fakes import PlanDriver
 

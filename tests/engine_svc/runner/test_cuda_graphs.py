@@ -10,7 +10,7 @@ import torch
 
 from engine_svc.runner.cuda_graphs import DecodeGraphs, decode_sizes
 from engine_svc.runner.input_batch import InputBatch
-from engine_svc.runner.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.runner.test_input_batch import admitted, plan
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine_svc.prompt_embeds import PromptEmbeds
+from engine_svc.core.prompt_embeds import PromptEmbeds
 from engine_svc.tensors.host_tensor import HostTensor
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
-from engine_svc.step import StepPlan, StepResult
 from tests.connections import without_collections
 
 

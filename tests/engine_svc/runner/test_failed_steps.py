@@ -10,22 +10,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.device_errors import DeviceFull, DeviceLost
-from engine_svc.engine import Engine
-from engine_svc.mailbox import Add, Board, Inbox, Outbox
-from engine_svc.no_lockstep import NoLockstep
-from engine_svc.request import Request
+from engine_svc.core.errors import DeviceFull, DeviceLost
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import StepPlan
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Add, Board, Inbox, Outbox
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.ranks.state_digest import sampler_digest
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.failures import translated
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.model_runner import ModelRunner
-from engine_svc.runner.state_digest import sampler_digest
-from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.step import StepPlan
 from service_kit.clock import FakeClock
 from tests.connections import without_collections
 from tests.engine_svc.model.checkpoints import MAX_POSITION
@@ -205,7 +205,7 @@ def test_what_a_failed_step_computed_is_freed_without_a_collection(
     tiny_model, monkeypatch, is_beside, make_error
 ):
     # pytest keeps what is logged, and with it the traceback.
-    monkeypatch.setattr(logging.getLogger("engine_svc.engine"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("engine_svc.loop.engine"), "disabled", True)
     hook = ComputingHook(make_error)
     with without_collections():
         serve(tiny_model("llama", "native"), hook=hook, is_beside=is_beside, steps_in_flight=1)

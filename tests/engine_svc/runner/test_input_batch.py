@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.runner.input_batch import InputBatch
-from engine_svc.sampling_params import SamplingParams
-from engine_svc.step import AdmittedRequest, StepPlan
 from tests.engine_svc.runner.fakes import apply
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine_svc.step import StepPlan
+from engine_svc.core.step import StepPlan
 
 NUM_TOKENS = 40
 FAMILIES = [

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine_svc.step import TokenLogprobs
+from engine_svc.core.step import TokenLogprobs
 
 PROMPT = [random.Random(4).randrange(3, 160) for _ in range(41)]
 

@@ -14,7 +14,7 @@ import pytest
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
-from engine_svc.model.loader import load_model
+from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.sleep import Resident, WakeTag, WeightsLost, WeightSource
 from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from engine_svc.device_errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.step import StepPlan
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.step import StepPlan
 from tests.connections import without_collections
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine_svc.core.sampling_params import ThinkingBudget
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sampling.logprobs import SampledLogprobs
-from engine_svc.sampling_params import ThinkingBudget
 from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig, random_logits
 
 # Every feature, alone and with others.

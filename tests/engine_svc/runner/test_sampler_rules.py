@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine_svc.sampling_params import ThinkingBudget
+from engine_svc.core.sampling_params import ThinkingBudget
 from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig, random_logits
 
 PROMPT = [1, 2, 3, 40]

@@ -14,11 +14,11 @@ import torch
 
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.loader import load_model
-from engine_svc.runner.parked_memory import NoRoom
+from engine_svc.model.loading.loader import load_model
+from engine_svc.runner.memory.parked_memory import NoRoom
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from tests.engine_svc.runner.memory.test_parked_memory import FullDevice
 from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
-from tests.engine_svc.runner.test_parked_memory import FullDevice
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.request import ContentSpan, Request
-from engine_svc.step import StepPlan, StepResult
+from engine_svc.core.request import ContentSpan, Request
+from engine_svc.core.step import StepPlan, StepResult
 
 
 class Meter:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.request import Chunk, Request, RequestOutput
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import Chunk, Request, RequestOutput
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
-from engine_svc.step import StepPlan, StepResult
 
 EOS = 2
 NEW_TOKEN = 7

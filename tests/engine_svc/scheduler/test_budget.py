@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from tests.engine_svc.scheduler.doubles import (
     AdapterCap,
     AtMost,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import FinishReason, Request
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.in_flight import StepsInFlight
-from engine_svc.step import StepPlan
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import BlockTable, Request
+from engine_svc.core.request import BlockTable, Request
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from tests.engine_svc.scheduler.doubles import AtMost, Meter, Postponed

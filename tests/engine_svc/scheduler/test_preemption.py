@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.cache.attention import FullAttention, SlidingWindow
-from engine_svc.request import RequestStatus
+from engine_svc.core.request import RequestStatus
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, granted, request
 
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from engine_svc.cache.attention import FullAttention, SlidingWindow
-from engine_svc.request import Request, RequestStatus
+from engine_svc.core.request import Request, RequestStatus
+from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.policies import POLICIES
-from engine_svc.step import StepPlan
 from tests.engine_svc.scheduler.doubles import AdapterCap, AtMost
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, request, session
 

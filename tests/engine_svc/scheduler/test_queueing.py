@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.request import FinishReason, RequestStatus
+from engine_svc.core.request import FinishReason, RequestStatus
 from tests.engine_svc.scheduler.doubles import Compiler, Loader
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 

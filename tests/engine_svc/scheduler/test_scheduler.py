@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import ContentSpan, FinishReason, RequestStatus
+from engine_svc.core.request import ContentSpan, FinishReason, RequestStatus
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
 
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.request import Request
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from tests.simulation.alone import Turn
 from tests.simulation.digest_model import EOS_TOKEN_ID, STOP_TOKEN_ID

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import FinishReason, Request, RequestStatus
+from engine_svc.core.request import FinishReason, Request, RequestStatus
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, chunk, granted, request, session
 

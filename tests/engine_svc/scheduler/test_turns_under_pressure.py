@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import FinishReason, Request, RequestStatus
+from engine_svc.core.request import FinishReason, Request, RequestStatus
 from tests.engine_svc.scheduler.doubles import Loader
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, granted, request, session
 

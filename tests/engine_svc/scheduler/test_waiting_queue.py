@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.request import Request, RequestStatus
+from engine_svc.core.request import Request, RequestStatus
 from engine_svc.scheduler.waiting_queue import WaitingQueue
 from tests.engine_svc.scheduler.fakes import ids_of, request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_svc.tensors.host_tensor import HostTensor
-from engine_svc.tensors.memory import TensorMemory
+from engine_svc.tensors.source import TensorMemory
 
 
 def test_a_tensor_counts_until_the_last_holder_lets_go():

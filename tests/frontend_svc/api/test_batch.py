@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from frontend_svc.api.batch import MAX_BATCH_ITEMS, stream_batch
 from frontend_svc.api.inference import InferenceServicer
-from frontend_svc.caller import Caller
+from frontend_svc.generation.caller import Caller
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from tests.frontend_svc.fakes import (
     TOKENIZER,

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
-from frontend_svc.adoption import not_kept
 from frontend_svc.api.resumable import MessageLog, ResumableStreams
 from frontend_svc.build import Frontend
-from frontend_svc.caller import Caller
-from frontend_svc.drain import Drain
+from frontend_svc.engines.adoption.takeover import not_kept
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from service_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, Unavailable
 from tests.frontend_svc.fakes import (

@@ -11,7 +11,7 @@ import pytest
 
 from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.workers.workers import TextWorkers
 from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 

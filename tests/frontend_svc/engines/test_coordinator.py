@@ -8,8 +8,8 @@ import logging
 import grpc
 import grpc.aio
 
+from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
-from frontend_svc.engines.handshake import FrontendIdentity
 from service_kit.clock import FakeClock
 from service_kit.limits import INTERNAL
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving

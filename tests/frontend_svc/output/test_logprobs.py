@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
-from frontend_svc.text.token_text import TokenTexts
+from frontend_svc.text.tokenize.token_text import TokenTexts
 from tests.frontend_svc.tokenizers import byte_fallback_tokenizer, id_of
 
 TOKENIZER = byte_fallback_tokenizer()

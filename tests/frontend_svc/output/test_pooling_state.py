@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.output.processor import OutputProcessor, StepColumns
 from service_kit.errors import Aborted, Internal, Unavailable

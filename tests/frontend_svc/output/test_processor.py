@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader, Logprobs
+from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer

@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from frontend_svc.engines.loss import Loss, LossKind
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
+from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from frontend_svc.text.id_column import id_column
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.preprocess import Prepared, check_request, prepare
 from frontend_svc.text.prompt import RequestPrompt
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.tokenize.id_column import id_column
+from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2

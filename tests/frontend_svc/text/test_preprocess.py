@@ -12,7 +12,7 @@ from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.preprocess import check_request as check
 from frontend_svc.text.preprocess import child_seed, prepare
 from frontend_svc.text.prompt import RequestPrompt
-from frontend_svc.text.workers import TextWorkers
+from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over

@@ -8,13 +8,13 @@ from array import array
 
 import pytest
 
-from engine_svc.convert_sampling import to_sampling
-from engine_svc.facts import EngineFacts
+from engine_svc.convert.sampling import to_sampling
+from engine_svc.core.facts import EngineFacts
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.sampling import check_fit, check_sampling, complete_sampling, refuse_unserved
 from service_kit.errors import InvalidArgument, Unimplemented
-from tests.engine_svc.service_rig import make_facts
+from tests.engine_svc.session.service_rig import make_facts
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 

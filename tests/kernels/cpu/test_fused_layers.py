@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_svc.runner.parked_memory import ParkedMemory
+from engine_svc.runner.memory.parked_memory import ParkedMemory
 from triptych_kernels import AttentionBatch, DenseLayer, FusedLayers, Ops
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, ROTARY = 72, 104, 3, 1, 24, 16

@@ -14,9 +14,9 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.runner.sampling.parameters import DrawParameters
 from engine_svc.runner.sampling.penalties import Penalties
-from engine_svc.sampling_params import SamplingParams
 from tests.kernels.triton.compile_all import AbsentGPU
 from triptych_kernels import AttentionBatch, Ops
 from triptych_kernels.triton import triton_ops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.model.loader import LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadWishes, load_model
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.test_model_runner import assert_same_stream, prompt_of
 from tests.gpu.rig import GpuModel

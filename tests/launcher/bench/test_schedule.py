@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from launcher.bench.schedule import arrival_offsets
+from launcher.bench.serve import arrival_offsets
 
 NUM = 20_000
 

@@ -6,17 +6,17 @@ import asyncio
 from array import array
 from functools import partial
 
-from engine_svc.engine import Engine
-from engine_svc.mailbox import Board, Inbox
-from engine_svc.no_lockstep import NoLockstep
-from engine_svc.served_engine import LoadedCore
-from engine_svc.servicer import FULL_NAME
+from engine_svc.admin.served_engine import LoadedCore
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Board, Inbox
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.session.servicer import FULL_NAME
 from launcher.engines.in_process import InProcessClient
 from launcher.engines.local_channel import LocalChannel, LocalServer
 from service_kit.clock import MonotonicClock
 from service_kit.server import Registration
 from tests.engine_svc.fakes import FakeExecutor, expected_tokens, make_scheduler
-from tests.engine_svc.service_rig import make_facts, prompt_of
+from tests.engine_svc.session.service_rig import make_facts, prompt_of
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 NUM_TOKENS = 5

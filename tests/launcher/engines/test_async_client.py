@@ -8,7 +8,7 @@ import pytest
 from launcher.engines.async_client import AsyncEngineClient
 from launcher.engines.core_client import EngineDead
 from service_kit.errors import InvalidArgument
-from tests.engine_svc.service_rig import ServiceRig, make_entry, serving
+from tests.engine_svc.session.service_rig import ServiceRig, make_entry, serving
 from tests.launcher.engines.rig import Gathered, ScriptedEngine, answer_of
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2, step_pb2

@@ -11,7 +11,7 @@ from launcher.engines.factory import make_engine_client
 from launcher.engines.in_process import InProcessClient
 from launcher.engines.sync_client import SyncEngineClient
 from launcher.services import embedded_model
-from tests.engine_svc.service_rig import ServiceRig, make_entry, serving
+from tests.engine_svc.session.service_rig import ServiceRig, make_entry, serving
 
 CONFIG = EngineConfig(model=str(embedded_model()), num_threads=1, num_kv_blocks=64, device="cpu")
 

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from engine_svc.config import EngineConfig
-from engine_svc.mailbox import Fail
+from engine_svc.loop.mailbox import Fail
 from launcher.engines.async_client import AsyncEngineClient
 from launcher.engines.core_client import EngineDead
 from launcher.engines.hosted import HostedEngine
 from launcher.services import embedded_model
-from tests.engine_svc.service_rig import make_entry
+from tests.engine_svc.session.service_rig import make_entry
 
 CONFIG = EngineConfig(model=str(embedded_model()), num_threads=1, num_kv_blocks=64, device="cpu")
 WAIT_S = 30.0

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from engine_svc.device_errors import DeviceLost
+from engine_svc.core.errors import DeviceLost
 from launcher.engines.core_client import EngineDead, no_rows
 from service_kit.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from tests.engine_svc.fakes import FakeExecutor
-from tests.engine_svc.service_rig import make_entry
+from tests.engine_svc.session.service_rig import make_entry
 from tests.launcher.engines.rig import Gathered, answer_of, in_process_client
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2

@@ -7,7 +7,7 @@ import pytest
 
 from launcher.engines.core_client import EngineDead
 from launcher.engines.sync_client import SyncEngineClient
-from tests.engine_svc.service_rig import ServiceRig, make_entry, serving
+from tests.engine_svc.session.service_rig import ServiceRig, make_entry, serving
 from tests.launcher.engines.rig import Gathered, answer_of
 from triptych.engine.v1 import engine_pb2
 

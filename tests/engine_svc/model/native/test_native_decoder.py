@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
-from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint

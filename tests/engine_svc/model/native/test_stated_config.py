@@ -13,7 +13,7 @@ import torch
 
 from engine_svc.model.native.spec import read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
-from engine_svc.model.registry import read_config
+from engine_svc.model.transformers.registry import read_config
 from tests.engine_svc.model.checkpoints import make_checkpoint, make_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -178,8 +178,8 @@ def test_a_folder_without_a_config_is_left_to_transformers(tmp_path):
 
 _LOAD = """
 import sys
-from engine_svc.build_runner import build_runner
-from engine_svc.model.loader import LoadWishes, load_model
+from engine_svc.build.runner import build_runner
+from engine_svc.model.loading.loader import LoadWishes, load_model
 assert load_model(sys.argv[1], LoadWishes(num_threads=1)).road == "native"
 print(sorted(name for name in ("transformers", "torch._dynamo", "sympy") if name in sys.modules))
 """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine_svc.build import Core, build_core
+from engine_svc.build.engine import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
 from tests.engine_svc.scheduler.fakes import Stage, granted, ids_of, request

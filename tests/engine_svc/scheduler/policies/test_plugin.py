@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.request import Request
+from engine_svc.core.request import Request
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
 from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, granted, ids_of, request, session

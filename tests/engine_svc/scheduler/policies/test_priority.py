@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.build import build_core
+from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig

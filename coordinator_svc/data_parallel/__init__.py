@@ -1,0 +1,3 @@
+"""Data-parallel groups: formation, waves, commands.
+Must not know streams; `group` and `groups` alone know protos.
+"""

@@ -1,0 +1,121 @@
+"""Tells one frontend what changed, in its own time. Keeps no queue: a late reader gets the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+from coordinator_svc.membership.load import PublishTimer
+from coordinator_svc.membership.topology import Seen, Topology
+from service_kit.clock import Clock
+from triptych.coordinator.v1 import coordinator_pb2
+
+# A frontend that is slow to ack gets its next message after this all the same: acks pace, they do not guard.
+_ACK_PATIENCE_S = 1.0
+# A frontend that refuses whatever it gets is sent a snapshot so often at most.
+_SNAPSHOT_INTERVAL_S = 1.0
+
+
+class ChangeSignal:
+    """Wakes whoever waits for a change of the topology.
+
+    Loads change thousands of times a second, so they wake only those who have not heard yet that they did.
+    """
+
+    def __init__(self) -> None:
+        self._any = asyncio.Event()
+        self._urgent = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all who wait now."""
+        self._urgent.set()
+        self._urgent = asyncio.Event()
+        self.notify_loads()
+
+    def notify_loads(self) -> None:
+        """Wake those who wait for whatever changes: nothing but loads has."""
+        self._any.set()
+        self._any = asyncio.Event()
+
+    async def wait(self, timeout_s: float, *, loads_too: bool = True) -> None:
+        """Return at the next change, or after `timeout_s`."""
+        await _wait(self._any if loads_too else self._urgent, timeout_s)
+
+
+class Publisher:
+    """The messages to one frontend: a snapshot, then deltas, one at a time."""
+
+    def __init__(self, topology: Topology, signal: ChangeSignal, clock: Clock) -> None:
+        self._topology = topology
+        self._signal = signal
+        self._clock = clock
+        self._acked = 0
+        self._ack_came = asyncio.Event()
+        self._is_refused = False
+        self._snapshot_at = 0.0
+
+    def take_ack(self, nonce: int) -> None:
+        """Note that the frontend has taken in the message of that nonce."""
+        self._acked = max(self._acked, nonce)
+        self._ack_came.set()
+
+    def take_nack(self, nonce: int) -> None:
+        """Note that the frontend could not take in that message, so that its next one is a snapshot."""
+        self._is_refused = True
+        self.take_ack(nonce)
+
+    async def run(
+        self, write: Callable[[coordinator_pb2.FrontendSessionResponse], Awaitable[None]], *, delay_s: float
+    ) -> None:
+        """Send the snapshot after `delay_s`, then whatever changes, until cancelled."""
+        await asyncio.sleep(delay_s)
+        timer = PublishTimer(self._clock.now())
+        seen: Seen | None = None
+        for nonce in itertools.count(1):
+            message = self._message(nonce, seen)
+            seen = self._topology.seen()
+            await write(message)
+            timer.published(self._clock.now())
+            await self._until_acked(nonce)
+            await self._until_due(seen, timer)
+            if self._is_refused:
+                seen = None
+
+    def _message(self, nonce: int, seen: Seen | None) -> coordinator_pb2.FrontendSessionResponse:
+        message = coordinator_pb2.FrontendSessionResponse(version=self._topology.version, nonce=nonce)
+        if seen is None:
+            message.snapshot.CopyFrom(self._topology.snapshot())
+            self._is_refused, self._snapshot_at = False, self._clock.now()
+        else:
+            message.delta.CopyFrom(self._topology.delta(seen))
+        return message
+
+    async def _until_acked(self, nonce: int) -> None:
+        while self._acked < nonce:
+            self._ack_came.clear()
+            if not await _wait(self._ack_came, _ACK_PATIENCE_S):
+                return
+
+    async def _until_due(self, seen: Seen, timer: PublishTimer) -> None:
+        while True:
+            now = self._clock.now()
+            loads_changed = self._topology.loads_version != seen.loads_version
+            wait_s = timer.wait_s(
+                now, members_changed=self._topology.is_changed_since(seen), loads_changed=loads_changed
+            )
+            if self._is_refused:
+                wait_s = self._snapshot_at + _SNAPSHOT_INTERVAL_S - now
+            if wait_s <= 0:
+                return
+            await self._signal.wait(wait_s, loads_too=not loads_changed)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        # Not wait_for, which in Python 3.11 may swallow the cancellation that ends a publisher.
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

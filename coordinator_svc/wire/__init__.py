@@ -1,0 +1,1 @@
+"""Protos to the coordinator's own types and back, and limits of received numbers. Must not know sessions."""

@@ -1,0 +1,241 @@
+"""What an engine says of itself, as messages of the wire. Pure; knows no request and no stream."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.core.artifacts import Artifact, ArtifactKind
+from engine_svc.core.facts import SCHEMA_REVISION, EngineFacts, LoadProgress, ModelFingerprint
+from engine_svc.loop.mailbox import Figures
+from engine_svc.loop.pause import StandstillState
+from service_kit.server import INTERNAL
+from triptych.engine.v1 import engine_pb2, session_pb2
+
+# The oldest contract of a frontend that this engine works with.
+MIN_PEER_REVISION = 1
+# Behaviours that take part in a session only where both sides name them.
+RESUME = "resume"
+ADOPT = "adopt"
+FEATURES = frozenset({RESUME, ADOPT})
+# What a session keeps of messages that its frontend has not acknowledged.
+MAX_REPLAY_BYTES = 8 * 1024 * 1024
+
+_ACK_INTERVAL_MESSAGES = 16
+_ACK_INTERVAL_MS = 50
+
+STATES = {
+    EngineState.LOADING: session_pb2.ENGINE_STATE_LOADING,
+    EngineState.READY: session_pb2.ENGINE_STATE_READY,
+    EngineState.DRAINING: session_pb2.ENGINE_STATE_DRAINING,
+    # To a frontend, an engine that has finished its requests still drains until its stream ends.
+    EngineState.STOPPED: session_pb2.ENGINE_STATE_DRAINING,
+    EngineState.FAILED: session_pb2.ENGINE_STATE_FAILED,
+}
+
+_STANDSTILLS = {
+    StandstillState.RUNNING: session_pb2.ENGINE_STATE_READY,
+    StandstillState.PAUSING: session_pb2.ENGINE_STATE_PAUSED,
+    StandstillState.PAUSED: session_pb2.ENGINE_STATE_PAUSED,
+    StandstillState.ASLEEP: session_pb2.ENGINE_STATE_ASLEEP,
+}
+
+_ARTIFACT_KINDS = {
+    ArtifactKind.TOKENIZER: session_pb2.ARTIFACT_KIND_TOKENIZER,
+    ArtifactKind.TOKENIZER_CONFIG: session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG,
+    ArtifactKind.TOKENIZER_MODEL: session_pb2.ARTIFACT_KIND_TOKENIZER_MODEL,
+    ArtifactKind.CHAT_TEMPLATE: session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE,
+    ArtifactKind.GENERATION_CONFIG: session_pb2.ARTIFACT_KIND_GENERATION_CONFIG,
+    ArtifactKind.CONFIG: session_pb2.ARTIFACT_KIND_CONFIG,
+}
+
+
+def state(engine: ServedEngine) -> session_pb2.EngineState:
+    """How far the engine is in its life; while it serves, whether an operator has it stand still."""
+    if engine.lifecycle.state is EngineState.READY:
+        return _STANDSTILLS[engine.standstill]
+    return STATES[engine.lifecycle.state]
+
+
+def common_features(hello: session_pb2.Hello) -> frozenset[str]:
+    """The optional behaviours that both sides understand."""
+    return FEATURES.intersection(hello.features)
+
+
+def hello_ack(
+    engine: ServedEngine,
+    max_inflight_adds: int,
+    *,
+    features: Collection[str],
+    is_resumed: bool,
+    host_probe: str = "",
+) -> session_pb2.HelloAck:
+    """The first message of a stream. `host_probe` is what a frontend on this host can read."""
+    identity = engine.identity
+    is_resumable = RESUME in features
+    return session_pb2.HelloAck(
+        engine_id=identity.engine_id,
+        engine_epoch=identity.engine_epoch,
+        dp_rank=identity.dp_rank,
+        dp_size=identity.dp_size,
+        features=sorted(features),
+        state=state(engine),
+        resume_ok=is_resumed,
+        ack_interval_messages=_ACK_INTERVAL_MESSAGES,
+        ack_interval_ms=_ACK_INTERVAL_MS,
+        replay_window_ms=int(engine.replay_window_s * 1000) if is_resumable else 0,
+        replay_window_bytes=MAX_REPLAY_BYTES if is_resumable else 0,
+        max_frame_bytes=INTERNAL.max_receive_bytes,
+        max_inflight_adds=max_inflight_adds,
+        schema_revision=SCHEMA_REVISION,
+        min_peer_revision=MIN_PEER_REVISION,
+        host_probe=host_probe,
+    )
+
+
+def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
+    """What the loaded engine is."""
+    return session_pb2.Ready(
+        model_name=facts.model_name,
+        fingerprint=fingerprint(facts.fingerprint),
+        artifacts=[artifact_record(artifact) for artifact in engine.artifacts],
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_kv_blocks=facts.num_kv_blocks,
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        supported_tasks=facts.supported_tasks,
+        world_size=facts.tensor_parallel_size * facts.pipeline_parallel_size,
+        tensor_parallel_size=facts.tensor_parallel_size,
+        pipeline_parallel_size=facts.pipeline_parallel_size,
+        data_parallel_size=engine.identity.dp_size,
+        default_sampling=session_pb2.SamplingDefaults(
+            temperature=facts.default_sampling.temperature,
+            top_p=facts.default_sampling.top_p,
+            top_k=facts.default_sampling.top_k,
+            repetition_penalty=facts.default_sampling.repetition_penalty,
+        ),
+        hidden_size=facts.hidden_size,
+        takes_prompt_embeds=facts.takes_prompt_embeds,
+    )
+
+
+def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:
+    """What two engines must share so that a request can move between them."""
+    return session_pb2.Fingerprint(
+        digest=value.digest,
+        weights_sha256=value.weights_sha256,
+        dtype=value.dtype,
+        tokenizer_sha256=value.tokenizer_sha256,
+        vocab_size=value.vocab_size,
+        rope=value.rope,
+        kernel_mode=value.kernel_mode,
+        max_model_len=value.max_model_len,
+        schema_revision=value.schema_revision,
+    )
+
+
+def artifact_record(artifact: Artifact) -> session_pb2.Artifact:
+    """One file, without its bytes."""
+    return session_pb2.Artifact(
+        kind=_ARTIFACT_KINDS[artifact.kind], sha256=artifact.sha256, size_bytes=artifact.size_bytes
+    )
+
+
+def heartbeat(engine: ServedEngine, figures: Figures) -> session_pb2.Heartbeat:
+    """How the loop gets on, whether or not it can say so itself. `last_seq` is the session's to fill in."""
+    message = session_pb2.Heartbeat(
+        step_number=figures.step_number, has_work=figures.has_work, state=state(engine)
+    )
+    if figures.step_started_at is not None:
+        message.step_started_age_ms = max(0, int((engine.clock.now() - figures.step_started_at) * 1000))
+        if figures.step_budget_s is not None:
+            message.step_budget_ms = int(figures.step_budget_s * 1000)
+    if engine.lifecycle.state is EngineState.LOADING:
+        message.load_progress.CopyFrom(load_progress(engine.progress))
+    return message
+
+
+def load_progress(progress: LoadProgress) -> session_pb2.LoadProgress:
+    """How far loading is."""
+    return session_pb2.LoadProgress(phase=progress.phase, done=progress.done, total=progress.total)
+
+
+def stats(figures: Figures) -> session_pb2.Stats:
+    """How loaded the engine is and what it has done; empty while nothing is loaded."""
+    scheduler = figures.scheduler
+    if scheduler is None:
+        return session_pb2.Stats()
+    return session_pb2.Stats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting + scheduler.num_blocked,
+        num_waiting_tokens=scheduler.num_waiting_tokens,
+        num_used_blocks=scheduler.num_used_blocks,
+        num_total_blocks=scheduler.num_total_blocks,
+        num_prefix_queries=scheduler.prefix_queries,
+        num_prefix_hits=scheduler.prefix_hits,
+        num_preemptions=scheduler.num_preemptions,
+        num_chunked_prefills=scheduler.num_chunked_prefills,
+        step_number=figures.step_number,
+        max_rows=scheduler.max_rows,
+        num_prompt_tokens=figures.num_prompt_tokens,
+        num_generated_tokens=figures.num_generated_tokens,
+        num_finished=figures.num_finished,
+    )
+
+
+def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
+    """All of it, for those who only ask once."""
+    identity, core = engine.identity, engine.core
+    return engine_pb2.GetEngineInfoResponse(
+        engine_id=identity.engine_id,
+        engine_epoch=identity.engine_epoch,
+        dp_rank=identity.dp_rank,
+        dp_size=identity.dp_size,
+        state=state(engine),
+        ready=None if core is None else ready(engine, core.facts),
+        load_progress=None if core is not None else load_progress(engine.progress),
+        version=identity.version,
+    )
+
+
+def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | float]:
+    """What the admin service tells operators, by name."""
+    figures = engine.board.read()
+    values: dict[str, str | int | float] = {
+        "engine_id": engine.identity.engine_id,
+        "engine_state": engine.lifecycle.state.value,
+        "standstill": engine.standstill.value,
+        "num_sessions": num_sessions,
+        "step_number": figures.step_number,
+        "prompt_tokens": figures.num_prompt_tokens,
+        "generated_tokens": figures.num_generated_tokens,
+        "num_finished": figures.num_finished,
+        "num_fenced_commands": engine.num_fenced_commands,
+    }
+    driver = None if engine.core is None else engine.core.lockstep
+    if driver is not None:
+        standing = driver.standing
+        values |= {
+            "lockstep.state": standing.state.value,
+            "lockstep.wave": standing.wave,
+            "lockstep.generation": standing.generation,
+            "lockstep.num_votes": driver.num_votes,
+            "lockstep.num_idle_steps": driver.num_idle_steps,
+        }
+    if figures.scheduler is not None:
+        values |= {
+            "running": figures.scheduler.num_running,
+            "waiting": figures.scheduler.num_waiting + figures.scheduler.num_blocked,
+            "used_blocks": figures.scheduler.num_used_blocks,
+            "total_blocks": figures.scheduler.num_total_blocks,
+            "num_preemptions": figures.scheduler.num_preemptions,
+            "num_chunked_prefills": figures.scheduler.num_chunked_prefills,
+            "prefix_queries": figures.scheduler.prefix_queries,
+            "prefix_hits": figures.scheduler.prefix_hits,
+            "max_rows": figures.scheduler.max_rows,
+        }
+    return values

@@ -1,0 +1,102 @@
+"""The utility calls under way in a session or at the admin listener: a few at once, each answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.admin.utility import Role, UtilityDesk
+from engine_svc.convert import messages
+from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
+from triptych.admin.v1 import admin_pb2
+from triptych.engine.v1 import utility_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS_AT_ONCE = 4
+# They may wait for requests until somebody resumes, whose call is not to wait for them.
+_WAITING_CALLS = frozenset({"pause", "sleep"})
+
+
+class SessionCalls:
+    """The utility calls of one frontend's session: so many at once at most, and each is answered once."""
+
+    def __init__(self, engine: ServedEngine, send: Callable[[utility_pb2.UtilityResult], None]) -> None:
+        self._desk = UtilityDesk(engine)
+        self._send = send
+        self._tasks: dict[int, asyncio.Task[utility_pb2.UtilityResult]] = {}
+
+    def begin(self, call: utility_pb2.UtilityCall) -> None:
+        """Have `call` answered, at once where it is refused."""
+        try:
+            self._desk.check(call, Role.FRONTEND)
+            if call.call_id in self._tasks:
+                raise InvalidArgument(f"call_id {call.call_id} is in use", field="utility.call_id")
+            _check_room(len(self._tasks))
+        except ServiceError as error:
+            self._fail(call.call_id, error)
+            return
+        task = asyncio.create_task(self._desk.answer(call, Role.FRONTEND))
+        self._tasks[call.call_id] = task
+        task.add_done_callback(lambda task: self._tell(call.call_id, task))
+
+    def close(self) -> None:
+        """Answer nothing any more; what has not begun never will."""
+        for task in self._tasks.values():
+            task.cancel()
+        # It is the session's, which has this: a cycle that only a full collection would free.
+        self._send = _send_nothing
+
+    def _tell(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
+        del self._tasks[call_id]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._send(task.result())
+        elif isinstance(error, ServiceError):
+            self._fail(call_id, error)
+        else:
+            logger.error("utility call failed", exc_info=error)
+            self._fail(call_id, Internal("internal error, see the engine's log"))
+
+    def _fail(self, call_id: int, error: ServiceError) -> None:
+        self._send(utility_pb2.UtilityResult(call_id=call_id, failure=messages.to_error_status(error)))
+
+
+class AdminCalls:
+    """The utility calls that come to the admin listener, which is where the admin role is.
+
+    So many at once at most that may wait for requests, and as many others.
+    """
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._desk = UtilityDesk(engine)
+        self._num_calls = {True: 0, False: 0}  # by whether they may wait
+
+    async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
+        """Answer one; a failure is a ServiceError."""
+        name = request.call.WhichOneof("call") or "unknown"
+        may_wait = name in _WAITING_CALLS
+        _check_room(self._num_calls[may_wait])
+        self._num_calls[may_wait] += 1
+        try:
+            result = await self._desk.answer(request.call, Role.ADMIN)
+        finally:
+            self._num_calls[may_wait] -= 1
+        logger.info("utility call served", extra={"call": name})
+        return admin_pb2.UtilityResponse(result=result)
+
+
+def _send_nothing(result: utility_pb2.UtilityResult) -> None:
+    """Nobody is there any more who would hear it."""
+
+
+def _check_room(num_calls: int) -> None:
+    """Raise ResourceExhausted where so many calls are under way already."""
+    if num_calls >= MAX_CALLS_AT_ONCE:
+        raise ResourceExhausted(
+            f"{num_calls} calls are under way, the limit is {MAX_CALLS_AT_ONCE}", retry_after_ms=1000
+        )

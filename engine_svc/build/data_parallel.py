@@ -1,0 +1,121 @@
+"""From what was loaded to the lockstep of an engine. Imports torch, so that it is imported late."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.config import EngineConfig
+from engine_svc.core.facts import ModelFingerprint
+from engine_svc.data_parallel.driver import LockstepDriver
+from engine_svc.data_parallel.expert_shards import HeldExperts
+from engine_svc.data_parallel.wake_signal import Doorbell, reach_bell
+from engine_svc.data_parallel.wave import VOTE_INTERVAL, WaveMachine
+from engine_svc.loop.mailbox import Call
+from engine_svc.model.loading.loader import has_experts
+from service_kit.config import ConfigError
+
+if TYPE_CHECKING:
+    from engine_svc.data_parallel.torch_group import ProcessRankGroups
+
+_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
+
+
+@dataclass(frozen=True, slots=True)
+class LockstepSide:
+    """What the lockstep of an engine is made of, beside the machine of waves."""
+
+    groups: ProcessRankGroups
+    experts: HeldExperts
+
+
+def build_experts(config: EngineConfig) -> HeldExperts | None:
+    """Who holds this engine's experts. None where none are divided: the engine steps by itself."""
+    if not config.divides_experts or not has_experts(Path(config.model)):
+        return None
+    return HeldExperts(config.data_parallel_rank, config.data_parallel_size)
+
+
+def build_lockstep(config: EngineConfig, experts: HeldExperts, device: torch.device) -> LockstepSide:
+    """With a store at a port that the kernel chooses, where the ranks meet whose first this engine is."""
+    # Here and not above: a runner alone, as on a machine without gRPC, has nobody to vote with.
+    from engine_svc.data_parallel.torch_group import ProcessRankGroups
+
+    groups = ProcessRankGroups(
+        experts.exchange,
+        host=_reachable_host(config),
+        listen=config.host,
+        device=device,
+        timeout_s=config.lockstep_timeout_s,
+    )
+    return LockstepSide(groups, experts)
+
+
+def _reachable_host(config: EngineConfig) -> str:
+    """By which the other engines reach this one."""
+    if config.advertise_address is not None:
+        host, _, port = config.advertise_address.rpartition(":")
+        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
+    return socket.gethostname() if config.host in _WILDCARDS else config.host.strip("[]")
+
+
+# How experts are divided: each of n ranks holds a run of them, and sums are taken in the order of the ranks.
+_EXPERT_RULE = "runs-1"
+
+
+def build_driver(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: LockstepSide,
+    fingerprint: ModelFingerprint,
+    *,
+    weights_digest: str,
+    at_end: list[Callable[[], None]],
+) -> LockstepDriver:
+    """The lockstep of one engine; what ends it is put into `at_end`.
+
+    ConfigError where nobody could tell it who the others are.
+    """
+    if config.coordinator is None:
+        raise ConfigError("--coordinator is unset, it has to be given where experts are divided over engines")
+
+    def post(work: Callable[[], None]) -> None:
+        served.inbox.put(Call(work))
+
+    def on_ring(wave: int) -> None:
+        post(lambda: driver.hear(wave))
+
+    driver = LockstepDriver(
+        machine=WaveMachine(),
+        groups=side.groups,
+        shards=side.experts,
+        post=post,
+        parallel_config_hash=parallel_config_hash(fingerprint, config.data_parallel_group),
+        weights_digest=weights_digest,
+    )
+    doorbell = Doorbell(
+        connect=lambda meeting: reach_bell(meeting, config.lockstep_timeout_s),
+        on_ring=on_ring,
+        has_coordinator=lambda: served.is_member,
+        clock=served.clock,
+    )
+    # A step takes as long as the slowest rank's: each of them is watched between its exchanges.
+    side.experts.exchange.subscribe(lambda: served.board.note_progress(served.clock.now()))
+    driver.subscribe(lambda standing: doorbell.move(standing, driver.meeting))
+    doorbell.start()
+
+    at_end += (driver.close, doorbell.stop, side.groups.close)
+    return driver
+
+
+def parallel_config_hash(fingerprint: ModelFingerprint, group: str) -> str:
+    """Equal for engines that can step together, by the weights they were started with; lower-case hex."""
+    parts = (fingerprint.digest, _EXPERT_RULE, str(VOTE_INTERVAL), group)
+    return hashlib.sha256("".join(f"{len(part)}:{part}," for part in parts).encode()).hexdigest()

@@ -1,0 +1,403 @@
+"""From the configuration to objects: the only place that decides by it. Imported by `run` alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from engine_svc.admin import announce
+from engine_svc.admin.calls import AdminCalls
+from engine_svc.admin.lifecycle import Lifecycle
+from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
+from engine_svc.build.fingerprint import (
+    main_eos_first,
+    make_fingerprint,
+    read_sampling_defaults,
+    says_experts,
+)
+from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
+from engine_svc.cache.config import CacheConfig
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.cache.observer import CacheObserver
+from engine_svc.config import EngineConfig
+from engine_svc.core.artifacts import Artifact, check_tokenizer, read_artifacts
+from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Board, Fail, Inbox, KVEventLog
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.membership.departure import Departure
+from engine_svc.membership.membership import Membership
+from engine_svc.scheduler.budget import Budget
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.policies import POLICIES
+from engine_svc.scheduler.policy import PolicyFactory
+from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
+from engine_svc.tensors.source import TensorDoor
+from service_kit.admin import AdminServicer
+from service_kit.clock import MonotonicClock
+from service_kit.config import ConfigError
+from service_kit.plugins import find_offered
+from service_kit.server import ADMIN, INTERNAL, Registration, Server
+from service_kit.telemetry import tracer
+from service_kit.version import installed_version
+
+if TYPE_CHECKING:
+    from engine_svc.build.runner import RunnerSide
+    from engine_svc.data_parallel.driver import LockstepDriver
+    from engine_svc.features.kv_events import KVEvents
+    from engine_svc.features.record import RecordedScheduler
+    from engine_svc.loop.controls import EngineControls
+
+logger = logging.getLogger(__name__)
+
+_MAX_COMMANDS = 16_384
+# What a subscriber may be behind: about as much memory as a frontend's outbox.
+_MAX_KV_BATCHES = 4096
+_MAX_KV_BATCH_BLOCKS = 32_768
+_POLICY_ENTRY_POINTS = "triptych.policies"
+_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
+
+
+def build_served_engine(
+    config: EngineConfig, origins: Mapping[str, str] = MappingProxyType({})
+) -> ServedEngine:
+    """What there is of an engine before its model is loaded. ConfigError for what cannot be right.
+
+    origins: by option, where its value came from; what is not in it was chosen in code.
+    """
+    _find_policy(config.scheduling_policy)
+    identity = EngineIdentity(
+        # Stable where the port is: then the next process on it replaces this one at the coordinator.
+        engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
+        # Never 0, which means "none" on the wire.
+        engine_epoch=secrets.randbits(63) + 1,
+        version=installed_version(),
+        dp_rank=config.data_parallel_rank,
+        dp_size=config.data_parallel_size,
+        dp_group=config.data_parallel_group,
+        labels=tuple(config.labels.items()),
+    )
+    return ServedEngine(
+        identity=identity,
+        artifacts=read_artifacts(Path(config.model)),
+        lifecycle=Lifecycle(),
+        inbox=Inbox(_MAX_COMMANDS),
+        board=Board(),
+        clock=MonotonicClock(),
+        drain_deadline_s=config.drain_deadline_s,
+        replay_window_s=config.replay_window_s,
+        kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
+        if config.enable_kv_events
+        else None,
+        tensors=TensorDoor(is_open=config.enable_prompt_embeds),
+        options=_options(config, origins),
+        shares_experts=config.divides_experts and says_experts(Path(config.model)),
+    )
+
+
+def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
+    """The listener for frontends, then the one for operators."""
+    admin = AdminServicer(
+        "engine",
+        f"engine-{config.index}",
+        lambda: announce.status(engine, servicer.num_sessions),
+        utility=AdminCalls(engine).serve,
+    )
+    return [
+        Server(
+            listen=f"{config.host}:{config.port}",
+            registrations=[Registration(FULL_NAME, servicer.add_to)],
+            profile=INTERNAL,
+            service="engine",
+            reflection=config.reflection,
+        ),
+        Server(
+            listen=f"127.0.0.1:{config.admin_port}",
+            registrations=[admin.registration()],
+            profile=ADMIN,
+            service="engine",
+            reflection=config.reflection,
+        ),
+    ]
+
+
+def build_memberships(
+    config: EngineConfig,
+    engine: ServedEngine,
+    departure: Departure,
+    *,
+    bound: str,
+) -> list[Membership]:
+    """The membership at the coordinator, where there is one."""
+    if config.coordinator is None:
+        return []
+    endpoint = _endpoint(config, bound)
+    return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, departure=departure)]
+
+
+def build_engine(
+    config: EngineConfig,
+    served: ServedEngine,
+    *,
+    progress: Callable[[LoadProgress], None],
+    defer: Callable[[Callable[[], None]], object],
+) -> tuple[Engine, LoadedCore]:
+    """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
+    # Here and not above: these import torch, and a process should answer before that is done.
+    from engine_svc.build.runner import build_runner
+
+    check_tokenizer(served.artifacts)
+
+    def tell(phase: str, done: int, total: int) -> None:
+        progress(LoadProgress(phase, done, total))
+
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        from engine_svc.build.ranks import build_ranks
+
+        # An idle loop waits for its inbox alone.
+        side = build_ranks(config, tell, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
+    else:
+        side = build_runner(config, tell)
+    try:
+        return _put_together(config, served, side, defer)
+    except BaseException:
+        # Ranks and threads would stay where the engine is a part of somebody else's process.
+        side.executor.shutdown()
+        raise
+
+
+def _put_together(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    defer: Callable[[Callable[[], None]], object],
+) -> tuple[Engine, LoadedCore]:
+    from engine_svc.features.observe import RequestSpans
+
+    facts = _describe(config, served.artifacts, side)
+    scheduler_config = _scheduler_config(config, side)
+    cache_config = CacheConfig(
+        # The cache keeps one block as a placeholder, which no request can have.
+        num_blocks=side.num_kv_blocks + 1,
+        groups=tuple(_attention_kind(config.block_size, window) for window in side.windows),
+        enable_prefix_caching=config.enable_prefix_caching,
+        fingerprint=bytes.fromhex(facts.fingerprint.digest),
+    )
+    kv_events = _kv_events(served)
+    core = build_core(
+        scheduler_config,
+        cache_config,
+        policy=config.scheduling_policy,
+        hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events, *_log_steps(config, served)),
+        observers=kv_events,
+    )
+    scheduler: Scheduler | RecordedScheduler = core.scheduler
+    at_end: list[Callable[[], None]] = []
+    lockstep = _build_lockstep(config, served, side, facts, at_end)
+    if config.record_decisions is not None:
+        from engine_svc.features.record import RecordedScheduler
+        from engine_svc.features.recorded_case import case_config, create_case
+
+        described = case_config(scheduler_config, cache_config, config.scheduling_policy)
+        case = create_case(Path(config.record_decisions), described, version=served.identity.version)
+        scheduler = recorded = RecordedScheduler(core.scheduler, core.kv_cache, case)
+        at_end.append(recorded.close)
+    engine = Engine(
+        scheduler=scheduler,
+        executor=side.executor,
+        inbox=served.inbox,
+        board=served.board,
+        clock=served.clock,
+        lockstep=lockstep or NoLockstep(),
+        max_in_flight=side.steps_in_flight,
+        at_end=at_end,
+        step_limit_s=config.step_limit_s,
+    )
+    controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
+    return engine, LoadedCore(
+        facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep, side.rank_ids
+    )
+
+
+def _build_lockstep(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    facts: EngineFacts,
+    at_end: list[Callable[[], None]],
+) -> LockstepDriver | None:
+    """How the engine keeps step with those that hold the other experts of its model; None: it has all."""
+    if served.shares_experts != (side.lockstep is not None):
+        raise ConfigError(
+            "--expert-parallel over several engines is for the mixtures of experts that run natively"
+        )
+    if side.lockstep is None:
+        return None
+    from engine_svc.build.data_parallel import build_driver
+
+    return build_driver(
+        config,
+        served,
+        side.lockstep,
+        facts.fingerprint,
+        weights_digest=side.model.weights_digest,
+        at_end=at_end,
+    )
+
+
+def _build_controls(
+    config: EngineConfig,
+    served: ServedEngine,
+    side: RunnerSide,
+    facts: EngineFacts,
+    engine: Engine,
+    scheduler: Scheduler | RecordedScheduler,
+    defer: Callable[[Callable[[], None]], object],
+    lockstep: LockstepDriver | None,
+) -> EngineControls:
+    from engine_svc.loop.controls import EngineControls
+
+    def on_weights(folder: Path, digest: str) -> None:
+        # First of all: the new ones are in place, whatever can be read of their folder.
+        if lockstep is not None:
+            lockstep.note_weights(digest)
+        fingerprint = _fingerprint(folder, served.artifacts, side, digest)
+        defer(lambda: served.renew(replace(facts, fingerprint=fingerprint)))
+
+    return EngineControls(
+        loop=engine,
+        scheduler=scheduler,
+        runners=side.control,
+        clock=served.clock,
+        weights_folder=Path(config.model),
+        profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
+        profile_prefix=f"engine-{config.index}",
+        on_weights=on_weights,
+        lockstep=lockstep,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What decides: it needs no model, no device and no wire."""
+
+    scheduler: Scheduler
+    kv_cache: KVCache
+
+
+def build_core(
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    *,
+    policy: str = "fcfs",
+    hooks: Sequence[SchedulerHook] = (),
+    budgets: Sequence[Budget] = (),
+    observers: Sequence[CacheObserver] = (),
+) -> Core:
+    """The scheduler and its cache. ConfigError or ValueError, in words for people, where they cannot be."""
+    kv_cache = KVCache(
+        cache,
+        max_model_len=scheduler.max_model_len,
+        max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
+        observers=observers,
+    )
+    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
+
+
+def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
+    """Who logs each step, where that is asked for."""
+    if not config.log_steps:
+        return ()
+    from engine_svc.features.log_steps import LogSteps
+
+    return (LogSteps(served.clock),)
+
+
+def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:
+    """Who fills the log of the prefix cache, where there is one."""
+    if served.kv_event_log is None:
+        return ()
+    from engine_svc.features.kv_events import KVEvents
+
+    return (KVEvents(served.kv_event_log.publish),)
+
+
+def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
+    return FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
+
+
+def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:
+    folder, model = Path(config.model), side.model
+    return EngineFacts(
+        model_name=config.served_model_name or folder.resolve().name,
+        fingerprint=_fingerprint(folder, artifacts, side, model.weights_digest),
+        max_model_len=side.max_model_len,
+        block_size=config.block_size,
+        num_kv_blocks=side.num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=main_eos_first(folder, model.eos_token_ids),
+        default_sampling=read_sampling_defaults(folder),
+        max_logprobs=config.max_logprobs,
+        hidden_size=model.hidden_size,
+        takes_prompt_embeds=config.enable_prompt_embeds,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+    )
+
+
+def _fingerprint(
+    folder: Path, artifacts: tuple[Artifact, ...], side: RunnerSide, weights_digest: str
+) -> ModelFingerprint:
+    return make_fingerprint(
+        folder,
+        artifacts,
+        weights_digest=weights_digest,
+        dtype=side.model.dtype,
+        vocab_size=side.model.vocab_size,
+        kernel_mode=side.kernel_mode,
+        max_model_len=side.max_model_len,
+    )
+
+
+def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionInEffect, ...]:
+    return tuple(
+        OptionInEffect(name, "" if value is None else str(value), origins.get(name, "code"))
+        for name, value in sorted(asdict(config).items())
+    )
+
+
+def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=side.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefill_share=config.prefill_share,
+        async_scheduling=side.steps_in_flight > 1,
+        max_steps_in_flight=side.steps_in_flight,
+    )
+
+
+def _find_policy(name: str) -> PolicyFactory:
+    return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
+
+
+def _endpoint(config: EngineConfig, bound: str) -> str:
+    """Where frontends dial this engine; never a wildcard, and with the port that was bound."""
+    host, _, port = bound.rpartition(":")
+    if config.advertise_address is not None:
+        has_port = config.advertise_address.rpartition(":")[2].isdigit()
+        return config.advertise_address if has_port else f"{config.advertise_address}:{port}"
+    return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else bound

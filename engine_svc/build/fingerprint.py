@@ -1,0 +1,106 @@
+"""What makes two engines interchangeable, read from a model folder. Knows no tensors and no wire."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from engine_svc.core.artifacts import Artifact, ArtifactKind
+from engine_svc.core.facts import ModelFingerprint, SamplingDefaults
+
+_SAMPLE_BYTES = 64 * 1024
+_NUM_SAMPLES = 64
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def make_fingerprint(
+    folder: Path,
+    artifacts: tuple[Artifact, ...],
+    *,
+    weights_digest: str,
+    dtype: str,
+    vocab_size: int,
+    kernel_mode: str,
+    max_model_len: int,
+) -> ModelFingerprint:
+    """The fingerprint of the model as this engine runs it. `weights_digest` covers names and shapes."""
+    tokenizer = [artifact.sha256 for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
+    return ModelFingerprint(
+        weights_sha256=_weights_sha256(folder, weights_digest),
+        dtype=dtype,
+        tokenizer_sha256=tokenizer[0] if tokenizer else "",
+        vocab_size=vocab_size,
+        rope=_rope(folder),
+        kernel_mode=kernel_mode,
+        max_model_len=max_model_len,
+    )
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """What generation_config.json recommends; nothing where it is absent or samples greedily."""
+    config = _read_json(folder / "generation_config.json")
+    if not config.get("do_sample"):
+        return SamplingDefaults()
+    return SamplingDefaults(
+        temperature=_number(config, "temperature"),
+        top_p=_number(config, "top_p"),
+        top_k=None if (top_k := _number(config, "top_k")) is None else int(top_k),
+        repetition_penalty=_number(config, "repetition_penalty"),
+    )
+
+
+def main_eos_first(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The model's end-of-sequence ids with the one that its configuration names first in front."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        main = value[0] if isinstance(value, list) and value else value
+        if main in eos_token_ids:
+            return (main, *(token for token in eos_token_ids if token != main))
+    return eos_token_ids
+
+
+def says_experts(folder: Path) -> bool:
+    """Whether config.json describes a mixture of experts, before anything of the model is loaded."""
+    try:
+        config = _read_json(folder / "config.json")
+    except ValueError:
+        # Loading says what is wrong with it.
+        return False
+    if any(_number(config, key) for key in _EXPERT_KEYS):
+        return True
+    # What a family has by default need not be written down.
+    return config.get("model_type") in _EXPERT_FAMILIES and not any(key in config for key in _EXPERT_KEYS)
+
+
+def _weights_sha256(folder: Path, weights_digest: str) -> str:
+    # Two fine-tunes of one model have the same names and shapes, so a sample of the values goes in as well.
+    digest = hashlib.sha256(weights_digest.encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        stride = max(_SAMPLE_BYTES, size // _NUM_SAMPLES)
+        with path.open("rb") as file:
+            for offset in range(0, size, stride):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _rope(folder: Path) -> str:
+    config = _read_json(folder / "config.json")
+    rope = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
+    return json.dumps(rope, sort_keys=True) if rope else ""
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _number(config: dict[str, object], key: str) -> float | None:
+    value = config.get(key)
+    return float(value) if isinstance(value, int | float) else None

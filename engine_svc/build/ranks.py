@@ -1,0 +1,207 @@
+"""From the configuration to a model divided over processes. Imported by build.py late, and by it alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from engine_svc.build.runner import Progress, RunnerSide, size_cache
+from engine_svc.config import EngineConfig
+from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
+from engine_svc.model.process_parallel import Place
+from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
+from engine_svc.ranks.watch import RankLost, RankMessage
+from engine_svc.runner.control import RunnerControl
+from engine_svc.runner.memory.kv_sizing import FreeMemory
+from service_kit.config import ConfigError
+from service_kit.process import process_environment
+
+_RANK_MODULE = "engine_svc.build.rank_start"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank said of its part of the model."""
+
+    facts: ModelFacts
+    num_bytes: int
+    free: FreeMemory
+    device: str
+    kernel_mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankedSide:
+    """The side that runs plans, and what each rank holds of the model."""
+
+    side: RunnerSide
+    group: ProcessGroup
+    num_bytes: tuple[int, ...]  # of each rank's parameters
+
+
+def build_ranks(
+    config: EngineConfig,
+    progress: Progress,
+    *,
+    limits: GroupLimits | None = None,
+    on_lost: Callable[[RankLost], object] = lambda lost: None,
+) -> RankedSide:
+    """Start the ranks, and size their caches by what the smallest of them has room for.
+
+    on_lost: told, in another thread, when a rank is lost, also where no step is under way.
+    Raises ValueError, in words for people, RankLost, or TimeoutError.
+    """
+    places = _places(config)
+    _check_devices(config, len(places))
+    starting = RanksStarting(
+        places,
+        RankLaunch(_RANK_MODULE, {"config": asdict(_config_of_ranks(config, len(places)))}, _environment()),
+        limits=limits or GroupLimits(),
+        on_lost=on_lost,
+        on_progress=progress,
+    )
+    said = starting.loaded()
+    try:
+        parts = _with_stage_groups(places, [_part(message) for message in said])
+        max_model_len, num_kv_blocks = _size(config, parts)
+    except Exception:
+        starting.give_up()
+        raise
+    shapes = _all_shapes(places, parts)
+    settings = [
+        {
+            "max_model_len": max_model_len,
+            "num_kv_blocks": num_kv_blocks,
+            "kv_shapes": [asdict(shape) for shape in shapes],
+            "first_layer": _first_layer(place, places, parts),
+        }
+        for place in places
+    ]
+    model = replace(
+        parts[0].facts,
+        kv_shapes=shapes,
+        stage_groups=None,
+        num_parameters=sum(part.facts.num_parameters for part in parts),
+    )
+    group = starting.finish(settings, max_num_seqs=config.max_num_seqs, num_groups=len(model.groups))
+    side = RunnerSide(
+        executor=group,
+        control=RunnerControl(group),
+        model=model,
+        windows=tuple(group.window for group in model.groups),
+        max_model_len=max_model_len,
+        num_kv_blocks=num_kv_blocks,
+        steps_in_flight=max(config.steps_in_flight, config.pipeline_parallel_size),
+        # Sums over ranks round otherwise than those of one; stages change nothing.
+        kernel_mode=f"{parts[0].kernel_mode}-tp{config.tensor_parallel_size}"
+        + ("-ep" if config.expert_parallel else ""),
+        rank_ids=tuple(group.process_ids),
+    )
+    return RankedSide(side, group, tuple(part.num_bytes for part in parts))
+
+
+def _places(config: EngineConfig) -> list[Place]:
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    return [Place(rank, tp_size, pp_size, config.expert_parallel) for rank in range(tp_size * pp_size)]
+
+
+def _check_devices(config: EngineConfig, num_ranks: int) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device here")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size} times --pipeline-parallel-size "
+            f"{config.pipeline_parallel_size} need {num_ranks} GPUs, and there are {num_gpus}; lower them, "
+            "or choose --device cpu"
+        )
+
+
+def _config_of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
+    num_cpus = len(os.sched_getaffinity(0))
+    return replace(
+        config,
+        # Ranks compute at the same time, so they share the CPUs, of which the engine's own thread gets one.
+        num_threads=config.num_threads or max(1, (num_cpus - 1) // num_ranks),
+        # What ranks say to each other between kernels is not recorded.
+        cuda_graphs=False,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What ranks find around them: this process's modules, and each other on this machine alone."""
+    environment = process_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _part(message: RankMessage) -> _Part:
+    told: dict[str, Any] = message
+    facts = told["facts"]
+    facts["kv_shapes"] = tuple(KVShape(**shape) for shape in facts["kv_shapes"])
+    facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
+    return _Part(
+        ModelFacts(**facts),
+        told["num_bytes"],
+        FreeMemory(told["free_bytes"], told["free_how"]),
+        told["device"],
+        told["kernel_mode"],
+    )
+
+
+def _all_shapes(places: list[Place], parts: list[_Part]) -> tuple[KVShape, ...]:
+    """The layers of all stages, as one rank of each has them."""
+    return tuple(
+        shape
+        for place, part in zip(places, parts, strict=True)
+        if place.tp_rank == 0
+        for shape in part.facts.kv_shapes
+    )
+
+
+def _first_layer(place: Place, places: list[Place], parts: list[_Part]) -> int:
+    """Which of the model's layers is the first of this rank's stage."""
+    return sum(
+        part.facts.num_layers
+        for other, part in zip(places, parts, strict=True)
+        if other.tp_rank == 0 and other.pp_rank < place.pp_rank
+    )
+
+
+def _with_stage_groups(places: list[Place], parts: list[_Part]) -> list[_Part]:
+    """Each stage's layers in groups of the whole model's layers, which have block tables on every stage."""
+    shapes = _all_shapes(places, parts)
+    grouped = []
+    for place, part in zip(places, parts, strict=True):
+        first = _first_layer(place, places, parts)
+        groups = groups_of_stage(shapes, first, first + part.facts.num_layers)
+        grouped.append(replace(part, facts=replace(part.facts, stage_groups=groups)))
+    return grouped
+
+
+def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
+    """The longest sequence, and as many blocks as every rank has room for."""
+    in_flight = max(config.steps_in_flight, config.pipeline_parallel_size)
+    config = replace(config, steps_in_flight=in_flight)
+    if parts[0].device == "cpu":
+        # They share one memory.
+        parts = [_with_share(part, len(parts)) for part in parts]
+        if config.kv_cache_memory is not None:
+            config = replace(config, kv_cache_memory=config.kv_cache_memory // len(parts))
+    lengths = [size_cache(config, part.facts, part.free)[0] for part in parts]
+    config = replace(config, max_model_len=min(lengths))
+    blocks = [size_cache(config, part.facts, part.free)[1].num_blocks for part in parts]
+    return min(lengths), min(blocks)
+
+
+def _with_share(part: _Part, num_ranks: int) -> _Part:
+    free = FreeMemory(part.free.num_bytes // num_ranks, f"a part in {num_ranks} of {part.free.how}")
+    return replace(part, free=free)

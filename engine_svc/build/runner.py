@@ -1,0 +1,207 @@
+"""From the configuration to what runs on the device. Imports torch, so that build.py imports it late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
+from engine_svc.config import EngineConfig
+from engine_svc.data_parallel.expert_shards import HeldExperts
+from engine_svc.loop.engine import Executor
+from engine_svc.model.decoder import Model
+from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.parallel import Parallel
+from engine_svc.runner.control import RunnerControl, runner_calls
+from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
+from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
+from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
+from engine_svc.runner.memory.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
+from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
+from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.sampler import LogprobsMode
+from engine_svc.runner.sleep import WeightSource
+from service_kit.config import ConfigError
+
+Progress = Callable[[str, int, int], None]
+
+GPU_IS_FULL = (
+    "the GPU has too little memory for this model: lower --gpu-memory-utilization or "
+    "--max-num-batched-tokens, quantize, or divide the model over more GPUs"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSide:
+    """What the engine must know of the side that runs plans. Blocks are counted without the placeholder."""
+
+    executor: Executor
+    control: RunnerControl
+    model: ModelFacts
+    windows: tuple[int | None, ...]  # per group of layers
+    max_model_len: int
+    num_kv_blocks: int
+    steps_in_flight: int
+    kernel_mode: str
+    lockstep: LockstepSide | None = None  # where this engine holds a part of the experts
+    rank_ids: tuple[int, ...] = ()  # processes of the ranks, where there are some
+
+
+def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
+    """Load the model, size its cache, start what runs plans. ValueError, in words for people, if not."""
+    experts = build_experts(config)
+    try:
+        loaded = load_model(
+            config.model,
+            load_wishes(config),
+            share=None if experts is None else experts.share,
+            progress=progress,
+        )
+        if experts is not None:
+            experts.attach(loaded, Path(config.model))
+        max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
+        progress("warm-up", 0, 1)
+        if config.enable_prompt_embeds and not isinstance(loaded.model, NativeDecoder):
+            loaded.model.check_embeds(torch.arange(8, device=loaded.device))
+        runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
+        runner.warm_up(config.max_num_batched_tokens)
+        progress("warm-up", 1, 1)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(GPU_IS_FULL) from error
+    calls = runner_calls(runner)
+    # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
+    is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
+    executor = ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls)
+    return RunnerSide(
+        executor=executor,
+        control=RunnerControl(executor),
+        model=loaded.facts,
+        windows=tuple(group.window for group in loaded.facts.groups),
+        max_model_len=max_model_len,
+        num_kv_blocks=sizing.num_blocks,
+        steps_in_flight=config.steps_in_flight,
+        # How many engines share the experts is left out: sums over them differ in their last bits, and a
+        # request goes on where another engine of its group, whatever is left of that, takes it up.
+        kernel_mode=kernel_mode(config, loaded) + ("" if experts is None else "-ep"),
+        lockstep=None if experts is None else build_lockstep(config, experts, loaded.device),
+    )
+
+
+def load_wishes(config: EngineConfig) -> LoadWishes:
+    """How the configuration wants its model."""
+    return LoadWishes(
+        dtype=config.dtype,
+        device=config.device,
+        model_impl=config.model_impl,
+        quantization="" if config.quantization == "none" else config.quantization,
+        num_threads=config.num_threads,
+        is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
+        cpu_isa=config.cpu_isa,
+    )
+
+
+def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
+    """What decides the numbers that are told of a token: engines that differ in it are no equals."""
+    mode = LogprobsMode(config.logprobs_mode)
+    told = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
+    return "-".join((loaded.road, loaded.ops.name, config.quantization, *told))
+
+
+def make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    max_model_len: int,
+    sizing: KVSizing,
+    parallel: Parallel | None = None,
+    experts: HeldExperts | None = None,
+) -> ModelRunner:
+    """The runner of this rank, with its cache; `sizing` is without the placeholder block."""
+    sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
+    facts, ops = loaded.facts, loaded.ops
+    # Who says how much memory the cache has means it to have it.
+    is_stated = config.kv_cache_memory is not None and config.num_kv_blocks is None
+    kv = KVTensors(facts, sizing, loaded.device, at_once=is_stated)
+
+    # Neither keeps `loaded`: what sleeps could not give up its weights.
+    def load(folder: Path) -> tuple[Model, ModelFacts]:
+        share = None if experts is None else experts.share
+        again = load_model(folder, load_wishes(config), parallel=parallel, share=share, ops=ops)
+        if experts is not None:
+            experts.attach(again, folder)
+        return again.model, again.facts
+
+    def record(model: Model) -> DecodeGraphs | None:
+        # What engines say to each other between kernels is not recorded.
+        if experts is not None:
+            return None
+        return _graphs(config, model, facts, kv, max_model_len)
+
+    return ModelRunner(
+        loaded.model,
+        facts,
+        kv,
+        RunnerConfig(
+            config.max_num_seqs, max_model_len, config.block_size, LogprobsMode(config.logprobs_mode)
+        ),
+        ops,
+        graphs=record(loaded.model),
+        source=WeightSource(Path(config.model), load, record),
+        exchange=None if experts is None else experts.exchange,
+    )
+
+
+@torch.inference_mode()
+def _graphs(
+    config: EngineConfig, model: Model, facts: ModelFacts, kv: KVTensors, max_model_len: int
+) -> DecodeGraphs | None:
+    # The models of transformers may wait for the device inside a forward, which cannot be recorded.
+    if kv.device.type != "cuda" or not config.cuda_graphs or not isinstance(model, NativeDecoder):
+        return None
+    return DecodeGraphs(
+        model,
+        kv.layers,
+        sizes=decode_sizes(config.max_num_seqs),
+        num_groups=len(facts.groups),
+        vocab_size=facts.vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        device=kv.device,
+        record=CudaRecorder(),
+    )
+
+
+def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tuple[int, KVSizing]:
+    """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
+    if config.max_model_len is not None and config.max_model_len > facts.max_position:
+        raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {facts.max_position}")
+    wishes = KVWishes(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens * config.steps_in_flight,
+        kv_cache_memory=config.kv_cache_memory,
+        num_kv_blocks=config.num_kv_blocks,
+    )
+    max_model_len = config.max_model_len or fit_max_model_len(facts, wishes, free)
+    return max_model_len, size_kv_cache(facts, wishes, max_model_len=max_model_len, free=free)
+
+
+def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
+    """What this rank's device has left for the KV cache; of a GPU measured only where nobody has said it."""
+    if loaded.device.type == "cpu":
+        return free_host_memory()
+    if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
+        return present_device_memory()
+    return free_device_memory(
+        loaded.model,
+        loaded.facts,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len or loaded.facts.max_position,
+        utilization=config.gpu_memory_utilization,
+    )

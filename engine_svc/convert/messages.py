@@ -1,0 +1,220 @@
+"""Between the wire and the engine: the only file that knows both the protos and `Request`.
+
+What arrives is checked here as if no frontend had looked at it. Knows no stream and no thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate
+
+from engine_svc.cache.observer import StoredBlocks
+from engine_svc.convert.logprobs import add_logprobs, pack
+from engine_svc.convert.prompt_embeds import to_prompt
+from engine_svc.convert.sampling import to_sampling
+from engine_svc.core.facts import EngineFacts
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
+from engine_svc.loop.step_output import FinishedRow, StepOutput
+from engine_svc.tensors.source import TensorSource
+from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
+from service_kit.field_checks import check, to_token_ids, unserved
+from triptych.common.v1 import error_pb2, output_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
+
+MAX_RESUME_STATE_BYTES = 64 * 1024
+_MAX_TEXT_CHARACTERS = 256
+_MAX_PRIORITY = 100
+
+_REASONS = {
+    FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: output_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: output_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: output_pb2.FINISH_REASON_ERROR,
+    FinishReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
+}
+
+MIGRATED = "migrated"
+# Unset, and what a newer frontend may say, is the client's wish.
+_ABORT_CAUSES = {
+    engine_pb2.ABORT_REASON_DEADLINE: "deadline",
+    engine_pb2.ABORT_REASON_STOP_STRING: "stop_string",
+    engine_pb2.ABORT_REASON_SLOW_CONSUMER: "slow_consumer",
+    engine_pb2.ABORT_REASON_MIGRATED: MIGRATED,
+}
+
+
+def to_request(
+    entry: add_pb2.AddEntry,
+    *,
+    session_number: int,
+    facts: EngineFacts,
+    now: float,
+    tensors: TensorSource | None = None,
+) -> Request:
+    """The request an ADD asks for, with tensors from `tensors`; None: it may have none.
+
+    Raises InvalidArgument or Unimplemented, or what `tensors` raises, for that request alone.
+    """
+    if len(entry.request_id) > _MAX_TEXT_CHARACTERS or len(entry.cache_salt) > _MAX_TEXT_CHARACTERS:
+        raise InvalidArgument(
+            f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
+        )
+    _refuse_unserved(entry)
+    num_bytes = len(entry.resume_state)
+    check(
+        num_bytes <= MAX_RESUME_STATE_BYTES,
+        "resume_state",
+        num_bytes,
+        f"{MAX_RESUME_STATE_BYTES} bytes at most",
+    )
+    if entry.WhichOneof("params") != "sampling":
+        raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
+    if entry.tenant:
+        # Tenants share nothing in the prefix cache, whatever their salts.
+        cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
+    else:
+        cache_salt = entry.cache_salt
+    # By bytes, before anything is made of them: what is far too long must not cost more than this look.
+    num_tokens = (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // 4
+    if num_tokens >= facts.max_model_len:
+        raise InvalidArgument(
+            f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
+            field="prompt_token_ids",
+        )
+    content = to_prompt(entry, facts, tensors)
+    prompt = content.token_ids
+    output = to_token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
+    check(
+        len(prompt) + len(output) < facts.max_model_len,
+        "prompt_embeds",
+        len(prompt) + len(output),
+        f"{facts.max_model_len - 1} places at most",
+    )
+    if not prompt:
+        raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
+    check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
+    request = Request(
+        # Readable in logs, and unique whatever a frontend sends.
+        request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
+        token_ids=prompt + output,
+        num_prompt_tokens=len(prompt),
+        sampling=to_sampling(entry, facts, num_prompt_tokens=len(prompt)),
+        priority=entry.priority,
+        arrival_at=now - entry.age_ms / 1000,
+        cache_salt=cache_salt,
+        trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
+        spans=content.spans,
+        prompt_embeds=content.embeds,
+    )
+    # Its age counts for its turn; its time in this queue begins here.
+    request.timeline.queued_at = now
+    return request
+
+
+def to_deadline(entry: add_pb2.AddEntry, now: float) -> float | None:
+    """When the request has to end, on the engine's clock; None: never."""
+    return now + entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
+
+
+def to_abort_cause(reason: engine_pb2.AbortReason) -> str:
+    """Why a frontend ends a request, as spans say it."""
+    return _ABORT_CAUSES.get(reason, "client")
+
+
+def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> step_pb2.Step:
+    """The columns of a step. `stop_token_ids` are, by handle, those that requests themselves asked for."""
+    step = step_pb2.Step(
+        step_number=output.step_number,
+        handles=pack(array("I", output.handles)),
+        token_ids=pack(array("I", output.token_ids)),
+    )
+    try:
+        step.num_tokens = bytes(output.num_tokens)
+    except ValueError:
+        # A row of more than 255 tokens: from a reader that was far behind, and so seldom.
+        step.num_tokens_wide = pack(array("I", output.num_tokens))
+    for row, counts in output.parts:
+        step.parts.add(row=row, num_tokens=counts)
+    for row, num_cached_tokens in output.first:
+        step.first.add(row=row, num_cached_tokens=num_cached_tokens)
+    # Where each row's tokens end: most steps end nobody by a token, and do without.
+    stops = any(finished.reason is FinishReason.STOP for finished in output.finished)
+    ends = list(accumulate(output.num_tokens)) if stops else []
+    for finished in output.finished:
+        record = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
+        if finished.reason is FinishReason.STOP:
+            last_token = output.token_ids[ends[finished.row] - 1]
+            _set_stop(record, finished, last_token, stop_token_ids[output.handles[finished.row]])
+        elif finished.reason is FinishReason.ERROR:
+            record.message = finished.message
+    if output.told is not None:
+        add_logprobs(step, output, output.told)
+    return step
+
+
+def to_kv_batch(batch: KVEventBatch, engine_epoch: int) -> engine_pb2.SubscribeKvEventsResponse:
+    """What changed in the prefix cache, with the place behind it."""
+    return engine_pb2.SubscribeKvEventsResponse(
+        cursor=kv_pb2.KvCursor(engine_epoch=engine_epoch, seq=batch.seq),
+        batch=kv_pb2.KvEventBatch(events=[_kv_event(event) for event in batch.events]),
+    )
+
+
+def to_kv_snapshot(
+    blocks: Iterable[StoredBlocks], end: kv_pb2.KvCursor | None
+) -> engine_pb2.SubscribeKvEventsResponse:
+    """A part of what the prefix cache holds; the last one has the place behind the whole."""
+    chunk = kv_pb2.KvSnapshotChunk(blocks=[_kv_stored(block) for block in blocks], is_last=end is not None)
+    return engine_pb2.SubscribeKvEventsResponse(cursor=end, snapshot=chunk)
+
+
+def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
+    """`error` as data, with its google.rpc details."""
+    code, message, details = to_parts(error)
+    return error_pb2.ErrorStatus(code=code, message=message, details=details)
+
+
+def _refuse_unserved(entry: add_pb2.AddEntry) -> None:
+    # By name: a parameter that is ignored makes a wrong answer.
+    for name, is_set in (
+        ("adapter", entry.adapter),
+        ("media", entry.media),
+        ("resumable", entry.resumable),
+        ("reasoning_parser", entry.reasoning_parser),
+        ("kv_transfer", entry.HasField("kv_transfer")),
+    ):
+        if is_set:
+            raise unserved(name)
+
+
+def _set_stop(
+    record: step_pb2.StepFinished, finished: FinishedRow, last_token: int, stop_token_ids: frozenset[int]
+) -> None:
+    # To the scheduler, the model's further end-of-sequence ids are stop tokens; to the frontend they are not.
+    if finished.stop_token_id is not None and finished.stop_token_id in stop_token_ids:
+        record.stop_token_id = finished.stop_token_id
+    else:
+        record.eos_token_id = last_token
+
+
+def _kv_event(event: KVEvent) -> kv_pb2.KvEvent:
+    match event:
+        case StoredBlocks():
+            return kv_pb2.KvEvent(stored=_kv_stored(event))
+        case RemovedBlocks():
+            removed = kv_pb2.KvBlockRemoved(block_hashes=event.block_hashes, group=event.group)
+            return kv_pb2.KvEvent(removed=removed)
+        case AllBlocksRemoved():
+            return kv_pb2.KvEvent(cleared=kv_pb2.KvAllBlocksCleared())
+
+
+def _kv_stored(stored: StoredBlocks) -> kv_pb2.KvBlockStored:
+    return kv_pb2.KvBlockStored(
+        block_hashes=stored.block_hashes,
+        parent_hash=stored.parent_hash,
+        token_ids=pack(array("I", stored.token_ids)),
+        block_size=stored.block_size,
+        group=stored.group,
+    )

@@ -1,0 +1,109 @@
+"""The prompt of an ADD: its tokens, and embeddings where it has none. Knows no sampling."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import compress, count, groupby
+
+from engine_svc.core.facts import EngineFacts
+from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.request import ContentSpan
+from engine_svc.tensors.host_tensor import ITEM_SIZES, MAX_MODERATE
+from engine_svc.tensors.source import TensorSource
+from service_kit.errors import InvalidArgument
+from service_kit.field_checks import to_token_ids, unserved
+from triptych.engine.v1 import add_pb2
+
+# Stands where an embedding counts. The prefix cache tells such places apart by their spans.
+_NO_TOKEN = 0
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """What a request begins with. `spans` are the places whose KV depends on more than `token_ids`."""
+
+    token_ids: list[int]
+    embeds: PromptEmbeds | None = None
+    spans: tuple[ContentSpan, ...] = ()
+
+
+def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource | None) -> PromptContent:
+    """The prompt of an ADD. InvalidArgument, Unimplemented, or an error of where its tensor was."""
+    if not entry.HasField("prompt_embeds"):
+        if entry.is_token and set(entry.is_token) != {1}:
+            raise InvalidArgument("is_token leaves out tokens, there is no prompt_embeds", field="is_token")
+        return PromptContent(to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size))
+    if tensors is None or not facts.takes_prompt_embeds:
+        raise unserved("prompt_embeds")
+    shape = tuple(entry.prompt_embeds.shape)
+    # By its form, before anything is read: what is far too long must not cost more than this look.
+    if len(shape) != 2 or shape[1] != facts.hidden_size or not 0 < shape[0] < facts.max_model_len:
+        raise InvalidArgument(
+            f"prompt_embeds.shape is {list(shape)[:8]}, it takes [places, {facts.hidden_size}] with 1 to "
+            f"{facts.max_model_len - 1} places",
+            field="prompt_embeds.shape",
+        )
+    token_ids, places = _places(entry, shape[0], facts)
+    if entry.sampling.HasField("prompt_logprobs"):
+        raise InvalidArgument(
+            "sampling.prompt_logprobs: a place without a token has no log probability",
+            field="sampling.prompt_logprobs",
+        )
+    embeds = tensors.take(entry.prompt_embeds, "prompt_embeds")
+    if embeds.dtype not in _DTYPES:
+        raise InvalidArgument(
+            f"prompt_embeds.dtype is {embeds.dtype}, it takes {', '.join(_DTYPES)}",
+            field="prompt_embeds.dtype",
+        )
+    if not embeds.is_sound:
+        raise InvalidArgument("prompt_embeds has elements that are not finite", field="prompt_embeds")
+    if not embeds.is_moderate:
+        # Finite here and infinite in the model's type, they would make logits that are no numbers.
+        raise InvalidArgument(f"prompt_embeds has elements beyond {MAX_MODERATE:g}", field="prompt_embeds")
+    content = PromptEmbeds(embeds, places)
+    return PromptContent(token_ids, content, tuple(_spans(content, facts.block_size)))
+
+
+def _places(
+    entry: add_pb2.AddEntry, num_embeds: int, facts: EngineFacts
+) -> tuple[list[int], tuple[int, ...]]:
+    """The token of each place of the prompt, and the places where an embedding counts instead."""
+    if not entry.prompt_token_ids:
+        if entry.is_token and entry.is_token != bytes(num_embeds):
+            raise InvalidArgument("is_token names tokens, there are no prompt_token_ids", field="is_token")
+        return [_NO_TOKEN] * num_embeds, tuple(range(num_embeds))
+    token_ids = to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
+    is_token = entry.is_token
+    if len(is_token) != len(token_ids) or max(is_token, default=0) > 1:
+        raise InvalidArgument(
+            f"is_token takes a 0 or 1 for each of {len(token_ids)} places, it has {len(is_token)} bytes",
+            field="is_token",
+        )
+    places = tuple(compress(count(), (not flag for flag in is_token)))
+    if len(places) != num_embeds:
+        raise InvalidArgument(
+            f"prompt_embeds has {num_embeds} rows, is_token has {len(places)} places for them",
+            field="is_token",
+        )
+    for place in places:
+        token_ids[place] = _NO_TOKEN
+    return token_ids, places
+
+
+def _spans(content: PromptEmbeds, block_size: int) -> list[ContentSpan]:
+    """A span for each stretch of embeddings inside of a block, so that equal beginnings have equal blocks."""
+    embeds = content.embeds
+    row_bytes = embeds.shape[1] * ITEM_SIZES[embeds.dtype]
+    spans, first = [], 0
+    numbered = enumerate(content.places)
+    # Consecutive places of one block have one difference to their index.
+    for _, stretch in groupby(numbered, lambda pair: (pair[1] - pair[0], pair[1] // block_size)):
+        rows = list(stretch)
+        end = first + len(rows)
+        digest = hashlib.sha256(embeds.dtype.encode())
+        digest.update(memoryview(embeds.data)[first * row_bytes : end * row_bytes])
+        spans.append(ContentSpan(rows[0][1], len(rows), f"embeds:{digest.hexdigest()}"))
+        first = end
+    return spans

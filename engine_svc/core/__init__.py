@@ -1,0 +1,3 @@
+"""Plain data that every band of the engine shares: request, step, sampling parameters, facts, errors.
+Must not know torch, protos or gRPC.
+"""

@@ -1,0 +1,136 @@
+"""The two letters between scheduler and runner: what a step is to do, and what it did. Plain columns.
+
+Knows no tensors, no request status and no wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import nan
+
+from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.sampling_params import SamplingParams
+
+_NON_FINITE = "the model yielded logits that are not finite"
+_BARRED = "the request's own rules leave no token to choose"
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """A request that enters the batch, new or resumed. Sent in full; later plans carry what changed."""
+
+    request_id: str
+    token_ids: list[int]  # every known token: prompt, then output where it continues
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    # Per group, what it took over from the prefix cache or kept; 0 where no layer will look again.
+    block_ids: list[list[int]]
+    prompt_embeds: PromptEmbeds | None = None  # what counts at those places of the prompt, not their token
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. Columns are parallel, one entry a row, in scheduling order.
+
+    The runner first frees the rows in `released`, then enters those in `admitted`, then runs the rows.
+    Built by the scheduler, frozen at launch.
+    """
+
+    step_number: int
+    released: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)  # to compute in this step, drafts included
+    num_computed_tokens: list[int] = field(default_factory=list)  # with KV before this step
+    new_block_ids: list[list[list[int]]] = field(default_factory=list)  # a row's gain, per group; [] = none
+    draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
+    samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
+    preempted: list[str] = field(default_factory=list)  # in order of preemption, for people and traces
+    extras: dict[type, object] = field(default_factory=dict)  # what a feature attached, by its type
+
+    @property
+    def total_num_tokens(self) -> int:
+        """Tokens of all rows, i.e. what the step spends of the token budget."""
+        return sum(self.num_tokens)
+
+    def withdraw(self, row: int) -> int:
+        """Take out a row before launch, because its request has to give way; returns the tokens it had."""
+        del self.request_ids[row], self.num_computed_tokens[row], self.new_block_ids[row]
+        del self.draft_token_ids[row], self.samples[row]
+        return self.num_tokens.pop(row)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """What is told of consecutive places of one row, one entry a place, as the request asked for it."""
+
+    logprobs: list[float]  # of the token that stands there
+    ranks: list[int]  # from 1: how many of the vocabulary are as likely as it or more
+    k: int = 0  # entries that each place has in the two columns below
+    top_token_ids: list[int] = field(default_factory=list)  # the most likely, best first, then ids asked for
+    top_logprobs: list[float] = field(default_factory=list)
+
+    def part(self, first: int, end: int) -> TokenLogprobs:
+        """The places from `first` to `end`, as lists of their own."""
+        top = slice(first * self.k, end * self.k)
+        return TokenLogprobs(
+            self.logprobs[first:end],
+            self.ranks[first:end],
+            self.k,
+            self.top_token_ids[top],
+            self.top_logprobs[top],
+        )
+
+    def widened(self, k: int) -> TokenLogprobs:
+        """The same with `k` entries a place, no fewer than there are: NaN and id 0 stand for nothing."""
+        num_missing = k - self.k
+        if not num_missing:
+            return self
+        widened = TokenLogprobs(self.logprobs, self.ranks, k)
+        for place in range(len(self.ranks)):
+            entries = slice(place * self.k, (place + 1) * self.k)
+            widened.top_token_ids += self.top_token_ids[entries] + [0] * num_missing
+            widened.top_logprobs += self.top_logprobs[entries] + [nan] * num_missing
+        return widened
+
+    def extend(self, more: TokenLogprobs) -> None:
+        """Append places. Where these and those have different numbers of entries, the fewer are filled up."""
+        if more.k != self.k:
+            k = max(self.k, more.k)
+            own, more = self.widened(k), more.widened(k)
+            self.k, self.top_token_ids, self.top_logprobs = k, own.top_token_ids, own.top_logprobs
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+        self.top_token_ids += more.top_token_ids
+        self.top_logprobs += more.top_logprobs
+
+
+@dataclass(slots=True)
+class PromptPlaces:
+    """What is told of places of one row's prompt that a step computed."""
+
+    first_position: int  # the place of the first entry, at least 1: nothing comes before place 0
+    told: TokenLogprobs
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step yielded. `sampled` is parallel to the plan's rows; [] where the row did not sample."""
+
+    step_number: int
+    sampled: list[list[int]]  # accepted drafts, then one more token
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
+    # Rows that end with an error: their logits are no numbers, or their requests' own rules leave no token.
+    non_finite: list[int] = field(default_factory=list)
+    barred: list[int] = field(default_factory=list)
+    # By row of the plan, for requests that asked: of its sampled tokens, and of its prompt.
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptPlaces] = field(default_factory=dict)
+
+    def faults(self) -> list[tuple[int, str]]:
+        """The rows that end with an error, in order, each with what people are told."""
+        if not self.non_finite and not self.barred:
+            return []
+        return sorted(
+            (dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)).items()
+        )

@@ -1,0 +1,237 @@
+"""The process groups of a lockstep engine, one after the other in one process. Knows no requests.
+
+How an engine's builder is to put them together, where the experts of a model are divided over engines:
+
+    side = build_runner(config, progress)  # loads this engine's share of the experts
+    side.lockstep.groups  # ProcessRankGroups, the RankGroups of the engine's lockstep
+    side.lockstep.experts  # HeldExperts, its ExpertShards
+
+When a generation is prepared, `experts.prepare(rank, size)`; when it is committed, with no step in flight,
+`experts.adopt()` and `groups.form(meeting)`, in either order; when a rank is lost, or this one leaves,
+`group.close()`, which any thread may call, also while the model waits inside a step. At the end, with no
+group open any more, `groups.close()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from engine_svc.core.errors import PeersLost
+from engine_svc.data_parallel.gloo_mesh import GlooMesh
+from engine_svc.data_parallel.group import Meeting
+from engine_svc.data_parallel.nccl_mesh import NcclMesh
+from engine_svc.data_parallel.wave import Vote
+from engine_svc.model.expert_exchange import GroupExchange, Mesh
+
+_MAX_WAITING_CONNECTIONS = 128
+_BELL = "doorbell"
+
+
+class ProcessRankGroups:
+    """The RankGroups of an engine. Holds a store for as long as it lives: ranks meet at that of their first.
+
+    host: by which name or address the others reach this machine; listen: the address to bind, host if unset.
+    timeout_s: how long another rank may take, to come, to answer, or to compute its part of a layer.
+    """
+
+    def __init__(
+        self,
+        exchange: GroupExchange,
+        *,
+        host: str,
+        device: torch.device,
+        timeout_s: float,
+        listen: str | None = None,
+    ) -> None:
+        self.host = host
+        self._exchange, self._device = exchange, device
+        self._timeout_s = timeout_s
+        listener = _listener(listen or host)
+        self.store_port: int = listener.getsockname()[1]
+        # The store owns the socket from here on.
+        self._store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]  # It is there.
+            host,
+            self.store_port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def form(self, meeting: Meeting) -> ProcessRankGroup:
+        """See RankGroups.form. A meeting that fails is over: the next one has to be of another generation."""
+        made: list[Mesh] = []
+        try:
+            # A connection of its own: who waits at one keeps it from everybody else.
+            store = reach_store(meeting.master_address, meeting.store_port, self._timeout_s)
+            votes = self._mesh(meeting, "votes", store)
+            made.append(votes)
+            numbers = self._mesh(meeting, "tensors", store)
+            made.append(numbers)
+            tensors: Mesh = numbers
+            if self._device.type == "cuda":
+                prefix = PrefixStore(f"{_place(meeting)}/nccl", store)
+                tensors = NcclMesh(prefix, numbers, self._device, self._timeout_s)
+                made.append(tensors)
+            # Whoever has heard this from all knows that none looks for another one any more.
+            numbers.swap_numbers((meeting.generation,))
+        # Addresses and numbers come from others: what can be none is one of them that is not to be met.
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
+            for mesh in made:
+                mesh.close()
+            if isinstance(error, PeersLost):
+                raise
+            raise PeersLost(f"generation {meeting.generation} does not meet: {error}") from error
+        finally:
+            self._forget(meeting)
+        return ProcessRankGroup(meeting, votes, tensors, self._exchange)
+
+    def _mesh(self, meeting: Meeting, name: str, store: Store) -> GlooMesh:
+        return GlooMesh(
+            PrefixStore(f"{_place(meeting)}/{name}", store),
+            meeting.rank,
+            meeting.size,
+            host=self.host,
+            timeout_s=self._timeout_s,
+        )
+
+    def close(self) -> None:
+        """Close the store. Groups that were formed there stay."""
+        self._store = None
+
+    def _forget(self, meeting: Meeting) -> None:
+        """Take out of this engine's store what ranks have told each other of where they are."""
+        if meeting.rank or self._store is None:
+            return
+        # What stays is little, and belongs to a generation that nobody meets in again.
+        with contextlib.suppress(RuntimeError):
+            for key in self._store.list_keys():
+                is_old_bell = key.startswith(_BELL) and not key.startswith(f"{bell_place(meeting)}/")
+                if is_old_bell or key.startswith(f"{_place(meeting)}/"):
+                    self._store.delete_key(key)
+
+
+class ProcessRankGroup:
+    """The RankGroup of a formed generation; the model exchanges `tensors` through it until it is closed."""
+
+    def __init__(self, meeting: Meeting, votes: GlooMesh, tensors: Mesh, exchange: GroupExchange) -> None:
+        self.meeting = meeting
+        self.tensors = tensors
+        self._votes = votes
+        self._exchange = exchange
+        exchange.enter(tensors)
+
+    def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See RankGroup.swap_numbers."""
+        return self._votes.swap_numbers(numbers)
+
+    def count(self, vote: Vote) -> Vote:
+        """See RankGroup.count."""
+        said = self._votes.swap_numbers((vote.wave, vote.has_work, vote.is_pausing, vote.generation))
+        return Vote.count(
+            [
+                Vote(wave, bool(has_work), bool(is_pausing), ready)
+                for wave, has_work, is_pausing, ready in said
+            ]
+        )
+
+    def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
+        """See RankGroup.when_all_resumed."""
+        others = [rank for rank in range(self.meeting.size) if rank != self.meeting.rank]
+        resuming = _Resuming(len(others), done, lost)
+
+        def wait_for(rank: int) -> None:
+            try:
+                has_same = self._votes.wait_for(rank, weights) == weights
+            except PeersLost:
+                has_same = False
+            if has_same:
+                resuming.hear()
+            else:
+                resuming.lose()
+
+        # One each: who waits for one rank does not notice that another one is gone.
+        for rank in others:
+            threading.Thread(target=wait_for, args=(rank,), name=f"resuming-{rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """See RankGroup.close."""
+        self._exchange.leave(self.tensors)
+        self.tensors.close()
+        self._votes.close()
+
+
+class _Resuming:
+    """Who is waited for; one of both is called, once, in the thread that has the last word."""
+
+    def __init__(self, num_missing: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
+        self._num_missing = num_missing
+        self._done, self._lost = done, lost
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._tell_if_done()
+
+    def hear(self) -> None:
+        """One has come."""
+        with self._lock:
+            self._num_missing -= 1
+        self._tell_if_done()
+
+    def lose(self) -> None:
+        """One will not come."""
+        if self._is_last_word(True):
+            self._lost()
+
+    def _tell_if_done(self) -> None:
+        if self._is_last_word(not self._num_missing):
+            self._done()
+
+    def _is_last_word(self, is_word: bool) -> bool:
+        with self._lock:
+            is_last = is_word and not self._is_over
+            self._is_over |= is_last
+            return is_last
+
+
+def bell_place(meeting: Meeting) -> str:
+    """The part of a store in which ranks of a generation leave word of their waves."""
+    return f"{_BELL}-{meeting.generation}"
+
+
+def _place(meeting: Meeting) -> str:
+    """The part of a store in which the ranks of a generation meet."""
+    return f"generation-{meeting.generation}"
+
+
+def _listener(address: str) -> socket.socket:
+    """A socket at a port that the kernel chooses."""
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(place)
+        listener.listen(_MAX_WAITING_CONNECTIONS)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def reach_store(address: str, port: int, timeout_s: float) -> Store:
+    """A connection of one's own to a store that another rank holds. RuntimeError or OSError if it is gone."""
+    # A store is there as long as its process: the client of torch would wait, twice, for one to come.
+    with socket.create_connection((address, port), timeout_s):
+        pass
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # It is there.
+        address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+    return store

@@ -1,0 +1,3 @@
+"""The engine thread: the loop, its mailbox, output routing, step recovery, pause and sleep.
+Must not know gRPC, protos, torch or any feature.
+"""

@@ -1,0 +1,370 @@
+"""The loop: schedule, launch, update, publish, while there is work. Knows no gRPC, no torch, no feature."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.request import FinishReason, RequestOutput
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.loop.deadlines import Deadlines
+from engine_svc.loop.failure_bisection import OFFENDER, UNREADY, Inquiry, Ruling
+from engine_svc.loop.failure_dump import log_failure
+from engine_svc.loop.mailbox import Abort, Add, Adopt, Board, Call, Fail, Figures, Forget, Inbox, Outbox, Stop
+from engine_svc.loop.output_router import Routes
+from engine_svc.loop.protocols import EngineScheduler, Lockstep
+from engine_svc.loop.step_output import StepOutput, Told
+from engine_svc.loop.step_time import StepPace
+from service_kit.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+# Where requests wait and none can run, a step is tried a thousand times a second at most.
+_BLOCKED_WAIT_S = 0.001
+# The longest that a loop without work parks for a deadline: a wait cannot be as long as a stranger's can be.
+_MAX_PARK_S = 3600.0
+# How long the next step waits for what a frontend sends when it sees that a suspect has yielded.
+_ANSWER_WAIT_S = 0.005
+# A step that takes no longer needs no announcement.
+DEFAULT_STEP_LIMIT_S = 5.0
+
+
+class PendingStep(Protocol):
+    """A step on the device."""
+
+    def result(self) -> StepResult:
+        """What it yielded; waits until it is done."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans, in order. Raises DeviceLost where it can run no more, DeviceFull for want of memory."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin the step of `plan`, which nobody changes any more."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the steps whose results nobody has taken, and an error; plans that come are run again.
+
+        Some rows of those steps may be there, some not: the next plan releases them all.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Free the device."""
+        ...
+
+
+class Engine:
+    """Runs steps while there is work, else parks. Its state belongs to the thread that calls `run`."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: EngineScheduler,
+        executor: Executor,
+        inbox: Inbox,
+        board: Board,
+        clock: Clock,
+        lockstep: Lockstep,
+        max_in_flight: int = 1,
+        at_end: Sequence[Callable[[], None]] = (),
+        step_limit_s: float = DEFAULT_STEP_LIMIT_S,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._inbox = inbox
+        self._board = board
+        self._clock = clock
+        self._lockstep = lockstep
+        self._max_in_flight = max_in_flight
+        self._at_end = at_end  # called when the loop has ended, however it ended
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._launching: StepPlan | None = None
+        self._pace = StepPace(step_limit_s)
+        self._inquiry = Inquiry()
+        self._routes = Routes()
+        self._deadlines = Deadlines(self._routes.by_id)
+        self._unproven: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
+        self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
+        self._step_number = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_finished = 0
+        self._is_stopping = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._idle_calls: deque[Callable[[], None]] = deque()
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call it once, as soon as nothing is computed here, nor can be. For the engine thread.
+
+        Steps may be in flight in which this engine only takes part for other ranks.
+        """
+        self._idle_calls.append(call)
+
+    def settle(self) -> None:
+        """Wait for every step in flight, and publish what it yielded. For the engine thread."""
+        is_in_call = self._pace.is_in_call
+        self._pace.end_call(self._clock.now())
+        self._post()
+        while self._in_flight:
+            self._finish_oldest()
+        if is_in_call:
+            self._pace.begin_call(self._clock.now())
+            self._post()
+
+    def abort(self, request_ids: Iterable[str], cause: str) -> None:
+        """End requests, and tell who sent them, with what is published next. For the engine thread."""
+        for request_id in request_ids:
+            self._abort(request_id, cause)
+
+    def run(self) -> None:
+        """Serve the inbox until `Stop`. An error that is no request's is logged with plans and raised."""
+        try:
+            while not self._is_stopping:
+                if not self.turn() and not self._is_stopping:
+                    self._post()
+                    self._inbox.wait(_BLOCKED_WAIT_S if self._has_work() else self._until_deadline())
+        except Exception:
+            log_failure(self._plans(), self._scheduler.stats)
+            raise
+        finally:
+            self.close()
+
+    def turn(self) -> bool:
+        """Take in what waits, then step where there is work. False where nothing could be computed.
+
+        Without `run`, whoever calls it owns the engine, and calls `close` at the end.
+        """
+        self._read_inbox()
+        self._expire_deadlines()
+        while self._calls:
+            self._run_call(self._calls.popleft())
+        if self._inquiry.is_open:
+            self._obey(self._inquiry.review(self._routes.by_id))
+        if self._aborted:
+            self._publish([])
+        while self._idle_calls and not self._is_busy():
+            self._run_call(self._idle_calls.popleft())
+        return not self._is_stopping and self._has_work() and self.step()
+
+    def close(self) -> None:
+        """End what goes with the engine, and free the device; `run` does so itself."""
+        try:
+            for call in self._at_end:
+                call()
+        finally:
+            self._executor.shutdown()
+
+    def step(self) -> bool:
+        """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
+        if self._in_flight and self._proves(self._in_flight[-1][0]):
+            # A frontend sends the next request of an engine that died when this one has yielded: what was
+            # planned before that would come between them.
+            self._finish_oldest()
+            return True
+        now = self._clock.now()
+        plan: StepPlan | None = None
+        if self._lockstep.may_step(self._scheduler.has_work):
+            plan = self._scheduler.schedule(now)
+            if (plan.request_ids or self._lockstep.needs_idle_step) and not self._launch(plan, now):
+                return True
+        if not self._in_flight:
+            return False
+        # Who is suspected of making steps fail runs in one at a time.
+        depth = 1 if self._inquiry.is_open else self._max_in_flight
+        if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
+            self._finish_oldest()
+        return True
+
+    def _proves(self, plan: StepPlan) -> bool:
+        """Whether a suspect of its frontend yields its first output in this step."""
+        if not self._unproven:
+            return False
+        rows = zip(plan.request_ids, plan.samples, strict=True)
+        return any(samples and request_id in self._unproven for request_id, samples in rows)
+
+    def _launch(self, plan: StepPlan, now: float) -> bool:
+        """Give a plan to the executor. False where that failed, and everything in flight with it."""
+        self._step_number, self._launching = plan.step_number, plan
+        self._pace.begin(plan, now)
+        self._post()
+        try:
+            self._in_flight.append((plan, self._executor.launch(plan)))
+            self._launching = None
+            self._lockstep.launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
+        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+            self._recover(error)
+            return False
+        return True
+
+    def _finish_oldest(self) -> None:
+        plan, pending = self._in_flight[0]
+        try:
+            result = pending.result()
+        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+            self._recover(error)
+            return
+        self._lockstep.came_back()
+        ruling = self._inquiry.came_back(plan, result)
+        if ruling is not None and ruling.is_fatal:
+            raise DeviceLost("no row of the last steps has finite logits")
+        # An abort that came during the step is applied before the step's tokens: nothing comes after it.
+        self._read_inbox()
+        now = self._clock.now()
+        outputs = self._scheduler.update(plan, result, now)
+        self._in_flight.popleft()
+        self._pace.end(now)
+        num_unproven = len(self._unproven)
+        self._publish(outputs, self._routes.told(plan, result))
+        if len(self._unproven) < num_unproven and not (self._in_flight or self._is_stopping):
+            self._inbox.wait(_ANSWER_WAIT_S)
+        self._obey(ruling)
+
+    def _recover(self, error: Exception) -> None:
+        """Take back what is in flight, and look for who makes it fail; raise `error` where that is nobody."""
+        plans = self._plans()
+        # First of all: a step that still runs may be waiting for the other ranks.
+        self._lockstep.lose(error)
+        if isinstance(error, PeersLost):
+            self._take_back()
+            return
+        in_them = {request_id for plan in plans for request_id in plan.request_ids}
+        ruling = self._inquiry.failed(
+            [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
+            max(plan.total_num_tokens for plan in plans),
+            is_full=isinstance(error, DeviceFull),
+        )
+        if ruling.is_fatal or isinstance(error, DeviceLost):
+            raise error
+        logger.error("a step failed, its requests run again", exc_info=error)
+        log_failure(plans, self._scheduler.stats)
+        self._take_back()
+        self._obey(ruling)
+
+    def _take_back(self) -> None:
+        """Forget every step in flight: its requests wait again."""
+        self._in_flight.clear()
+        self._launching = None
+        self._pace.drop()
+        self._executor.drop()
+        self._scheduler.withdraw(self._clock.now())
+
+    def _obey(self, ruling: Ruling | None) -> None:
+        """Do what follows from who is suspected. No step may be in flight that others than these are in."""
+        if ruling is None:
+            return
+        now = self._clock.now()
+        if ruling.offenders:
+            outputs = self._scheduler.abort(ruling.offenders, now, "poison", FinishReason.ERROR)
+            for output in outputs:
+                output.message = OFFENDER
+            self._aborted += outputs
+            logger.error("requests that make steps fail are ended", extra={"request_ids": ruling.offenders})
+        self._scheduler.restrict(ruling.only, now, ruling.max_num_tokens)
+
+    def _plans(self) -> list[StepPlan]:
+        """The steps in flight, and the one that is being launched."""
+        plans = [plan for plan, _ in self._in_flight]
+        return plans if self._launching is None else [*plans, self._launching]
+
+    def _run_call(self, call: Callable[[], None]) -> None:
+        """Do what was asked for between two steps; it takes its own time, and no step's."""
+        self._pace.begin_call(self._clock.now())
+        self._post()
+        call()
+        self._pace.end_call(self._clock.now())
+
+    def _has_work(self) -> bool:
+        """Whether a step can be launched, or ended."""
+        return bool(self._in_flight) or self._lockstep.wants_step(self._scheduler.has_work)
+
+    def _is_busy(self) -> bool:
+        """Whether anything is computed for requests of this engine, or can be."""
+        return self._scheduler.has_work or any(plan.request_ids for plan, _ in self._in_flight)
+
+    def _until_deadline(self) -> float | None:
+        """How long a loop without work may park: what a pause holds ends at its deadlines as well."""
+        left_s = self._deadlines.left_s(self._clock.now())
+        return None if left_s is None else min(left_s, _MAX_PARK_S)
+
+    def _read_inbox(self) -> None:
+        for command in self._inbox.take():
+            match command:
+                case Add():
+                    self._add(command)
+                case Abort(request_id, cause):
+                    self._abort(request_id, cause)
+                case Adopt():
+                    self._deliver(self._routes.adopt(command, self._step_number))
+                case Forget(request_id):
+                    self._routes.forget(request_id)
+                case Call(work):
+                    # A step may be in flight here; between two turns of the loop is the place for it.
+                    self._calls.append(work)
+                case Stop():
+                    self._is_stopping = True
+                case Fail(error):
+                    raise error
+
+    def _add(self, command: Add) -> None:
+        request = command.request
+        self._routes.begin(command)
+        if command.is_suspect:
+            self._unproven.add(request.request_id)
+        self._deadlines.note(command.deadline_at, request.request_id)
+        self._num_prompt_tokens += request.num_prompt_tokens
+        try:
+            self._scheduler.add(request)
+        except Exception as error:  # Whatever it is, it is this request's: nobody else was touched.
+            logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
+            failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)
+            self._aborted.append(failed)
+
+    def _abort(self, request_id: str, cause: str) -> None:
+        self._aborted += self._scheduler.abort([request_id], self._clock.now(), cause)
+
+    def _expire_deadlines(self) -> None:
+        for request_id in self._deadlines.expired(self._clock.now()):
+            self._abort(request_id, "deadline")
+
+    def _publish(
+        self, outputs: list[RequestOutput], told: Mapping[Outbox, Told] = MappingProxyType({})
+    ) -> None:
+        """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""
+        if self._aborted:
+            outputs = self._aborted + outputs
+            self._aborted = []
+        if self._unproven:
+            self._unproven.difference_update(output.request_id for output in outputs)
+        steps = self._routes.rows(outputs, told, self._step_number)
+        for step in steps.values():
+            self._num_generated_tokens += len(step.token_ids)
+            self._num_finished += len(step.finished)
+        # Figures first: who hears of the end of a request finds its blocks free.
+        self._post()
+        self._deliver(steps)
+
+    def _deliver(self, steps: Mapping[Outbox, StepOutput]) -> None:
+        for outbox, step in steps.items():
+            outbox.publish(step)
+
+    def _post(self) -> None:
+        self._board.post(
+            Figures(
+                step_number=self._step_number,
+                step_started_at=self._pace.running_since,
+                step_budget_s=self._pace.budget_s,
+                is_in_call=self._pace.is_in_call,
+                has_work=self._pace.is_in_call or self._has_work(),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+                num_finished=self._num_finished,
+                scheduler=self._scheduler.stats(),
+            )
+        )

@@ -1,0 +1,3 @@
+"""The coordinator's stream: registration, load reports, commands, departure. asyncio side.
+Must not know frontends' sessions.
+"""

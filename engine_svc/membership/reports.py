@@ -1,0 +1,71 @@
+"""What an engine tells the coordinator of itself, as messages of the wire. Pure; knows no stream."""
+
+from __future__ import annotations
+
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.data_parallel.driver import Standing
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+
+_STATES = {
+    EngineState.LOADING: member_pb2.MEMBER_STATE_LOADING,
+    EngineState.READY: member_pb2.MEMBER_STATE_READY,
+    EngineState.DRAINING: member_pb2.MEMBER_STATE_DRAINING,
+    EngineState.STOPPED: member_pb2.MEMBER_STATE_DRAINING,
+    EngineState.FAILED: member_pb2.MEMBER_STATE_FAILED,
+}
+
+
+def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineRegistration:
+    """Who the engine is, as far as that is known yet."""
+    identity, core = engine.identity, engine.core
+    registration = member_pb2.EngineRegistration(
+        engine_id=identity.engine_id,
+        engine_epoch=identity.engine_epoch,
+        dp_group=identity.dp_group,
+        dp_rank=identity.dp_rank,
+        dp_size=identity.dp_size,
+        endpoint=endpoint,
+        lockstep=engine.shares_experts,
+        labels=[member_pb2.Label(key=key, value=value) for key, value in identity.labels],
+    )
+    if core is None:
+        return registration
+    facts, driver = core.facts, core.lockstep
+    registration.fingerprint = facts.fingerprint.digest
+    registration.model_name = facts.model_name
+    registration.capacity.num_kv_blocks = facts.num_kv_blocks
+    registration.capacity.block_size = facts.block_size
+    registration.capacity.max_num_seqs = facts.max_num_seqs
+    registration.capacity.max_model_len = facts.max_model_len
+    if driver is not None:
+        registration.parallel_config_hash = driver.parallel_config_hash
+        registration.host = driver.host
+        registration.store_port = driver.store_port
+    return registration
+
+
+def report_of(engine: ServedEngine, standing: Standing | None) -> coordinator_pb2.EngineReport:
+    """How the engine is, without a number. standing: among ranks that step together, None: it steps alone."""
+    identity, figures = engine.identity, engine.board.read()
+    report = coordinator_pb2.EngineReport(
+        state=_STATES[engine.lifecycle.state], step_number=figures.step_number
+    )
+    if figures.scheduler is not None:
+        report.load.engine_id = identity.engine_id
+        report.load.engine_epoch = identity.engine_epoch
+        report.load.step_number = figures.step_number
+        report.load.num_running = figures.scheduler.num_running
+        report.load.num_waiting = figures.scheduler.num_waiting + figures.scheduler.num_blocked
+        report.load.num_waiting_tokens = figures.scheduler.num_waiting_tokens
+        report.load.num_used_blocks = figures.scheduler.num_used_blocks
+        report.load.num_total_blocks = figures.scheduler.num_total_blocks
+    if standing is not None:
+        report.wave = standing.wave
+        report.wave_complete = not standing.is_in_wave
+        report.start_wave_needed = standing.asks
+        report.generation = standing.generation
+        if engine.lifecycle.state is EngineState.LOADING:
+            # Nobody routes to it before its ranks have met; that they can, they have to be told.
+            report.scaling_notice.kind = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY
+    return report

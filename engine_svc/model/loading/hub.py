@@ -1,0 +1,270 @@
+"""From what a user calls a model to its folder on this machine. Opens no socket for a folder that is there.
+
+HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME are read by huggingface_hub itself. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.progress import Progress
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NEEDED = ("*.safetensors", "*.json", "*.jinja")
+_WANTED = (*_NEEDED, "tokenizer.model")
+# Other forms of the same weights, and of other tools.
+_UNWANTED = ("*/*", "consolidated*.safetensors")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TIMEOUT_S = 10.0
+_LOWEST_FAULT_OF_THE_HUB = 500
+_GIB = 1024**3
+
+
+def is_hub_id(name_or_path: str) -> bool:
+    """Whether this names a model of the hub, "org/name", and nothing that is on this machine."""
+    return _HUB_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).exists()
+
+
+def find_model(
+    name_or_path: str,
+    *,
+    token: str | None = None,
+    offline: bool = False,
+    revision: str | None = None,
+    progress: Progress,
+) -> Path:
+    """The folder of the model: of that path, or of the hub's copy of "org/name", downloaded if need be.
+
+    Downloads safetensors, JSON, templates and a tokenizer.model, never pickles, into the hub's cache. token
+    and offline are for callers who know better than the environment; revision is a branch, tag or commit of
+    the hub.
+    progress is told ("download", bytes done, bytes missing at first).
+    Raises CheckpointError, a line that says what to do, where the model cannot be had.
+    """
+    if not is_hub_id(name_or_path):
+        if revision is not None:
+            raise CheckpointError(
+                f"revision is {revision}, but {name_or_path} is a path, not a model of the hub"
+            )
+        if not Path(name_or_path).is_dir():
+            raise CheckpointError(
+                f"{name_or_path} is not a folder: the model must be a Hugging Face folder, "
+                "or org/name of the hub"
+            )
+        return Path(name_or_path)
+    return _Hub(name_or_path, revision, token).fetch(offline=offline, progress=progress)
+
+
+class _Hub:
+    """One model of the hub."""
+
+    def __init__(self, name: str, revision: str | None, token: str | None) -> None:
+        # Here and not above: a folder needs none of it.
+        from huggingface_hub import constants
+
+        self._name = name
+        self._revision = revision
+        self._token = token
+        self._url = f"{constants.ENDPOINT}/{name}"
+        self._cache = Path(constants.HF_HUB_CACHE)
+
+    def fetch(self, *, offline: bool, progress: Progress) -> Path:
+        """The folder in the cache, with all that is wanted in it."""
+        from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its HTTP library.
+            GatedRepoError,
+            HfHubHTTPError,
+            HTTPError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        self._check_name()
+        if offline:
+            return self._cached("offline was asked for")
+        try:
+            missing = self._missing_bytes(self._ask())
+            folder = self._download(missing, progress)
+        except OfflineModeIsEnabled:
+            return self._cached("HF_HUB_OFFLINE is set")
+        except GatedRepoError as error:
+            raise CheckpointError(
+                f"{self._name} is gated: accept its licence at {self._url} and set HF_TOKEN "
+                "to a token of the account that did"
+            ) from error
+        except RevisionNotFoundError as error:
+            raise CheckpointError(f"{self._url} has no revision {self._revision}") from error
+        except RepositoryNotFoundError as error:
+            raise CheckpointError(
+                f"{self._name} is neither a folder here nor a model at {self._url}; "
+                "a private one needs HF_TOKEN"
+            ) from error
+        except HfHubHTTPError as error:
+            return self._after_refusal(error.response.status_code, error)
+        except HTTPError as error:
+            return self._cached(f"{self._url} cannot be reached ({_first_line(error)})", error)
+        except (OSError, RuntimeError) as error:
+            raise self._explained(error) from error
+        progress("download", missing, missing)
+        return folder
+
+    def _check_name(self) -> None:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(self._name)
+        except HFValidationError as error:
+            raise CheckpointError(
+                f"{self._name} is neither a folder here nor a name of the hub: {_first_line(error)}"
+            ) from error
+
+    def _ask(self) -> ModelInfo:
+        from huggingface_hub import HfApi
+
+        info = HfApi(token=self._token).model_info(
+            self._name, revision=self._revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
+        names = [file.rfilename for file in info.siblings or ()]
+        if not any(_is_wanted(name) and name.endswith(".safetensors") for name in names):
+            pickles = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in _PICKLES)]
+            found = f"weights only as {', '.join(pickles[:5])}" if pickles else "no weights"
+            raise CheckpointError(
+                f"{self._name} has {found}; only safetensors are read, nothing was downloaded"
+            )
+        return info
+
+    def _missing_bytes(self, info: ModelInfo) -> int:
+        """What is to be downloaded; refused where the disk has no room for it."""
+        from huggingface_hub import try_to_load_from_cache
+
+        missing = sum(
+            file.size or 0
+            for file in info.siblings or ()
+            if _is_wanted(file.rfilename)
+            and not isinstance(try_to_load_from_cache(self._name, file.rfilename, revision=info.sha), str)
+        )
+        existing = next(path for path in (self._cache, *self._cache.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if missing > free:
+            raise CheckpointError(
+                f"{self._name} needs {missing / _GIB:.1f} GiB in {self._cache}, "
+                f"which has {free / _GIB:.1f} GiB free; make room, or set HF_HOME to a folder on another disk"
+            )
+        return missing
+
+    def _download(self, missing: int, progress: Progress) -> Path:
+        from huggingface_hub import snapshot_download
+
+        if missing:
+            logger.info("downloading", extra={"model": self._name, "size_bytes": missing, "from": self._url})
+            progress("download", 0, missing)
+        return Path(
+            snapshot_download(
+                self._name,
+                revision=self._revision,
+                token=self._token,
+                allow_patterns=list(_WANTED),
+                ignore_patterns=list(_UNWANTED),
+                tqdm_class=_bar_that_tells(lambda done: progress("download", min(done, missing), missing)),
+            )
+        )
+
+    def _cached(self, why: str, error: Exception | None = None) -> Path:
+        """The folder as an earlier download left it, complete; `why` the hub is not asked."""
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            folder = self._complete_snapshot()
+        except LocalEntryNotFoundError as missing:
+            raise CheckpointError(f"{why}, and {self._cache} does not have all of {self._name}") from (
+                error or missing
+            )
+        logger.warning("the cached model is used", extra={"model": self._name, "why": why})
+        return folder
+
+    def _complete_snapshot(self) -> Path:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return self._snapshot(_WANTED)
+        except LocalEntryNotFoundError:
+            # Whoever filled the cache may have left out what is only read where there is no tokenizer.json.
+            folder = self._snapshot(_NEEDED)
+            if not (folder / "tokenizer.json").is_file():
+                raise
+            return folder
+
+    def _snapshot(self, patterns: tuple[str, ...]) -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self._name,
+                revision=self._revision,
+                local_files_only=True,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_UNWANTED),
+            )
+        )
+
+    def _after_refusal(self, status: int, error: Exception) -> Path:
+        if status in (401, 403):
+            raise CheckpointError(
+                f"{self._url} refuses access ({status}): set HF_TOKEN to a token that may read it"
+            ) from error
+        if status >= _LOWEST_FAULT_OF_THE_HUB:
+            return self._cached(f"{self._url} answers {status}", error)
+        raise CheckpointError(f"{self._url} answers {status}: {_first_line(error)}") from error
+
+    def _explained(self, error: OSError | RuntimeError) -> CheckpointError:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return CheckpointError(
+                f"{self._cache} is full: make room for {self._name}, "
+                "or set HF_HOME to a folder on another disk"
+            )
+        return CheckpointError(f"{self._name} cannot be downloaded: {_first_line(error)}")
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in _WANTED) and not any(
+        fnmatch.fnmatch(name, pattern) for pattern in _UNWANTED
+    )
+
+
+def _bar_that_tells(tell: Callable[[int], None]) -> Any:
+    """A class of progress bars for the hub's library that draws nothing and tells the bytes so far."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        """One of the library's bars: some count bytes, each of them all files; others count files."""
+
+        def __init__(self, *args: object, **options: Any) -> None:
+            self._counts_bytes = options.get("unit") == "B"
+            self._num_bytes = 0
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            """Count n more."""
+            self._num_bytes += int(n or 0)
+            if self._counts_bytes:
+                tell(self._num_bytes)
+
+    return Bar
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

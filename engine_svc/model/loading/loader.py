@@ -1,0 +1,350 @@
+"""From a Hugging Face folder to a model that is ready for its first step. Never touches the network."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
+from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.model.loading.checkpoint import weight_files, weights_digest
+from engine_svc.model.loading.model_config import ModelConfig
+from engine_svc.model.loading.progress import Progress
+from engine_svc.model.loading.weights import WeightReader
+from engine_svc.model.native.build import DecoderBuilder
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.native.exchange import ExpertShare
+from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
+from engine_svc.model.native.stated_config import read_stated_config
+from engine_svc.model.parallel import Parallel, Solo
+from triptych_kernels import Ops, ops_for, set_num_threads
+
+if TYPE_CHECKING:
+    from engine_svc.model.transformers.model import TransformersModel
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what there is to know about it."""
+
+    model: NativeDecoder | TransformersModel
+    facts: ModelFacts
+    ops: Ops
+    device: torch.device
+
+    @property
+    def road(self) -> str:
+        """Which of the two ways the model runs: "native" or "transformers"."""
+        return "native" if isinstance(self.model, NativeDecoder) else "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWishes:
+    """How a model is to be loaded.
+
+    dtype: "auto" takes the checkpoint's own.  device: "auto" takes a GPU where there is one.
+    model_impl: "auto" takes the native decoder where there is one for the architecture.
+    quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models alone.
+    num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
+    is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU, where
+        there are kernels for it, and not on a GPU.
+    cpu_isa: "auto" takes the widest instructions of the CPU; "avx512" and "avx2" leave wider ones alone.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    model_impl: str = "auto"
+    quantization: str = ""
+    num_threads: int | None = None
+    is_deterministic: bool | None = None
+    cpu_isa: str = "auto"
+
+
+def ignore_progress(phase: str, done: int, total: int) -> None:
+    """For callers who show nobody how far loading is."""
+
+
+def load_model(
+    path: str | Path,
+    wishes: LoadWishes | None = None,
+    *,
+    parallel: Parallel | None = None,
+    share: ExpertShare | None = None,
+    ops: Ops | None = None,
+    progress: Progress = ignore_progress,
+) -> LoadedModel:
+    """Load the folder at `path`, or this rank's share of it.
+
+    share: which experts to load, where they are divided over engines: of native mixtures of experts alone.
+    progress is told ("weights", bytes done, total).
+    Raises CheckpointError where files are missing or broken, UnsupportedModel where the kind of model is.
+    """
+    wishes = wishes or LoadWishes()
+    started_at = time.perf_counter()
+    num_threads = wishes.num_threads or _default_num_threads()
+    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
+    device = _choose_device(wishes.device)
+    is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
+    ops = ops or ops_for(device, deterministic=is_deterministic, cpu_isa=wishes.cpu_isa)
+    loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
+    logger.info(
+        "model loaded",
+        extra={
+            "architecture": loaded.facts.architecture,
+            "road": loaded.road,
+            "ops": ops.name,
+            "device": str(device),
+            "num_parameters": loaded.facts.num_parameters,
+            "dtype": loaded.facts.dtype,
+            "num_threads": num_threads,
+            "duration_s": round(time.perf_counter() - started_at, 3),
+        },
+    )
+    return loaded
+
+
+def _default_num_threads() -> int:
+    # Compute threads wait for each other many times a step. Where one shares its CPU with other work, all
+    # wait for it: on two busy CPUs steps with two threads took 35 times as long as with one.
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def _choose_device(wish: str) -> torch.device:
+    if wish not in ("auto", "cpu", "cuda"):
+        raise CheckpointError(f"device {wish!r} is unknown; choose auto, cpu or cuda")
+    has_gpu = torch.cuda.is_available()
+    if wish == "cuda" and not has_gpu:
+        raise CheckpointError("device is cuda, but torch finds no CUDA device here")
+    if wish == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    # By its number: GPUs are connected by it, and one without is taken for another.
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _load(
+    folder: Path,
+    wishes: LoadWishes,
+    device: torch.device,
+    ops: Ops,
+    parallel: Parallel,
+    share: ExpertShare | None,
+    progress: Progress,
+) -> LoadedModel:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
+        )
+    config = _read_config(folder, wishes)
+    if config.max_position < 0:
+        raise CheckpointError(f"{folder}/config.json: sequences of {config.max_position} tokens are none")
+    reader = WeightReader(weight_files(folder), progress, device=device)
+    dtype = _choose_dtype(wishes.dtype, config, reader)
+    reader.set_dtype(dtype)
+    # In half precision the references run on a CPU.
+    is_invariant = ops.is_batch_invariant and not (device.type == "cpu" and dtype is torch.float16)
+    name = str(dtype).removeprefix("torch.")
+    if not is_invariant:
+        cure = "auto or off" if not ops.is_batch_invariant else "another dtype, auto or off"
+        _note_variance(wishes.is_deterministic, device, ops, f"in {name} on this machine", cure)
+    facts = ModelFacts(
+        architecture=config.architecture,
+        kv_shapes=(),
+        vocab_size=config.vocab_size,
+        max_position=config.max_position,
+        eos_token_ids=_eos_token_ids(folder, config),
+        dtype=name,
+        num_parameters=0,
+        weights_digest=weights_digest(folder, reader.files, dtype),
+    )
+    model: NativeDecoder | TransformersModel
+    if _is_native(config, wishes, parallel, share):
+        model = _native(config, reader, facts, wishes.quantization, device, ops, parallel, share)
+        kv_shapes: tuple[KVShape, ...] = model.kv_shapes
+        num_parameters = model.num_parameters
+    else:
+        # Here and not above: transformers' model code takes long to import, and native models need none.
+        from engine_svc.model.transformers.load import load_transformers_model
+
+        model, warm, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
+        kv_shapes = warm.kv_shapes
+        if is_invariant and not warm.is_batch_invariant:
+            _note_variance(wishes.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
+    facts = replace(
+        facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
+    )
+    return LoadedModel(model, facts, ops, device)
+
+
+def _note_variance(wish: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
+    """UnsupportedModel where determinism is asked for and is not there; a warning on a CPU, by default."""
+    differs = "logits may differ by rounding with batch and chunking"
+    if wish:
+        raise UnsupportedModel(f"deterministic is on, but {differs} {where}: choose {cure}")
+    if wish is None and device.type == "cpu":
+        logger.warning(differs, extra={"ops": ops.name, "where": where})
+
+
+def _read_config(folder: Path, wishes: LoadWishes | None = None) -> ModelConfig:
+    if wishes is None or wishes.model_impl != "transformers":
+        stated = read_stated_config(folder)
+        if stated is not None:
+            return stated
+    # Here and not above, as `stated_config` says.
+    from engine_svc.model.transformers.registry import read_config
+
+    return read_config(folder)
+
+
+def has_experts(folder: str | Path) -> bool:
+    """Whether the model in the folder is a mixture of experts that the native decoder runs."""
+    try:
+        return read_spec(_read_config(Path(folder)).config).has_experts
+    except NotNative:
+        return False
+
+
+def expert_builder(
+    folder: Path,
+    *,
+    ops: Ops,
+    device: torch.device,
+    dtype: str,
+    digest: str,
+) -> DecoderBuilder:
+    """Who reads more experts of a model that came from the folder. CheckpointError if it has another now."""
+    reader = WeightReader(weight_files(folder), ignore_progress, device=device, dtype=_DTYPES[dtype])
+    if weights_digest(folder, reader.files, _DTYPES[dtype]) != digest:
+        raise CheckpointError(f"{folder} has other weights than when it was loaded")
+    return DecoderBuilder(
+        spec=read_spec(_read_config(folder).config),
+        weights=reader,
+        ops=ops,
+        parallel=Solo(),
+        dtype=_DTYPES[dtype],
+    )
+
+
+def _is_native(
+    config: ModelConfig, wishes: LoadWishes, parallel: Parallel, share: ExpertShare | None
+) -> bool:
+    """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
+    if wishes.model_impl == "transformers":
+        if parallel.tp_size * parallel.pp_size > 1:
+            raise UnsupportedModel("several ranks need a native model, and model_impl is transformers")
+        if share is not None:
+            raise UnsupportedModel(
+                "experts divided over engines need a native model, and model_impl is transformers"
+            )
+        if wishes.quantization:
+            raise UnsupportedModel(
+                f"quantization {wishes.quantization} needs a native model, and model_impl is transformers"
+            )
+        return False
+    try:
+        spec = read_spec(config.config)
+    except NotNative as reason:
+        for what, is_asked in (
+            ("model_impl native", wishes.model_impl == "native"),
+            ("tensor or pipeline parallelism", parallel.tp_size * parallel.pp_size > 1),
+            (f"quantization {wishes.quantization}", bool(wishes.quantization)),
+            ("experts divided over engines", share is not None),
+        ):
+            if is_asked:
+                raise UnsupportedModel(f"{what} needs a native model, but {reason}") from None
+        return False
+    if share is not None and not spec.has_experts:
+        raise UnsupportedModel(f"a {spec.model_type} without experts has none to divide over engines")
+    return True
+
+
+def _native(
+    config: ModelConfig,
+    reader: WeightReader,
+    facts: ModelFacts,
+    quantization: str,
+    device: torch.device,
+    ops: Ops,
+    parallel: Parallel,
+    share: ExpertShare | None,
+) -> NativeDecoder:
+    builder = DecoderBuilder(
+        spec=read_spec(config.config),
+        weights=reader,
+        ops=ops,
+        parallel=parallel,
+        dtype=_DTYPES[facts.dtype],
+        quantization=quantization,
+        share=share,
+    )
+    cos_sin = _rotary_table(config, facts).to(device)
+    try:
+        model = builder.build(facts.architecture, cos_sin)
+    except ValueError as error:
+        if isinstance(error, CheckpointError | UnsupportedModel):
+            raise
+        raise UnsupportedModel(f"{facts.architecture}: {error}") from error
+    if parallel.tp_size * parallel.pp_size == 1 and share is None and reader.unread():
+        logger.warning("weights without a use", extra={"names": listed(reader.unread())})
+    reader.finish()
+    return model
+
+
+def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
+    try:
+        # One place more than the longest sequence: a step may be planned before its end is known.
+        table = rotary_table(config.config, facts.max_position + 1)
+        if not table.isfinite().all():
+            raise ValueError("its angles are no numbers")
+        return table
+    # What the functions of transformers raise for parameters that they were not made for.
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{facts.architecture}: rope cannot be computed as config.json states it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _choose_dtype(wish: str, config: ModelConfig, reader: WeightReader) -> torch.dtype:
+    if wish != "auto":
+        if wish not in _DTYPES:
+            raise CheckpointError(f"dtype {wish!r} is unknown; choose auto, {', '.join(_DTYPES)}")
+        return _DTYPES[wish]
+    stated = config.dtype or reader.main_dtype() or torch.float32
+    if stated not in _DTYPES.values():
+        raise CheckpointError(f"the checkpoint is in {stated}, which cannot be computed in; choose a dtype")
+    return stated
+
+
+def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    ids = _as_ids(config.eos_token_id)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            ids |= _as_ids(json.loads(path.read_text("utf-8")).get("eos_token_id"))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    strange = {each for each in ids if not 0 <= each < config.vocab_size}
+    if strange:
+        # No token is one of these, so none ends by it.
+        logger.warning("eos_token_id names what is no token", extra={"ids": sorted(strange)})
+    return tuple(sorted(ids - strange))
+
+
+def _as_ids(value: object) -> set[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in ids):
+        raise ValueError(f"eos_token_id is {value!r}, no whole number and no list of them")
+    return set(ids)

@@ -1,0 +1,120 @@
+"""The weights of a checkpoint, read one tensor at a time. Knows files and tensors, no architecture."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.progress import Progress
+from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
+
+
+class WeightReader:
+    """Reads what it is asked for, when it is asked: nothing is kept but what the caller keeps.
+
+    Progress counts bytes of the phase "weights"; `finish` ends it. Floating point tensors come in `dtype`
+    (None: as stored), all on `device`. Where two files have a name, the later file's is meant.
+    Several threads may read; progress is told under a lock, in the thread that reads.
+    `names` are the tensors that there are.
+    Raises CheckpointError for files that cannot be read and names that they lack.
+    """
+
+    def __init__(
+        self,
+        files: list[Path],
+        progress: Progress,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.files = [SafetensorsFile(path) for path in files]
+        self._stored = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
+        self.names = frozenset(self._stored)
+        self._unread = dict.fromkeys(self._stored)
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._progress = progress
+        self._total = sum(file.num_bytes for file in self.files)
+        self._done = 0
+        self._lock = threading.Lock()
+        progress("weights", 0, self._total)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for it."""
+        return self._find(name)[1].shape
+
+    def main_dtype(self) -> torch.dtype | None:
+        """The floating point dtype of the first tensor that has one."""
+        stored = (stored.dtype for _, stored in self._stored.values())
+        return next((dtype for dtype in stored if dtype.is_floating_point), None)
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """From now on floating point tensors come in this dtype: it may depend on what the files hold."""
+        self._dtype = dtype
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own."""
+        return self._converted(self.read_stored(name))
+
+    def read_stored(self, name: str) -> Tensor:
+        """The tensor as its file has it, in the host's memory."""
+        file, stored = self._find(name)
+        return self._counted(name, file.read(stored))
+
+    def read_slice(self, name: str, dim: int, start: int, end: int) -> Tensor:
+        """Places start to end of its dimension `dim`, in memory of their own; the rest is not read."""
+        file, stored = self._find(name)
+        if not 0 <= dim < len(stored.shape) or not 0 <= start <= end <= stored.shape[dim]:
+            raise CheckpointError(
+                f"{name} has shape {stored.shape}: it has no places {start} to {end} in dimension {dim}"
+            )
+        return self._converted(self._counted(name, file.read_slice(stored, dim, start, end)))
+
+    def unread(self) -> list[str]:
+        """The tensors that nobody has asked for so far."""
+        return list(self._unread)
+
+    def finish(self) -> None:
+        """Tell that reading is over, whatever was left unread."""
+        self._done = self._total
+        self._progress("weights", self._total, self._total)
+
+    def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
+        found = self._stored.get(name)
+        if found is None:
+            raise CheckpointError(f"the checkpoint lacks {name}")
+        return found
+
+    def _counted(self, name: str, tensor: Tensor) -> Tensor:
+        with self._lock:
+            self._unread.pop(name, None)
+            # A tensor may be read twice, for two uses: it is there once.
+            self._done = min(self._total, self._done + tensor.nbytes)
+            self._progress("weights", self._done, self._total)
+        return tensor
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self._device, dtype=dtype)
+
+
+class LazyTensor:
+    """A tensor that is read, as stored, when it is sliced: transformers does so when it has a place."""
+
+    def __init__(self, reader: WeightReader, name: str) -> None:
+        self._reader = reader
+        self._name = name
+
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        """All of it."""
+        return self._reader.read_stored(self._name)
+
+
+def lazy_weights(reader: WeightReader) -> dict[str, LazyTensor]:
+    """Every tensor of the reader by name, none of them read."""
+    return {name: LazyTensor(reader, name) for name in reader.unread()}

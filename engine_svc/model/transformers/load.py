@@ -1,0 +1,106 @@
+"""Loads a checkpoint into the model class that transformers has for it, bound to the paged cache."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
+from engine_svc.model.loading.model_config import ModelConfig
+from engine_svc.model.loading.weights import WeightReader, lazy_weights
+from engine_svc.model.transformers.model import TransformersModel
+from engine_svc.model.transformers.registry import own_config, quiet_transformers
+from engine_svc.model.transformers.warm_up import WarmModel, warm_up
+from triptych_kernels import Ops
+
+logger = logging.getLogger(__name__)
+
+# What the code of a model raises for a config or weights that it was not made for.
+_FOREIGN_ERRORS = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+)
+
+
+def load_transformers_model(
+    config: ModelConfig,
+    reader: WeightReader,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+) -> tuple[TransformersModel, WarmModel, int]:
+    """The model, what its first forwards have shown, and how many parameters it has.
+
+    UnsupportedModel where it would run wrongly.
+    """
+    assert config.model_class is not None, "transformers has read the config"
+    with quiet_transformers():
+        # What packs experts on a CPU replaces them; to a GPU the library's own choice is faster.
+        experts = "eager" if device.type == "cpu" else None
+        module = _build(config.model_class, config.config, reader, dtype, folder, experts)
+        reader.finish()
+        module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
+        # Counted before: packed projections keep no parameters.
+        num_parameters = module.num_parameters()
+        model = TransformersModel(module, ops)
+        warm = warm_up(model)
+    return model, warm, num_parameters
+
+
+def _build(
+    chosen_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    reader: WeightReader,
+    dtype: torch.dtype,
+    folder: Path,
+    experts: str | None,
+) -> PreTrainedModel:
+    """The module with the weights in it; transformers renames and merges them as the architecture wants."""
+    try:
+        built: tuple[PreTrainedModel, dict[str, Any]] = chosen_class.from_pretrained(  # type: ignore[assignment]
+            None,
+            config=own_config(config, chosen_class),
+            state_dict=lazy_weights(reader),
+            dtype=dtype,
+            local_files_only=True,
+            # What the warm-up compares with; faster ones leave out what they cannot do.
+            attn_implementation="eager",
+            experts_implementation=experts,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{chosen_class.__name__} needs packages that are not installed: {' '.join(str(error).split())}"
+        ) from error
+    except _FOREIGN_ERRORS as error:
+        raise CheckpointError(
+            f"{folder}: {chosen_class.__name__} cannot take these weights: {error}"
+        ) from error
+    module, info = built
+    if info["mismatched_keys"]:
+        lines = [
+            f"{name} has shape {tuple(found)}, config.json says {tuple(wanted)}"
+            for name, found, wanted in info["mismatched_keys"]
+        ]
+        raise CheckpointError(f"{folder}: weights do not fit the config: {listed(lines)}")
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"{folder} lacks weights of {chosen_class.__name__}: {listed(info['missing_keys'])}"
+        )
+    if info["unexpected_keys"]:
+        logger.warning("weights without a use", extra={"names": listed(info["unexpected_keys"])})
+    module.eval()  # type: ignore[no-untyped-call]
+    module.requires_grad_(False)
+    return module

@@ -1,0 +1,280 @@
+"""Any transformers decoder over the paged KV cache, through transformers' own attention interface.
+
+A step's tokens go through the model flattened, as one sequence with explicit positions. The model makes no
+masks; its attention layers call back here: keys and values are written to the cache, queries read it.
+Knows no checkpoint files and no request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from engine_svc.model.context import EmbeddedTokens, ForwardContext
+from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.transformers.batch_invariance import even_out, prepack_calls
+from engine_svc.model.transformers.packing import prepack_experts, prepack_projections
+from triptych_kernels import Ops
+
+# By these one knows embeddings of positions whose caller takes positions from the length of a cache.
+_POSITION_OPTIONS = frozenset({"past_key_values_length", "position_ids"})
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """What an attention layer asks for. query: [1, H, T, D], key: [1, G, T, D], value: [1, G, T, E]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    window: int | None  # as the layer says it, where it does; what holds is what its mask shows
+    sinks: Tensor | None
+    soft_cap: float | None
+    others: dict[str, object]
+
+
+Attend = Callable[[AttentionCall], Tensor]
+MakeMask = Callable[..., Tensor | None]
+
+
+class TransformersModel:
+    """A transformers decoder whose attention reads and writes the cache of the step at hand.
+
+    It must have been warmed up (warm_up.py), which is what refuses models that would run wrongly.
+    """
+
+    def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
+        self.module = module
+        self.name = type(module).__name__
+        self.ops = ops
+        # By the first name the model makes no masks: no step has a use for them, and a GPU is waited for to
+        # see whether several sequences are in one.
+        self._interface = f"triptych_{uuid.uuid4().hex}"
+        self._interface_with_masks = f"{self._interface}_with_masks"
+        self._attend: Attend = self._attend_paged
+        self._make_mask: MakeMask | None = None
+        self._windows: Sequence[int | None] = ()
+        self._last_position: int | None = None
+        self._positions: Tensor | None = None
+        self._context: ForwardContext | None = None
+        self._layer = 0
+        parameters = inspect.signature(module.forward).parameters
+        self._takes_logit_rows = "logits_to_keep" in parameters
+        self._takes_embeds = "inputs_embeds" in parameters
+        self._register()
+        self._takes_positions = "position_ids" in parameters or not self._hand_positions_to_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        """Where a step's tensors have to be."""
+        device: torch.device = self.module.device
+        return device
+
+    def use_windows(self, windows: Sequence[int | None]) -> None:
+        """Per attention layer, in order: tokens that a token sees, itself included; None is all before it."""
+        self._windows = tuple(windows)
+
+    def use_last_position(self, last_position: int) -> None:
+        """Tokens behind this place are computed as if they were there.
+
+        A step may be planned before a sequence's end is known: for its tokens nothing may have been learned.
+        """
+        self._last_position = last_position
+
+    def take_over_attention(self) -> None:
+        """From now on the module's attention layers ask this object."""
+        self.module.set_attn_implementation(self._interface)
+
+    def give_back_attention(self) -> None:
+        """From now on the module computes attention itself."""
+        self.module.set_attn_implementation("eager")
+
+    def pack_projections(self, token_ids: Tensor) -> None:
+        """Lay the module's weights out for its device; token_ids are a sample that it computes for that."""
+        prepack_projections(self.module, self.ops, lambda: self.logits_alone(token_ids))
+        prepack_experts(self.module, self.ops)
+        prepack_calls(self.module, self.ops, lambda: self.logits_alone(token_ids))
+        # No multiple of a vector's elements.
+        odd_number = token_ids[: len(token_ids) - 1 + len(token_ids) % 2]
+        even_out(self.module, self.ops, lambda: self.logits_alone(odd_number))
+
+    def logits_alone(self, token_ids: Tensor) -> Tensor:
+        """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""
+        logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False, return_dict=True).logits[0]
+        return logits
+
+    @property
+    def embedding_size(self) -> int:
+        """The width of an input embedding; 0 where the module takes none in place of a token."""
+        weight = getattr(self.module.get_input_embeddings(), "weight", None)
+        if not self._takes_embeds or not isinstance(weight, Tensor) or weight.dim() != 2:
+            return 0
+        return weight.shape[1]
+
+    def check_embeds(self, token_ids: Tensor) -> None:
+        """UnsupportedModel where a sequence is not the same to the module as its tokens' embeddings."""
+        same = False
+        if self.embedding_size:
+            self.give_back_attention()
+            try:
+                embeds = self._embed(token_ids)[None]
+                output = self.module(inputs_embeds=embeds, use_cache=False, return_dict=True)
+                same = torch.equal(output.logits[0], self.logits_alone(token_ids))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UnsupportedModel(f"{self.name} takes no embeddings for tokens: {error}") from error
+            finally:
+                self.take_over_attention()
+        if not same:
+            raise UnsupportedModel(f"{self.name} takes no embeddings in place of tokens")
+
+    def forward_with(self, attend: Attend, make_mask: MakeMask, token_ids: Tensor) -> None:
+        """Run one sequence with `attend` in place of paged attention; it returns [1, T, H, E].
+
+        make_mask stands in for transformers' own functions that make masks, and gets their arguments.
+        """
+        self.module.set_attn_implementation(self._interface_with_masks)
+        self._attend, self._make_mask = attend, make_mask
+        try:
+            positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+            self._run(token_ids, positions, positions)
+        finally:
+            self._attend, self._make_mask = self._attend_paged, None
+            self.take_over_attention()
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
+
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step.
+        """
+        self._context = context
+        self._layer = 0
+        logits = self._run(token_ids, positions, logit_rows, context.embedded)
+        assert self._layer == len(context.layers)
+        self._context = None
+        return logits.float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden], as the module's first layer would get them."""
+        embeds: Tensor = self.module.get_input_embeddings()(token_ids)
+        return embeds
+
+    def _register(self) -> None:
+        # Some models drop keyword arguments on the way, so the step comes from this object, not the call.
+        # What is registered stays for ever: it must not keep the model's weights.
+        owner = weakref.ref(self)
+
+        def model() -> TransformersModel:
+            found = owner()
+            assert found is not None, "a module runs whose model is gone"
+            return found
+
+        def attend(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            scaling: float | None = None,
+            sliding_window: int | None = None,
+            s_aux: Tensor | None = None,
+            softcap: float | None = None,
+            **others: object,
+        ) -> tuple[Tensor, None]:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            call = AttentionCall(
+                module, query, key, value, attention_mask, scale, sliding_window, s_aux, softcap, others
+            )
+            return model()._attend(call), None
+
+        def make_mask(**arguments: object) -> Tensor | None:
+            make = model()._make_mask
+            assert make is not None, "a step asks for masks"
+            return make(**arguments)
+
+        AttentionInterface.register(self._interface, attend)
+        AttentionInterface.register(self._interface_with_masks, attend)
+        AttentionMaskInterface.register(self._interface_with_masks, make_mask)
+
+    def _hand_positions_to_embeddings(self) -> bool:
+        """For models that number tokens by the length of their own cache; False where this is none."""
+
+        def replace(
+            _: nn.Module, arguments: tuple[object, ...], options: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            if self._positions is None:
+                return arguments, options
+            return arguments, {**options, "position_ids": self._positions}
+
+        embeddings = [
+            module
+            for module in self.module.modules()
+            if inspect.signature(module.forward).parameters.keys() >= _POSITION_OPTIONS
+        ]
+        for embedding in embeddings:
+            embedding.register_forward_pre_hook(replace, with_kwargs=True)
+        return bool(embeddings)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embedded: EmbeddedTokens | None = None,
+    ) -> Tensor:
+        options: dict[str, Tensor] = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
+        if embedded is None:
+            options["input_ids"] = token_ids[None]
+        else:
+            embeds = self._embed(token_ids)
+            options["inputs_embeds"] = embeds.index_copy(0, embedded.places, embedded.rows)[None]
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
+        if self._takes_positions:
+            options["position_ids"] = positions[None]
+        self._positions = positions
+        try:
+            output = self.module(use_cache=False, return_dict=True, **options)
+        finally:
+            self._positions = None
+        logits: Tensor = output.logits[0]
+        return logits if self._takes_logit_rows else logits[logit_rows]
+
+    def _attend_paged(self, call: AttentionCall) -> Tensor:
+        context, index = self._context, self._layer
+        assert context is not None
+        if call.mask is not None:
+            raise UnsupportedModel(f"{self.name} adds a mask of its own to attention")
+        self._layer = index + 1
+        layer = context.layers[index]
+        dtype = layer.key_cache.dtype
+        self.ops.kv_write(
+            call.key[0].transpose(0, 1).to(dtype),
+            call.value[0].transpose(0, 1).to(dtype),
+            layer.key_cache,
+            layer.value_cache,
+            context.slot_mappings[layer.group],
+        )
+        attended: Tensor = self.ops.paged_attention(
+            call.query[0].transpose(0, 1).to(dtype),
+            layer.key_cache,
+            layer.value_cache,
+            context.attention[layer.group],
+            scale=call.scale,
+            window=self._windows[index],
+            sinks=call.sinks,
+            soft_cap=call.soft_cap,
+        )
+        # Some models look at it as another shape, which only contiguous memory allows.
+        return attended[None].to(call.value.dtype).contiguous()

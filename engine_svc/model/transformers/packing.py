@@ -1,0 +1,197 @@
+"""Projections of transformers' modules with weights laid out for the device once, at load, not in every call.
+
+Faster for few tokens than the plain call, and on a CPU a row's result is bitwise the same in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from triptych_kernels import REFERENCE, Experts, Linear, Ops
+
+
+class PackedProjection(nn.Module):
+    """x W^T + b by a packed projection.
+
+    `weight` is an empty tensor: some models ask for its dtype and device.
+    """
+
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] of the weight's dtype. Returns [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+def prepack_projections(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
+    """Replace every plain projection that `run`, a forward of `model`, calls; returns how many.
+
+    Some models multiply by a projection's weight without calling it: those keep it as it is.
+    """
+    called = _called(model, run)
+    packed_of: dict[int, PackedProjection] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            weight = _weight_of(child)
+            if weight is None or id(child) not in called:
+                continue
+            if id(child) not in packed_of:
+                packed_of[id(child)] = PackedProjection(ops.pack_linear(weight, _bias_of(child)), weight)
+            setattr(parent, name, packed_of[id(child)])
+    return len(packed_of)
+
+
+def _called(model: nn.Module, run: Callable[[], object]) -> set[int]:
+    called: set[int] = set()
+
+    def note(module: nn.Module, _arguments: object) -> None:
+        called.add(id(module))
+
+    hooks = [
+        module.register_forward_pre_hook(note) for module in model.modules() if _weight_of(module) is not None
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return called
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """[out_features, in_features] of a plain projection; None for any other module."""
+    # Subclasses compute something else; only the exact classes are known to be x W^T + b.
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    if type(module) is Conv1D:
+        return module.weight.detach().t()
+    return None
+
+
+def _bias_of(module: nn.Module) -> Tensor | None:
+    return module.bias.detach() if isinstance(module.bias, Tensor) else None
+
+
+_NUM_GATE_SAMPLES = 64
+
+
+@runtime_checkable
+class _ByInterface(Protocol):
+    """Experts that transformers' own interface computes; it says what these mean.
+
+    up_proj instead of gate_up_proj without a gate; biases, of names that end in _bias, with has_bias.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    num_experts: int
+    down_proj: nn.Parameter
+
+
+class PackedExperts(nn.Module):
+    """Every expert in one op."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: [T, hidden].  top_k_index, top_k_weights: [T, k].  Returns [T, hidden]."""
+        return self._experts(hidden_states.contiguous(), top_k_index, top_k_weights.float())
+
+
+class SingleExperts(nn.Module):
+    """Expert by expert, for gates of any kind."""
+
+    def __init__(
+        self, up: Sequence[Linear], gate: Callable[[Tensor], Tensor], down: Sequence[Linear]
+    ) -> None:
+        super().__init__()
+        self._up, self._gate, self._down = up, gate, down
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As PackedExperts.forward: ids of no expert add nothing."""
+        parts = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1], dtype=torch.float32)
+        for index in top_k_index.unique().tolist():
+            if index < len(self._up):
+                tokens, places = (top_k_index == index).nonzero(as_tuple=True)
+                gated = self._gate(self._up[index](hidden_states[tokens])).contiguous()
+                parts[tokens, places] = self._down[index](gated).float()
+        return (parts * top_k_weights[..., None].float()).sum(1).to(hidden_states.dtype)
+
+
+def prepack_experts(model: nn.Module, ops: Ops) -> int:
+    """Replace the experts that transformers' interface computes; returns how many modules.
+
+    Where `ops` make no promise about batches, all stay as they are.
+    """
+    if not ops.is_batch_invariant:
+        return 0
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            packed = _packed(child, ops)
+            if packed is not None:
+                setattr(parent, name, packed)
+                num_packed += 1
+    return num_packed
+
+
+def _packed(module: nn.Module, ops: Ops) -> nn.Module | None:
+    """None for what are no experts, and for experts that only transformers knows to compute."""
+    if not isinstance(module, _ByInterface) or hasattr(module, "post_expert_norm"):
+        return None
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = _weights(module, up_name), _weights(module, "down_proj")
+    gate: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn  # type: ignore[assignment]
+    packed: nn.Module
+    if module.has_gate and not module.has_bias and _is_silu_and_mul(gate, up):
+        packed = PackedExperts(ops.pack_experts(up, down))
+    elif down.device.type == "cpu":
+        up_bias, down_bias = _biases(module, up_name), _biases(module, "down_proj")
+        packed = SingleExperts(
+            [ops.pack_linear(weight, bias) for weight, bias in zip(up, up_bias, strict=True)],
+            gate,
+            [ops.pack_linear(weight, bias) for weight, bias in zip(down, down_bias, strict=True)],
+        )
+    else:
+        # Which experts were chosen is known to a GPU alone, and a step must not wait for it.
+        return None
+    # The gate keeps the module.
+    for name, _ in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, None)
+    return packed
+
+
+def _weights(module: nn.Module, name: str) -> Tensor:
+    """[E, outputs, inputs]."""
+    weight = module.get_parameter(name).detach()
+    return weight.transpose(1, 2).contiguous() if module.is_transposed else weight
+
+
+def _biases(module: nn.Module, name: str) -> Sequence[Tensor | None]:
+    if module.has_bias:
+        return list(module.get_parameter(f"{name}_bias").detach())
+    return [None] * len(module.get_parameter(name))
+
+
+def _is_silu_and_mul(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> bool:
+    """Whether that is what the gate does: a name would not tell of limits or factors."""
+    # From small to beyond any limit.
+    widths = torch.logspace(-2, 2, _NUM_GATE_SAMPLES, device=gate_up.device)[:, None]
+    generator = torch.Generator(gate_up.device).manual_seed(0)
+    sample = widths * torch.randn(
+        _NUM_GATE_SAMPLES, gate_up.shape[1], generator=generator, device=gate_up.device
+    )
+    return torch.allclose(gate(sample), REFERENCE.silu_and_mul(sample), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,128 @@
+"""Which checkpoints can be served, and by which class. Refuses by name what would run wrongly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
+from engine_svc.model.loading.model_config import ModelConfig
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no messages below critical inside the block; as before after it."""
+    verbosity = transformers_logging.get_verbosity()
+    has_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bar:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+# What transformers raises for values that it did not expect.
+_FOREIGN_ERRORS = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's config.json as transformers understands it. Code in the folder is never run.
+
+    Raises CheckpointError, or UnsupportedModel as `model_class` does.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: not a Hugging Face model folder")
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        chosen_class, text_config = model_class(config), config.get_text_config()
+    except ModelError:
+        raise
+    except _FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return ModelConfig(
+        architecture=chosen_class.__name__,
+        vocab_size=text_config.vocab_size,
+        max_position=max_position(config),
+        eos_token_id=getattr(text_config, "eos_token_id", None),
+        dtype=getattr(text_config, "dtype", None) or getattr(config, "dtype", None),
+        config=config,
+        model_class=chosen_class,
+    )
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The transformers class that generates text with this config.
+
+    Raises UnsupportedModel for encoder-decoders, state-space layers, quantized weights and others.
+    """
+    name = _name(config)
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoders can be served")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"{name} has quantized weights, which cannot be served")
+    text_config = config.get_text_config()
+    if getattr(text_config, "cross_attention_layers", None):
+        raise UnsupportedModel(f"{name} attends to another model's states in some of its layers")
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
+    if unknown:
+        kinds = ", ".join(sorted(unknown))
+        raise UnsupportedModel(
+            f"{name} has layers of kind {kinds}; only full and sliding attention can be served"
+        )
+    if getattr(text_config, "attn_temperature_tuning", False) and not all(text_config.no_rope_layers):
+        # Queries are scaled by their place in the step, but by 1 up to a place that no sample reaches.
+        raise UnsupportedModel(f"{name} tunes the temperature of attention by places in the batch")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert isinstance(found, type)
+    return found
+
+
+def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config that the class is made from: that of its text part, where the class is no more than that."""
+    if chosen_class.config_class is config.sub_configs.get("text_config"):
+        return config.get_text_config()
+    return config
+
+
+def max_position(config: PreTrainedConfig) -> int:
+    """The longest sequence for which every row of a mixed batch is computed as it would be alone.
+
+    0 where the config does not say.
+    """
+    text_config = config.get_text_config()
+    limits = (getattr(text_config, name, None) for name in _LENGTH_LIMITS)
+    limit = next((limit for limit in limits if isinstance(limit, int)), 0)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = rope.values() if all(isinstance(part, dict) for part in rope.values()) else [rope]
+    for part in per_layer_type:
+        # Beyond this length such a model turns every row's positions by the longest row of the batch.
+        if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            limit = min(limit, part.get("original_max_position_embeddings") or limit)
+        # Where the config was extended by these parameters alone.
+        if part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):
+            limit = max(limit, int(part.get("factor", 1.0) * part["original_max_position_embeddings"]))
+    return int(limit)
+
+
+def _name(config: PreTrainedConfig) -> str:
+    return (config.architectures or [type(config).__name__.removesuffix("Config")])[0]

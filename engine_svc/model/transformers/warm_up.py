@@ -1,0 +1,293 @@
+"""The first forwards of a model: learn what its layers keep of a token, refuse it if it would run wrongly.
+
+A model that computes attention by itself only logs a warning when it is told to use the interface, and then
+runs on wrong numbers. So calls are counted, masks and arguments checked, logits compared with its own.
+Windows are read off the masks, so they are exact at any length; the comparison runs at most _MAX_SAMPLE
+tokens and leaves a window of more than that untried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+
+from engine_svc.model.context import ForwardContext, LayerCache
+from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.facts import KVShape, group_layers
+from engine_svc.model.transformers.attention_mask import MaskBook, OddMask
+from engine_svc.model.transformers.model import AttentionCall, TransformersModel
+from engine_svc.model.transformers.registry import max_position
+from triptych_kernels import AttentionBatch
+
+_FIRST_SAMPLE = 8
+_MIN_SAMPLE, _MAX_SAMPLE = 19, 64
+_NUM_SINGLE = 5
+_BLOCK_SIZE = 4
+_KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "logits_to_keep"})
+# In half precision two right ways to compute differ by a few percent, and a router may pick another expert.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# What the code of a model raises when it is not made for being called like this.
+_FOREIGN_ERRORS = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError,
+    AssertionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WarmModel:
+    """What the first forwards have shown."""
+
+    kv_shapes: tuple[KVShape, ...]  # what each attention layer keeps, in order
+    is_batch_invariant: bool  # as the ops are: samples had the same bits alone, in chunks and together
+
+
+@torch.inference_mode()
+def warm_up(model: TransformersModel) -> WarmModel:
+    """Bind the model's attention to the paged cache.
+
+    Raises UnsupportedModel, by name and reason, for a model that cannot run over a paged cache.
+    """
+    try:
+        return _warm_up(model)
+    except UnsupportedModel:
+        raise
+    except _FOREIGN_ERRORS as error:
+        raise UnsupportedModel(
+            f"{model.name} cannot run over a paged cache: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _warm_up(model: TransformersModel) -> WarmModel:
+    config = model.module.config.get_text_config()
+    shapes = _learn_shapes(model, config)
+    _check_cache(model.name, config, shapes)
+    model.give_back_attention()
+    limit = max_position(config)
+    if not limit:
+        raise UnsupportedModel(f"{model.name} does not say how long its sequences may be")
+    length = _sample_length(shapes, limit)
+    samples = [_sample(model, config, length), _sample(model, config, length // 2 + 1)]
+    expected = [model.logits_alone(sample) for sample in samples]
+    model.pack_projections(samples[0])
+    model.take_over_attention()
+    model.use_windows([shape.window for shape in shapes])
+    model.use_last_position(limit - 1)
+    difference = _difference(model, shapes, samples, expected)
+    if difference > _TOLERANCE[expected[0].dtype]:
+        raise UnsupportedModel(
+            f"{model.name} yields other logits over the paged cache than alone: "
+            f"they differ by {difference:.1%}"
+        )
+    return WarmModel(shapes, model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples))
+
+
+def _sample_length(shapes: Sequence[KVShape], limit: int) -> int:
+    """Tokens that pass every window twice, where that is affordable."""
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    wanted = max([_MIN_SAMPLE, *(2 * window + 6 for window in windows if window < _MAX_SAMPLE)])
+    return min(wanted, _MAX_SAMPLE, limit)
+
+
+def _sample(model: TransformersModel, config: PreTrainedConfig, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, config.vocab_size, (length,), generator=generator).to(model.device)
+
+
+def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[KVShape, ...]:
+    """What each attention layer keeps, from a forward in which every call is looked at."""
+    masks = MaskBook()
+    shapes: list[KVShape] = []
+
+    def look(call: AttentionCall) -> Tensor:
+        _check_call(model, call)
+        num_kv_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[3], call.value.shape[3]
+        shapes.append(KVShape(num_kv_heads, key_dim, value_dim, _window(model.name, masks, call)))
+        share = call.query.shape[1] // num_kv_heads
+        keys, values = call.key.repeat_interleave(share, 1), call.value.repeat_interleave(share, 1)
+        return F.scaled_dot_product_attention(call.query, keys, values, is_causal=True).transpose(1, 2)
+
+    try:
+        model.forward_with(look, masks.make_mask, _sample(model, config, _FIRST_SAMPLE))
+    except OddMask as odd:
+        raise UnsupportedModel(f"{model.name} {odd}") from odd
+    num_layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
+    # More calls than layers: some layers attend more than once.
+    if not shapes or len(shapes) % num_layers:
+        raise UnsupportedModel(
+            f"{model.name} has {num_layers} layers, but called the attention interface "
+            f"{len(shapes)} times: it computes attention, or a state in its place, in a way of its own"
+        )
+    return tuple(shapes)
+
+
+def _check_call(model: TransformersModel, call: AttentionCall) -> None:
+    name = model.name
+    is_causal = getattr(call.module, "is_causal", True) and call.others.get("is_causal") is not False
+    # Transformers asks the layer where it has no mask, which SDPA may leave out; otherwise the mask counts.
+    if not is_causal and (call.mask is None or model.module._supports_sdpa):
+        raise UnsupportedModel(f"{name} lets tokens see later ones: it is no decoder")
+    if call.key.shape[2] != call.query.shape[2]:
+        raise UnsupportedModel(
+            f"{name} attends to {call.key.shape[2]} keys from {call.query.shape[2]} tokens"
+        )
+    tensors = {option for option, value in call.others.items() if isinstance(value, Tensor)}
+    unknown = sorted(tensors - _KNOWN_TENSORS)
+    if unknown:
+        raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which is not known here")
+
+
+def _window(name: str, masks: MaskBook, call: AttentionCall) -> int | None:
+    """What the layer's mask shows; where the model makes no mask, what the layer says."""
+    if call.mask is None:
+        return call.window
+    try:
+        return masks.window_of(call.mask)
+    except OddMask as odd:
+        raise UnsupportedModel(f"{name} {odd}") from odd
+
+
+def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...]) -> None:
+    """Refuse a model whose own cache forgets tokens that its attention sees: it has two answers."""
+    kept = [
+        getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+        for layer in DynamicCache(config=config).layers
+    ]
+    limit = max_position(config)
+    for layer, (window, shape) in enumerate(zip(kept, shapes, strict=False)):
+        if window is not None and window < min(shape.window or limit, limit):
+            raise UnsupportedModel(
+                f"{name} forgets all but {window} tokens when it generates, "
+                f"but layer {layer} sees {shape.window or 'all'} when it computes a prompt"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A piece of a sample that is computed in one forward."""
+
+    row: int
+    start: int
+    end: int
+
+
+def _chunk_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
+    """The prompts of two sequences in pieces, alone and together.
+
+    A model in which one sees the other, or which numbers tokens by their place in the batch, is noticed.
+    """
+    long, short = lengths
+    return [
+        [_Chunk(0, 0, long // 3), _Chunk(1, 0, short - 1)],
+        [_Chunk(1, short - 1, short), _Chunk(0, long // 3, long - _NUM_SINGLE)],
+    ]
+
+
+def _single_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
+    """The last tokens of the longer one, one by one.
+
+    A model that carries something from token to token beside what attention keeps is noticed.
+    """
+    return [[_Chunk(0, end - 1, end)] for end in range(lengths[0] - _NUM_SINGLE + 1, lengths[0] + 1)]
+
+
+class _Trial:
+    """Two samples over a paged cache of their own, in steps of chunks."""
+
+    def __init__(self, model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> None:
+        self._model, self._samples = model, samples
+        max_length = max(len(sample) for sample in samples)
+        self._layers = _make_layers(model, shapes, max_length=max_length, num_rows=len(samples))
+        self._num_groups = len(group_layers(shapes))
+
+    def run(self, chunks: list[_Chunk], rows: Tensor) -> Tensor:
+        """The logits at these places of the step."""
+        device = self._model.device
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
+        token_ids = torch.cat([self._samples[chunk.row][chunk.start : chunk.end] for chunk in chunks])
+        context = _context(self._layers, self._num_groups, chunks, len(self._samples), device)
+        return self._model.forward(token_ids, positions, rows.to(device), context)
+
+
+def _difference(
+    model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor], expected: list[Tensor]
+) -> float:
+    """How far the logits over a paged cache are from the expected, relative to these; NaN counts as far."""
+    lengths = [len(sample) for sample in samples]
+    trial = _Trial(model, shapes, samples)
+
+    def run(chunks: list[_Chunk]) -> Tensor:
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        # Every other one, as a step wants logits of some of its tokens alone.
+        rows = torch.arange((num_tokens + 1) % 2, num_tokens, 2)
+        ours = trial.run(chunks, rows)
+        theirs = torch.cat([expected[chunk.row][chunk.start : chunk.end] for chunk in chunks])
+        theirs = theirs[rows.to(theirs.device)].float()
+        difference: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
+        return difference
+
+    parts = [run(chunks) for chunks in _chunk_steps(lengths)]
+    parts.append(torch.cat([run(chunks) for chunks in _single_steps(lengths)]))
+    # In half precision a token that a router sent elsewhere must not condemn the model.
+    is_exact = expected[0].dtype is torch.float32
+    worst = torch.stack([part.max() if is_exact else part.median() for part in parts]).max()
+    return float(worst.nan_to_num(torch.inf))
+
+
+def _is_batch_invariant(model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> bool:
+    """Whether the samples' logits have the same bits alone and as other steps compute them."""
+    lengths = [len(sample) for sample in samples]
+    trial = _Trial(model, shapes, samples)
+    alone = [trial.run([_Chunk(row, 0, length)], torch.arange(length)) for row, length in enumerate(lengths)]
+    for chunks in (*_chunk_steps(lengths), *_single_steps(lengths)):
+        start = 0
+        logits = trial.run(chunks, torch.arange(sum(chunk.end - chunk.start for chunk in chunks)))
+        for chunk in chunks:
+            end = start + chunk.end - chunk.start
+            if not torch.equal(logits[start:end], alone[chunk.row][chunk.start : chunk.end]):
+                return False
+            start = end
+    return True
+
+
+def _make_layers(
+    model: TransformersModel, shapes: tuple[KVShape, ...], *, max_length: int, num_rows: int
+) -> list[LayerCache]:
+    num_blocks = -(-max_length // _BLOCK_SIZE) * num_rows
+    group_of = {layer: index for index, group in enumerate(group_layers(shapes)) for layer in group.layers}
+
+    def cache(num_heads: int, dim: int) -> Tensor:
+        size = (num_blocks, num_heads, _BLOCK_SIZE, dim)
+        return torch.zeros(size, dtype=model.module.dtype, device=model.device)
+
+    return [
+        LayerCache(
+            group_of[layer],
+            cache(shape.num_kv_heads, shape.key_dim),
+            cache(shape.num_kv_heads, shape.value_dim),
+        )
+        for layer, shape in enumerate(shapes)
+    ]
+
+
+def _context(
+    layers: list[LayerCache], num_groups: int, chunks: list[_Chunk], num_rows: int, device: torch.device
+) -> ForwardContext:
+    """The step of these chunks; block b of a row is block b * num_rows + row of the cache."""
+    num_blocks = layers[0].key_cache.shape[0] // num_rows
+    tables = torch.stack([torch.arange(num_blocks) * num_rows + chunk.row for chunk in chunks])
+    slots = []
+    for chunk, table in zip(chunks, tables, strict=True):
+        places = torch.arange(chunk.start, chunk.end)
+        slots.append(table[places // _BLOCK_SIZE] * _BLOCK_SIZE + places % _BLOCK_SIZE)
+    attention = AttentionBatch.of(
+        tables.to(device),
+        [chunk.end - chunk.start for chunk in chunks],
+        [chunk.end for chunk in chunks],
+        _BLOCK_SIZE,
+    )
+    return ForwardContext(layers, [torch.cat(slots).to(device)] * num_groups, [attention] * num_groups)

@@ -1,0 +1,107 @@
+"""The thread that loads the model, then runs the loop, and tells the event loop of both. Knows no wire."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Stop
+from engine_svc.process.watchdog import EXIT_HUNG, Watchdog
+from engine_svc.ranks.watch import RankLost
+from service_kit.stacks import write_stacks, write_stacks_of
+
+logger = logging.getLogger(__name__)
+
+# As sysexits.h has it: an internal software error, and wrong usage.
+EXIT_LOOP_FAILED = 70
+EXIT_CANNOT_LOAD = 2
+
+
+class EngineThread:
+    """Owns the engine. `load` builds it, in the thread, so that the process answers from its first second.
+
+    step_limit_s: a step that runs for longer, and than was announced, ends the process; None: none does.
+    """
+
+    def __init__(
+        self,
+        served: ServedEngine,
+        load: Callable[[], tuple[Engine, LoadedCore]],
+        *,
+        step_limit_s: float | None = None,
+    ) -> None:
+        self._served = served
+        self._load = load
+        self._event_loop = asyncio.get_running_loop()
+        self._watchdog: Watchdog | None = None
+        if step_limit_s is not None:
+            self._watchdog = Watchdog(
+                served.board, served.clock, self._hangs, limit_s=step_limit_s, dump_stacks=self._write_stacks
+            )
+        # A daemon: loading cannot be interrupted, and must not hold up the end of the process.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    async def stop(self, timeout_s: float) -> bool:
+        """End the loop. False when the thread is still busy after `timeout_s`."""
+        if self._thread.ident is None:
+            return True
+        self._served.inbox.put(Stop())
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine, core = self._load()
+        except (ValueError, OSError) as error:
+            # What people can mend: a wrong folder, a broken checkpoint, too little memory.
+            logger.debug("loading failed", exc_info=True)
+            self._fail(Failure(str(error), EXIT_CANNOT_LOAD))
+            return
+        except Exception as error:  # The thread's last line: whatever it is, somebody has to hear of it.
+            logger.exception("loading failed")
+            self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
+            return
+        if core.lockstep is not None:
+            core.lockstep.subscribe(lambda standing: self._tell(lambda: self._served.note_standing(standing)))
+        self._tell(lambda: self._served.become_ready(core))
+        if self._watchdog is not None:
+            self._watchdog.start()
+        try:
+            engine.run()
+        except Exception as error:  # The same; what is no request's fault ends the engine.
+            logger.exception("engine loop failed")
+            self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+
+    def _write_stacks(self) -> None:
+        write_stacks()
+        if self._served.core is not None:
+            # What this process waits for is done there.
+            write_stacks_of(self._served.core.rank_ids)
+
+    def _hangs(self, reason: str) -> None:
+        self._fail(Failure(reason, EXIT_HUNG))
+
+    def _fail(self, failure: Failure) -> None:
+        self._tell(lambda: self._served.fail(failure))
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(message)
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, RankLost):
+        return f"rank {error.rank} {error.why}, see the engine's log"
+    # The text of an unknown error may hold paths or values; its type says enough to people elsewhere.
+    return f"internal error ({type(error).__name__}), see the engine's log"

@@ -1,0 +1,61 @@
+"""Shows people how loading gets on: a bar on a terminal, else a log line every tenth. Knows no model."""
+
+from __future__ import annotations
+
+import logging
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from engine_svc.core.facts import LoadProgress
+from service_kit.clock import Clock
+
+# A model that is there at once needs no log of its coming.
+_MIN_INTERVAL_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class LoadDisplay:
+    """Takes every progress; called in the thread that loads."""
+
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._phase = ""
+        self._told_tenths = 0
+        self._clock = clock
+        self._quiet_until = clock.now() + _MIN_INTERVAL_S
+        if stream.isatty():
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+            )
+            # Refreshed by ourselves: its own thread would outlive an error in loading.
+            self._bar = Progress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
+
+    def show(self, progress: LoadProgress) -> None:
+        """Draw or log `progress`, where it is worth it."""
+        is_new_phase = progress.phase != self._phase
+        tenths = 10 * progress.done // progress.total if progress.total else 0
+        if is_new_phase:
+            self._phase, self._told_tenths = progress.phase, 0
+        if self._bar is not None:
+            self._draw(self._bar, progress, is_new_phase=is_new_phase)
+        elif tenths > self._told_tenths and self._clock.now() >= self._quiet_until:
+            self._told_tenths, self._quiet_until = tenths, self._clock.now() + _MIN_INTERVAL_S
+            logger.info("loading", extra={"phase": progress.phase, "percent": 10 * tenths})
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _draw(self, bar: Progress, progress: LoadProgress, *, is_new_phase: bool) -> None:
+        if self._task is None or is_new_phase:
+            bar.start()
+            self._task = bar.add_task(progress.phase, total=progress.total or None)
+        bar.update(self._task, completed=progress.done, refresh=True)

@@ -1,0 +1,261 @@
+"""One engine process: listeners and membership in the event loop, the engine in its thread, their end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvloop
+
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
+from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
+from engine_svc.config import EngineConfig
+from engine_svc.core.facts import LoadProgress
+from engine_svc.loop.engine import Engine
+from engine_svc.membership.departure import Departure
+from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.hub import find_model
+from engine_svc.process.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
+from engine_svc.process.load_display import LoadDisplay
+from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
+from service_kit.channel import parse_target
+from service_kit.clock import MonotonicClock
+from service_kit.config import ConfigError, Loaded
+from service_kit.errors import InvalidArgument
+from service_kit.process import end_at_once_on_signals, leave_process
+from service_kit.server import AddressError, DrainCut, Server, run_server, write_announcement
+from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+
+logger = logging.getLogger(__name__)
+
+# The loop's thread shares the interpreter with the event loop: neither may keep the other waiting for long.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long the parts of an engine get when its sessions are over, side by side."""
+
+    thread_s: float  # to end its step and to free the device
+    last_words_s: float  # to say goodbye to the coordinator
+
+
+_PATIENT = _Patience(thread_s=1.0, last_words_s=0.5)
+# Whoever signals twice wants an end within a second.
+_HURRIED = _Patience(thread_s=0.3, last_words_s=0.2)
+
+
+def run(loaded: Loaded[EngineConfig]) -> int:
+    """Serve until SIGTERM or the end of the loop. Returns the exit code."""
+    config = loaded.config
+    mistake = _mistake_in(config)
+    if mistake is not None:
+        print(f"triptych engine: {mistake}", file=sys.stderr)
+        return EXIT_CANNOT_LOAD
+    setup_telemetry(
+        "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
+    )
+    logger.info("starting", extra={"options": loaded.changed()})
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        config = _with_folder(config)
+    except CheckpointError as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LOAD
+    try:
+        exit_code = uvloop.run(_serve(config, loaded.origins))
+    except (AddressError, ConfigError) as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        exit_code = EXIT_CANNOT_LOAD
+    # What was kept from the collector may go with the rest.
+    gc.unfreeze()
+    shutdown_telemetry()
+    # Taking apart an interpreter that has loaded a model takes a second of a core, and seconds on a busy
+    # machine; around a thread that is deep in a load or a step it could crash.
+    return leave_process(exit_code)
+
+
+def _mistake_in(config: EngineConfig) -> str | None:
+    """What can be seen to be wrong before anything is started, in words for people."""
+    folder = Path(config.model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return f"{folder} is not a model folder: it has no config.json"
+    if config.coordinator is not None:
+        try:
+            parse_target(config.coordinator)
+        except InvalidArgument as error:
+            return f"--coordinator: {error}"
+    return None
+
+
+def _with_folder(config: EngineConfig) -> EngineConfig:
+    """The configuration with a folder of this machine as its model, served under the name that was given."""
+    display = LoadDisplay(sys.stderr, MonotonicClock())
+    try:
+        folder = find_model(
+            config.model,
+            revision=config.revision,
+            progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
+        )
+    finally:
+        display.close()
+    if str(folder) == config.model:
+        return config
+    return replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
+
+
+async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
+    engine = build_served_engine(config, origins)
+    servicer = EngineCoreServicer(engine)
+    servers = build_servers(config, engine, servicer)
+    departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
+    thread = _engine_thread(config, engine)
+    heartbeats = _background(engine, servicer.beat_forever())
+    memberships: list[asyncio.Task[None]] = []
+    engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
+    patience = _PATIENT
+
+    async def cut(cause: DrainCut) -> None:
+        nonlocal patience
+        if cause is DrainCut.SIGNAL:
+            patience = _HURRIED
+        # Ends the sessions, so that frontends move what still runs while the connections stand.
+        _stop(engine)
+        await servicer.drain()
+
+    def announce(addresses: list[str]) -> None:
+        _announce(config, addresses)
+        built = build_memberships(config, engine, departure, bound=addresses[0])
+        memberships.extend(_background(engine, membership.run()) for membership in built)
+        thread.start()
+
+    try:
+        exit_code = await run_server(
+            servers,
+            on_drain=lambda: departure.end(servicer.drain),
+            drain_deadline_s=config.drain_deadline_s,
+            announce=announce,
+            on_cut=cut,
+        )
+        if engine.failure is not None:
+            exit_code = engine.failure.exit_code
+        end_at_once_on_signals(exit_code)
+    finally:
+        _stop(engine)
+        await asyncio.gather(
+            _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+        )
+    return exit_code
+
+
+def _background(engine: ServedEngine, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Run `work` beside everything else; an error in it is a bug and ends the engine like one in the loop."""
+
+    def look_at_end(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("background task failed", exc_info=error)
+            engine.fail(Failure(f"internal error ({type(error).__name__})", EXIT_LOOP_FAILED))
+
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(look_at_end)
+    return task
+
+
+def _stop(engine: ServedEngine) -> None:
+    """Bring the engine's life to its end, whatever still runs."""
+    if engine.lifecycle.has_ended:
+        return
+    if engine.lifecycle.state is EngineState.READY:
+        engine.lifecycle.move_to(EngineState.DRAINING)
+    engine.lifecycle.move_to(EngineState.STOPPED)
+
+
+async def _leave(
+    heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
+) -> None:
+    """Say goodbye to the coordinator, and end what runs beside the engine."""
+    if memberships:
+        await asyncio.wait(memberships, timeout=last_words_s)
+    for task in (heartbeats, *memberships):
+        task.cancel()
+    await asyncio.wait((heartbeats, *memberships))
+
+
+def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
+    event_loop = asyncio.get_running_loop()
+    display = LoadDisplay(sys.stderr, engine.clock)
+
+    def on_progress(progress: LoadProgress) -> None:
+        engine.progress = progress
+        display.show(progress)
+
+    def load() -> tuple[Engine, LoadedCore]:
+        try:
+            built = build_engine(config, engine, progress=on_progress, defer=event_loop.call_soon_threadsafe)
+        finally:
+            display.close()
+        calm_collector()
+        return built
+
+    return EngineThread(engine, load, step_limit_s=config.step_limit_s)
+
+
+def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
+    server.set_ready(FULL_NAME, state is EngineState.READY)
+    if state is EngineState.READY and engine.core is not None:
+        facts = engine.core.facts
+        num_kv_tokens = facts.num_kv_blocks * facts.block_size
+        logger.info(
+            "READY",
+            extra={
+                "model": facts.model_name,
+                "max_model_len": facts.max_model_len,
+                "num_kv_blocks": facts.num_kv_blocks,
+                "num_kv_tokens": num_kv_tokens,
+                "concurrency": round(num_kv_tokens / facts.max_model_len, 1),
+            },
+        )
+    elif state is EngineState.FAILED and engine.failure is not None:
+        print(f"triptych engine: {engine.failure.reason}", file=sys.stderr)
+        _stop_process()
+
+
+def _stop_process() -> None:
+    """End the process the way its supervisor would."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _announce(config: EngineConfig, addresses: list[str]) -> None:
+    address, admin_address = addresses
+    logger.info("listening", extra={"address": address, "admin_address": admin_address})
+    write_announcement(
+        config.announce_fd,
+        {
+            "service": "engine",
+            "index": config.index,
+            "pid": os.getpid(),
+            "address": address,
+            "admin_address": admin_address,
+        },
+    )
+
+
+def calm_collector() -> None:
+    """Have the collector look at less, and less often. Called once, when the engine is built.
+
+    What is alive now lives as long as the process. What comes later dies by reference counts, all but errors'
+    tracebacks, while a full collection visits every token of every request: 10 to 20 ms at 1,024 requests, 30
+    times a step's scheduling.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

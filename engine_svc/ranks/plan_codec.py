@@ -1,0 +1,282 @@
+"""Plans as bytes for the ranks: a request is told of once, later it is a row of a few bytes.
+
+Both sides keep the same table of handles, and both know what a row does if nothing is said: it goes on where
+its last row ended, computes one token and samples. Knows no channel and no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
+from engine_svc.core.step import AdmittedRequest, StepPlan
+from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
+
+
+def sampling_text(sampling: SamplingParams) -> str:
+    """What differs from the defaults, as JSON."""
+    told, defaults = asdict(sampling), asdict(SamplingParams(sampling.max_tokens))
+    changed = {name: value for name, value in told.items() if value != defaults[name]}
+    return json.dumps({"max_tokens": sampling.max_tokens, **changed}, separators=(",", ":"), default=sorted)
+
+
+def sampling_from(text: str) -> SamplingParams:
+    """The parameters that `sampling_text` was given."""
+    told: dict[str, Any] = json.loads(text)
+    for name in told.keys() & _FORMS.keys():
+        told[name] = _FORMS[name](told[name])
+    return SamplingParams(**told)
+
+
+# JSON knows lists alone. None is the default of each that may be None, so it is never told.
+_FORMS: dict[str, Callable[[Any], object]] = {
+    "stop_token_ids": frozenset,
+    "allowed_token_ids": frozenset,
+    "logit_bias": lambda pairs: tuple((token_id, bias) for token_id, bias in pairs),
+    "bad_words": lambda words: tuple(tuple(word) for word in words),
+    "logprob_token_ids": tuple,
+    "repetition": lambda limits: RepetitionLimits(**limits),
+    "thinking": lambda budget: ThinkingBudget(
+        budget["num_tokens"], tuple(budget["start_token_ids"]), tuple(budget["end_token_ids"])
+    ),
+}
+
+
+# What a message to the ranks begins with, and so what it is.
+PLAN, CALL, STOP = b"P", b"C", b"S"
+
+VERSION = 1
+MAX_ROWS = 1 << 16
+
+# version, how many extras, step number, how many rows, released, admitted, preempted.
+_HEADER = struct.Struct("<BBQIIII")
+_TAG_AND_PROMPT = struct.Struct("<II")
+_ONE = struct.Struct("<i")
+
+# What a row says beside its handle, which has the lower half of its word.
+_COMPUTED = 1 << 16  # how many tokens it has KV of
+_COUNT = 1 << 17  # how many tokens it computes
+_SILENT = 1 << 18  # it does not sample
+_BLOCKS = 1 << 19  # the blocks that it gains, in any form
+_DRAFTS = 1 << 20
+_ONE_EACH = 1 << 21  # a block, at most, in each group; bits from _FIRST_GROUP on say in which
+_FIRST_GROUP = 24
+_MAX_GROUPS = 8
+_HANDLE = MAX_ROWS - 1
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraForm:
+    """The fixed binary form of what a feature attaches to plans. Both sides have the same forms in order."""
+
+    kind: type
+    encode: Callable[[object], bytes]
+    decode: Callable[[bytes], object]
+
+
+class UnknownExtra(TypeError):
+    """A feature attached something to a plan that has no form for the ranks: a bug."""
+
+
+class _Rows:
+    """The table of handles. Freed ones are used again, the last first, so both sides choose alike."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        if not 1 <= max_num_seqs <= MAX_ROWS:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}, handles are made for 1 to {MAX_ROWS}")
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self.handle_of: dict[str, int] = {}
+        self.id_of = [""] * max_num_seqs
+        self.next_computed = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def enter(self, request_id: str) -> None:
+        handle = self.handle_of[request_id] = self._free.pop()
+        self.id_of[handle] = request_id
+        self.next_computed[handle] = 0
+
+    def leave(self, request_id: str) -> int:
+        handle = self.handle_of.pop(request_id)
+        self._free.append(handle)
+        return handle
+
+
+class PlanEncoder:
+    """Turns plans into bytes, each once and in order. num_groups: of layers that share block tables."""
+
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
+        self._rows = _Rows(max_num_seqs)
+        self._num_groups = num_groups
+        self._extras = {form.kind: (tag, form) for tag, form in enumerate(extras)}
+
+    def encode(self, plan: StepPlan) -> bytes:
+        """The plan as bytes. Raises UnknownExtra, before anything is changed, for an extra without a form."""
+        for kind in plan.extras:
+            if kind not in self._extras:
+                raise UnknownExtra(f"step {plan.step_number} has a {kind.__name__}, which no rank can read")
+        writer = FieldWriter()
+        writer.fixed(
+            _HEADER,
+            VERSION,
+            len(plan.extras),
+            plan.step_number,
+            len(plan.request_ids),
+            len(plan.released),
+            len(plan.admitted),
+            len(plan.preempted),
+        )
+        writer.ints([self._rows.leave(request_id) for request_id in plan.released])
+        self._write_preempted(writer, plan)
+        for admitted in plan.admitted:
+            self._write_admitted(writer, admitted)
+        if plan.request_ids:
+            self._write_rows(writer, plan)
+        for kind, extra in plan.extras.items():
+            tag, form = self._extras[kind]
+            writer.fixed(_ONE, tag)
+            writer.raw(form.encode(extra))
+        return writer.message()
+
+    def _write_preempted(self, writer: FieldWriter, plan: StepPlan) -> None:
+        place_of = {request_id: place for place, request_id in enumerate(plan.released)}
+        writer.ints([place_of.get(request_id, -1) for request_id in plan.preempted])
+        for request_id in plan.preempted:
+            if request_id not in place_of:
+                writer.text(request_id)
+
+    def _write_admitted(self, writer: FieldWriter, admitted: AdmittedRequest) -> None:
+        self._rows.enter(admitted.request_id)
+        writer.text(admitted.request_id)
+        writer.fixed(_TAG_AND_PROMPT, len(admitted.block_ids), admitted.num_prompt_tokens)
+        writer.counted_ints(admitted.token_ids)
+        for block_ids in admitted.block_ids:
+            writer.counted_ints(block_ids)
+        writer.text(sampling_text(admitted.sampling))
+
+    def _write_rows(self, writer: FieldWriter, plan: StepPlan) -> None:
+        rows = self._rows
+        handles: _Ints = np.array([rows.handle_of[request_id] for request_id in plan.request_ids])
+        computed = np.array(plan.num_computed_tokens, dtype=np.int64)
+        counts = np.array(plan.num_tokens, dtype=np.int64)
+        moved, counted = computed != rows.next_computed[handles], counts != 1
+        rows.next_computed[handles] = computed + counts
+        words = handles | moved * _COMPUTED | counted * _COUNT
+        words |= ~np.array(plan.samples, dtype=bool) * _SILENT
+        singles: list[int] = []
+        gains: list[list[list[int]]] = []
+        for row, gained in enumerate(plan.new_block_ids):
+            if gained:
+                words[row] |= self._blocks_word(gained, singles, gains)
+        drafting = [row for row, drafts in enumerate(plan.draft_token_ids) if drafts]
+        words[drafting] |= _DRAFTS
+        writer.ints(words.astype(np.uint32).view(np.int32))
+        writer.ints(computed[moved])
+        writer.ints(counts[counted])
+        writer.ints(singles)
+        for gained in gains:
+            writer.fixed(_ONE, len(gained))
+            for block_ids in gained:
+                writer.counted_ints(block_ids)
+        for row in drafting:
+            writer.counted_ints(plan.draft_token_ids[row])
+
+    def _blocks_word(self, gained: list[list[int]], singles: list[int], gains: list[list[list[int]]]) -> int:
+        """The bits of a row that gains blocks, which go to `singles` or `gains`."""
+        if len(gained) != self._num_groups or len(gained) > _MAX_GROUPS or max(map(len, gained)) > 1:
+            gains.append(gained)
+            return _BLOCKS
+        word = _ONE_EACH
+        for group, block_ids in enumerate(gained):
+            if block_ids:
+                singles.append(block_ids[0])
+                word |= 1 << (_FIRST_GROUP + group)
+        return word
+
+
+class PlanDecoder:
+    """Turns the bytes back into plans: every message of one encoder, in order."""
+
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
+        self._rows = _Rows(max_num_seqs)
+        self._num_groups = num_groups
+        self._extras = tuple(extras)
+
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """Each request in the batch: its handle, and how many of its tokens have KV."""
+        return {
+            request_id: (handle, int(self._rows.next_computed[handle]))
+            for request_id, handle in self._rows.handle_of.items()
+        }
+
+    def decode(self, message: bytes) -> StepPlan:
+        """The plan that was encoded. Raises MessageError for bytes of another version or form."""
+        reader = FieldReader(message)
+        version, num_extras, step_number, num_rows, num_released, num_admitted, num_preempted = reader.fixed(
+            _HEADER
+        )
+        if version != VERSION:
+            raise MessageError(f"a plan has version {version}, this rank reads {VERSION}")
+        plan = StepPlan(step_number)
+        for handle in reader.ints(num_released).tolist():
+            request_id = self._rows.id_of[handle]
+            self._rows.leave(request_id)
+            plan.released.append(request_id)
+        places = reader.ints(num_preempted).tolist()
+        plan.preempted = [plan.released[place] if place >= 0 else reader.text() for place in places]
+        plan.admitted = [self._read_admitted(reader) for _ in range(num_admitted)]
+        if num_rows:
+            self._read_rows(reader, plan, num_rows)
+        for _ in range(num_extras):
+            (tag,) = reader.fixed(_ONE)
+            if not 0 <= tag < len(self._extras):
+                raise MessageError(f"step {step_number} has extra {tag}, this rank reads {len(self._extras)}")
+            form = self._extras[tag]
+            plan.extras[form.kind] = form.decode(reader.raw())
+        reader.finish()
+        return plan
+
+    def _read_admitted(self, reader: FieldReader) -> AdmittedRequest:
+        request_id = reader.text()
+        self._rows.enter(request_id)
+        num_groups, num_prompt_tokens = reader.fixed(_TAG_AND_PROMPT)
+        token_ids = reader.counted_ints()
+        block_ids = [reader.counted_ints() for _ in range(num_groups)]
+        return AdmittedRequest(
+            request_id, token_ids, num_prompt_tokens, sampling_from(reader.text()), block_ids
+        )
+
+    def _read_rows(self, reader: FieldReader, plan: StepPlan, num_rows: int) -> None:
+        rows = self._rows
+        words = reader.ints(num_rows).view(np.uint32).astype(np.int64)
+        handles = words & _HANDLE
+        computed, counts = rows.next_computed[handles], np.ones(num_rows, dtype=np.int64)
+        moved, counted = words & _COMPUTED != 0, words & _COUNT != 0
+        computed[moved] = reader.ints(int(moved.sum()))
+        counts[counted] = reader.ints(int(counted.sum()))
+        rows.next_computed[handles] = computed + counts
+        plan.request_ids = [rows.id_of[handle] for handle in handles.tolist()]
+        plan.num_computed_tokens, plan.num_tokens = computed.tolist(), counts.tolist()
+        plan.samples = (words & _SILENT == 0).tolist()
+        plan.new_block_ids = [[] for _ in range(num_rows)]
+        self._read_singles(reader, plan, words)
+        for row in (words & _BLOCKS).nonzero()[0].tolist():
+            (num_groups,) = reader.fixed(_ONE)
+            plan.new_block_ids[row] = [reader.counted_ints() for _ in range(num_groups)]
+        plan.draft_token_ids = [[] for _ in range(num_rows)]
+        for row in (words & _DRAFTS).nonzero()[0].tolist():
+            plan.draft_token_ids[row] = reader.counted_ints()
+
+    def _read_singles(self, reader: FieldReader, plan: StepPlan, words: _Ints) -> None:
+        gaining = (words & _ONE_EACH).nonzero()[0]
+        has_gained = (words[gaining, None] >> _FIRST_GROUP >> np.arange(self._num_groups)) & 1
+        block_ids = iter(reader.ints(int(has_gained.sum())).tolist())
+        for row, gains in zip(gaining.tolist(), has_gained.tolist(), strict=True):
+            plan.new_block_ids[row] = [[next(block_ids)] if gains_one else [] for gains_one in gains]

@@ -1,0 +1,298 @@
+"""Plans run by several processes that hold one model together. Knows no model and no device.
+
+Every rank gets the same bytes and does the same with them. The ranks of the last stage know what was sampled,
+and one of them tells it: the engine all of it, the stages before the tokens alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.model.process_parallel import Place
+from engine_svc.ranks.plan_channel import (
+    Channel,
+    ChannelInterrupted,
+    ChannelReader,
+    ChannelTimeout,
+    ChannelWriter,
+    create_channel,
+)
+from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, ExtraForm, PlanEncoder
+from engine_svc.ranks.progress_board import ProgressBoard
+from engine_svc.ranks.result_codec import decode_result
+from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
+
+_HEART_INTERVAL_S = 0.1
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """How long the engine waits for its ranks; `watch` limits how long a rank may give no sign of life."""
+
+    watch: WatchLimits = field(default_factory=WatchLimits)
+    start_s: float = 1800.0  # a large model over a slow network is loaded in that time
+    step_s: float = 300.0  # for the result of a step, from when it is asked for
+    room_s: float = 60.0  # for the slowest rank to take up a plan
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaunch:
+    """What ranks run: a module, what it is told beside its place, and its environment."""
+
+    module: str
+    settings: Mapping[str, object]
+    environment: Mapping[str, str]
+
+
+class RanksStarting:
+    """Ranks that load their part: `loaded` waits for what they say of it, `finish` tells them to go on."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        launch: RankLaunch,
+        *,
+        limits: GroupLimits,
+        on_lost: Callable[[RankLost], object] = lambda lost: None,
+        on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    ) -> None:
+        self._limits = limits
+        self._on_progress = on_progress
+        self._places = tuple(places)
+        early = [place for place in places if not place.is_last_stage]
+        self._plans = create_channel(len(places))
+        self._results = create_channel(1)
+        # Of its own: the engine's results may be larger than a ring, and stages read when they have a plan.
+        self._tokens = create_channel(len(early))
+        self._board = ProgressBoard.create(len(places))
+        self._store_fd = os.memfd_create("triptych-store", os.MFD_CLOEXEC)
+        starts = [self._start_of(place, early, launch) for place in places]
+        self._watch = RankWatch(starts, self._board, limits=limits.watch, on_lost=on_lost)
+
+    def loaded(self) -> list[RankMessage]:
+        """What each rank says of its part of the model, in order.
+
+        Raises ValueError for what people can mend, RankLost for what they cannot, or TimeoutError; then none
+        is left.
+        """
+        return self._one_of_each("loaded")
+
+    def finish(
+        self,
+        settings: Sequence[Mapping[str, object]],
+        *,
+        max_num_seqs: int,
+        num_groups: int,
+        extras: Sequence[ExtraForm] = (),
+    ) -> ProcessGroup:
+        """Let each rank make its cache and rows by its `settings`, and wait for it. Raises like `loaded`."""
+        sizes = {"max_num_seqs": max_num_seqs, "num_groups": num_groups}
+        for rank, of_rank in enumerate(settings):
+            self._watch.say(rank, {"sizes": {**of_rank, **sizes}})
+        self._one_of_each("ready")
+        self._watch.all_are_ready()
+        os.close(self._store_fd)
+        self._tokens.close()
+        encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
+        return ProcessGroup(self._watch, self._board, self._plans, self._results, encoder, self._limits)
+
+    def give_up(self) -> None:
+        """End the ranks, which may be deep in loading and have nothing to end by themselves."""
+        self._watch.stop(grace_s=0.0)
+        os.close(self._store_fd)
+        self._tokens.close()
+        _close(self._plans, self._results, self._board)
+
+    def _one_of_each(self, kind: str) -> list[RankMessage]:
+        deadline = time.monotonic() + self._limits.start_s
+        said: dict[int, RankMessage] = {}
+        try:
+            while len(said) < len(self._places):
+                rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
+                if "progress" in message:
+                    self._on_progress(*_list_in(message, "progress"))
+                elif "refused" in message:
+                    raise ValueError(message["refused"])
+                else:
+                    said[rank] = _object_in(message, kind)
+        except (RankLost, TimeoutError, ValueError):
+            self.give_up()
+            raise
+        return [said[rank] for rank in range(len(self._places))]
+
+    def _start_of(self, place: Place, early: Sequence[Place], launch: RankLaunch) -> RankStart:
+        plans = self._plans.readers[place.rank]
+        spec: dict[str, object] = {
+            **launch.settings,
+            "rank": place.rank,
+            "tp_size": place.tp_size,
+            "pp_size": place.pp_size,
+            "divides_experts": place.divides_experts,
+            "parent": os.getpid(),
+            "store_fd": self._store_fd,
+            "board_fd": self._board.fd,
+            "heart_interval_s": _HEART_INTERVAL_S,
+            "plans": [*plans.fds, plans.capacity],
+        }
+        fds = [self._store_fd, self._board.fd, *plans.fds]
+        if place.reports:
+            for name, channel in (("results_out", self._results), ("tokens_out", self._tokens)):
+                spec[name] = [channel.writer.memory_fd, channel.writer.capacity, *channel.writer.fds[1:]]
+                fds += channel.writer.fds
+        elif not place.is_last_stage:
+            tokens = self._tokens.readers[early.index(place)]
+            spec["tokens_in"] = [*tokens.fds, tokens.capacity]
+            fds += tokens.fds
+        return RankStart(launch.module, spec, tuple(fds), launch.environment)
+
+
+class ProcessGroup:
+    """The executor of an engine whose model is divided over ranks."""
+
+    def __init__(
+        self,
+        watch: RankWatch,
+        board: ProgressBoard,
+        plans: Channel,
+        results: Channel,
+        encoder: PlanEncoder,
+        limits: GroupLimits,
+    ) -> None:
+        self._watch = watch
+        self._board = board
+        self._channels = (plans, results)
+        self._encoder = encoder
+        self._limits = limits
+        self._results = ChannelReader(results.readers[0], interrupt_fd=watch.lost_fd)
+        # A rank that waits for room for a result takes up no plan.
+        self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd, replies=self._results)
+        self._is_open = True
+        self.num_plan_bytes = 0
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks, in order."""
+        return self._watch.process_ids
+
+    def launch(self, plan: StepPlan) -> LaunchedPlan:
+        """Send the plan to every rank. Raises RankLost where one is lost."""
+        message = self._encoder.encode(plan)
+        self._send(PLAN + message)
+        self.num_plan_bytes += len(message)
+        return LaunchedPlan(self)
+
+    def call(self, name: str, arguments: Mapping[str, object] | None = None) -> list[RankMessage]:
+        """Have every rank do what it knows under this name, behind the plans launched so far; their answers.
+
+        Takes no results: those of steps in flight come afterwards, as ever.
+        """
+        self._watch.may_be_busy = True
+        try:
+            return self._answers_to(name, arguments or {})
+        finally:
+            self._watch.may_be_busy = False
+
+    def drop(self) -> None:
+        """Not possible: ranks do what they were told, each at its time, and an error ends them."""
+        raise self._give_up("was to drop a step")
+
+    def shutdown(self) -> None:
+        """End the ranks and free everything; a second time does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._watch.lost is None:
+            # Where this fails, ranks end because their lines are closed, which is next.
+            with contextlib.suppress(ChannelInterrupted, ChannelTimeout):
+                self._plans.send(STOP, timeout_s=0.0)
+        self._watch.stop()
+        self._plans.close()
+        self._results.close()
+        _close(*self._channels, self._board)
+
+    def take_result(self) -> StepResult:
+        """The oldest result that nobody has taken. Raises RankLost."""
+        left_s = self._limits.step_s
+        while left_s > 0:
+            # A look at a time: when all of this was stopped, the clock went on, and of that one look counts.
+            look_s = min(_LOOK_S, left_s)
+            try:
+                message = self._results.receive(timeout_s=look_s)
+            except ChannelInterrupted:
+                raise self._lost() from None
+            if message is not None:
+                return decode_result(message)
+            left_s -= look_s
+        raise self._give_up(f"did not finish a step in {self._limits.step_s:g} s")
+
+    def _answers_to(self, name: str, arguments: Mapping[str, object]) -> list[RankMessage]:
+        self._send(CALL + json.dumps({"name": name, "arguments": arguments}).encode())
+        answers: dict[int, RankMessage] = {}
+        # As long as loading may take: weights may be read again.
+        deadline = time.monotonic() + self._limits.start_s
+        while len(answers) < len(self.process_ids):
+            try:
+                rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise self._give_up(f"did not answer {name} in {self._limits.start_s:g} s") from None
+            answers[rank] = _object_in(message, "answer")
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _send(self, message: bytes) -> None:
+        if self._watch.lost is not None:
+            raise self._lost()
+        try:
+            self._plans.send(message, timeout_s=self._limits.room_s)
+        except ChannelInterrupted:
+            raise self._lost() from None
+        except ChannelTimeout:
+            raise self._give_up(f"took up no plan for {self._limits.room_s:g} s") from None
+
+    def _give_up(self, why: str) -> RankLost:
+        # Whoever is behind the others holds them up.
+        ranks = range(len(self.process_ids))
+        return self._watch.blame(min(ranks, key=self._board.steps), why)
+
+    def _lost(self) -> RankLost:
+        lost = self._watch.lost
+        assert lost is not None, "the channel was interrupted without a rank having been lost"
+        # A new one each time: an exception that is raised twice tells of both places at once.
+        return RankLost(lost.rank, lost.why, lost.details)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedPlan:
+    """A step that the ranks compute."""
+
+    group: ProcessGroup
+
+    def result(self) -> StepResult:
+        """What the oldest step yielded whose result nobody has taken. Raises RankLost."""
+        return self.group.take_result()
+
+
+def _object_in(message: RankMessage, key: str) -> RankMessage:
+    value = message[key]
+    assert isinstance(value, dict), f"a rank says {value!r} where it has to say an object"
+    return value
+
+
+def _list_in(message: RankMessage, key: str) -> tuple[str, int, int]:
+    value = message[key]
+    assert isinstance(value, list) and len(value) == 3, (
+        f"a rank says {value!r} where it has to say three things"
+    )
+    return value[0], value[1], value[2]
+
+
+def _close(plans: Channel, results: Channel, board: ProgressBoard) -> None:
+    plans.close()
+    results.close()
+    board.close()

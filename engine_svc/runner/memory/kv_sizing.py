@@ -1,0 +1,114 @@
+"""How many blocks the KV cache has: by what was asked for, or by what is really free."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.memory.kv_tensors import (
+    KVCapacityError,
+    KVSizing,
+    bytes_per_block,
+    max_blocks_per_request,
+)
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What the device has left for the cache, and how that was found, in words."""
+
+    num_bytes: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVWishes:
+    """What was asked for. Blocks come before bytes, bytes before what is free."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int  # of all steps in flight
+    kv_cache_memory: int | None = None
+    num_kv_blocks: int | None = None
+
+
+def size_kv_cache(facts: ModelFacts, wishes: KVWishes, *, max_model_len: int, free: FreeMemory) -> KVSizing:
+    """Choose the number of blocks: what was asked for, else what free memory holds.
+
+    Never more than max_num_seqs requests of full length can use, unless num_kv_blocks says so.
+    Raises KVCapacityError when one request of max_model_len tokens does not fit.
+    """
+    size = bytes_per_block(facts, wishes.block_size)
+    needed = _blocks_of(facts, wishes, max_model_len)
+    num_blocks, source = _found_blocks(wishes, size, free)
+    if num_blocks < needed:
+        fitting = longest_fitting(facts, wishes, num_blocks)
+        shorter = f"lower max_model_len to at most {fitting} or " if fitting else ""
+        raise KVCapacityError(
+            f"one request of max_model_len {max_model_len} needs {needed} blocks of {wishes.block_size} "
+            f"tokens, {needed * size} bytes, but {source}; {shorter}give the cache more memory"
+        )
+    if wishes.num_kv_blocks is None:
+        num_blocks = min(num_blocks, wishes.max_num_seqs * needed)
+    sizing = KVSizing(num_blocks, wishes.block_size, size)
+    if sizing.total_bytes > free.num_bytes:
+        # On a CPU nothing is taken before it is used, so this shows only when most of the blocks have been.
+        logger.warning(
+            "the KV cache is larger than free memory",
+            extra={"kv_cache_mib": sizing.total_bytes // _MIB, "free_mib": free.num_bytes // _MIB},
+        )
+    return sizing
+
+
+def fit_max_model_len(facts: ModelFacts, wishes: KVWishes, free: FreeMemory) -> int:
+    """The longest sequence that the cache has room for, at most the model's limit; warns where it is less.
+
+    Raises KVCapacityError where not even one block fits.
+    """
+    num_blocks, source = _found_blocks(wishes, bytes_per_block(facts, wishes.block_size), free)
+    if num_blocks >= _blocks_of(facts, wishes, facts.max_position):
+        return facts.max_position
+    fitting = longest_fitting(facts, wishes, num_blocks)
+    if fitting < 2:
+        raise KVCapacityError(f"{source}, too few for any request; give the cache more memory")
+    logger.warning(
+        f"max_model_len is {fitting} instead of the model's {facts.max_position}: {source}",
+        extra={"max_model_len": fitting, "model_max_position": facts.max_position, "num_blocks": num_blocks},
+    )
+    return fitting
+
+
+def longest_fitting(facts: ModelFacts, wishes: KVWishes, num_blocks: int) -> int:
+    """The most tokens of a request that `num_blocks` hold, by bisection."""
+    fits, too_long = 0, facts.max_position + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if _blocks_of(facts, wishes, middle) <= num_blocks:
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
+
+def _blocks_of(facts: ModelFacts, wishes: KVWishes, num_tokens: int) -> int:
+    return max_blocks_per_request(
+        facts.groups,
+        num_tokens=num_tokens,
+        max_in_flight_tokens=wishes.max_num_batched_tokens,
+        block_size=wishes.block_size,
+    )
+
+
+def _found_blocks(wishes: KVWishes, size: int, free: FreeMemory) -> tuple[int, str]:
+    if wishes.num_kv_blocks is not None:
+        return wishes.num_kv_blocks, f"num_kv_blocks is {wishes.num_kv_blocks}"
+    if wishes.kv_cache_memory is not None:
+        num_blocks = wishes.kv_cache_memory // size
+        return num_blocks, f"kv_cache_memory of {wishes.kv_cache_memory} bytes holds {num_blocks} blocks"
+    num_blocks = max(0, free.num_bytes) // size
+    return num_blocks, f"{free.how} hold {num_blocks} blocks"

@@ -1,0 +1,158 @@
+"""The memory of the paged KV cache: how many blocks there are, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.model.context import LayerCache
+from engine_svc.model.facts import KVShape, LayerGroup, ModelFacts
+from engine_svc.runner.memory.prefault import Prefault, run_beside
+from engine_svc.runner.sampling.transfer import to_device
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MIB = 1 << 20
+
+
+class KVCapacityError(ValueError):
+    """The cache would not hold one request of full length; the message gives the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizing:
+    """How large the cache is. Block ids are 0 to num_blocks - 1."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What the tensors take once every block has been used."""
+        return self.num_blocks * self.bytes_per_block
+
+
+def place_layers(
+    shapes: Sequence[KVShape], groups: Sequence[LayerGroup]
+) -> tuple[dict[KVShape, int], list[int]]:
+    """How many pairs of tensors of each shape there are, and which of its shape each layer has.
+
+    A block belongs to one group at a time, so that layers of different groups may keep their KV in the same
+    tensors; those of one group may not. Windows are no part of a shape here.
+    """
+    counts: Counter[KVShape] = Counter()
+    place_of = [0] * len(shapes)
+    for group in groups:
+        used: Counter[KVShape] = Counter()
+        for layer in group.layers:
+            shape = replace(shapes[layer], window=None)
+            place_of[layer] = used[shape]
+            used[shape] += 1
+        counts |= used
+    return dict(counts), place_of
+
+
+def bytes_per_block(facts: ModelFacts, block_size: int) -> int:
+    """What one block takes in all tensors."""
+    counts, _ = place_layers(facts.kv_shapes, facts.groups)
+    values = sum(
+        count * shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape, count in counts.items()
+    )
+    return values * block_size * DTYPES[facts.dtype].itemsize
+
+
+def max_blocks_per_request(
+    groups: Sequence[LayerGroup], *, num_tokens: int, max_in_flight_tokens: int, block_size: int
+) -> int:
+    """Most blocks that a request of `num_tokens` holds at once, in all groups together."""
+    total = 0
+    for group in groups:
+        whole = -(-num_tokens // block_size)
+        if group.window is None:
+            total += whole
+        else:
+            # The window and what is in flight, and one block more as neither need begin with a block.
+            held = min(group.window - 1 + max_in_flight_tokens, num_tokens)
+            total += min(-(-held // block_size) + 1, whole)
+    return total
+
+
+class KVTensors:
+    """A key cache [B, G, S, D] and a value cache [B, G, S, E] per attention layer.
+
+    Raises KVCapacityError where the device has no room for them at all.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        sizing: KVSizing,
+        device: torch.device | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """at_once: on a CPU, get the memory from the system now, beside what else is done, not by use."""
+        self.sizing = sizing
+        self.device = device or torch.device("cpu")
+        dtype = DTYPES[facts.dtype]
+        counts, place_of = place_layers(facts.kv_shapes, facts.groups)
+        self._keys = {
+            shape: self._stack(shape, count, shape.key_dim, dtype) for shape, count in counts.items()
+        }
+        self._values = {
+            shape: self._stack(shape, count, shape.value_dim, dtype) for shape, count in counts.items()
+        }
+        group_of = {layer: index for index, group in enumerate(facts.groups) for layer in group.layers}
+        self.layers: list[LayerCache] = []
+        for layer, place in enumerate(place_of):
+            shape = replace(facts.kv_shapes[layer], window=None)
+            self.layers.append(
+                LayerCache(group_of[layer], self._keys[shape][place], self._values[shape][place])
+            )
+        self._prefault: Prefault | None = None
+        if self.device.type == "cpu":
+            self._prefault = Prefault(self.stacks, run_beside, at_once=at_once)
+            self._prefault.restart()
+
+    @property
+    def stacks(self) -> list[Tensor]:
+        """All of the memory, as tensors [layers, B, G, S, D or E]."""
+        return [*self._keys.values(), *self._values.values()]
+
+    def renew(self) -> None:
+        """The tensors have other memory than before, not yet touched."""
+        if self._prefault is not None:
+            self._prefault.restart()
+
+    def reach(self, block_id: int) -> None:
+        """A block enters a block table without KV: be ready for the next ones."""
+        if self._prefault is not None:
+            self._prefault.reach(block_id)
+
+    def clear(self, block_ids: list[int]) -> None:
+        """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
+        if block_ids:
+            places = to_device(np.array(block_ids, dtype=np.int64), self.device)
+            for stack in self.stacks:
+                stack.index_fill_(1, places, 0)
+
+    def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
+        size = (count, self.sizing.num_blocks, shape.num_kv_heads, self.sizing.block_size, dim)
+        try:
+            # Not zeroed: what was never touched takes no memory, and `clear` comes before any use.
+            return torch.empty(size, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            num_bytes = math.prod(size) * dtype.itemsize
+            raise KVCapacityError(
+                f"{num_bytes / _MIB:.0f} MiB of the KV cache cannot be allocated; lower num_kv_blocks or "
+                "kv_cache_memory"
+            ) from error

@@ -1,0 +1,53 @@
+"""The messages of a session that its frontend has not acknowledged: sent again where its stream broke.
+
+Belongs to the event loop. Knows no stream and no request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine_svc.admin.announce import MAX_REPLAY_BYTES
+
+
+class ReplayRing:
+    """Numbered messages from the first that is not acknowledged to the newest, without gaps."""
+
+    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:
+        self.size_bytes = 0  # of everything that is kept
+        self._max_bytes = max_bytes
+        self._kept: deque[bytes] = deque()
+        self._acknowledged = 0
+        self._newest_seq = 0
+
+    @property
+    def acknowledged(self) -> int:
+        """The highest seq that the frontend has processed, as far as it has said so."""
+        return self._acknowledged
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more should be sent until the frontend has acknowledged some of it."""
+        return self.size_bytes > self._max_bytes
+
+    def keep(self, seq: int, message: bytes) -> None:
+        """Remember a serialized message, whose `seq` follows that of the one before."""
+        assert seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
+        self._newest_seq = seq
+        self.size_bytes += len(message)
+        self._kept.append(message)
+
+    def acknowledge(self, last_seq: int) -> None:
+        """Forget what the frontend has processed. What was not sent yet cannot be acknowledged."""
+        kept, last_seq = self._kept, min(last_seq, self._newest_seq)
+        while self._acknowledged < last_seq:
+            self._acknowledged += 1
+            self.size_bytes -= len(kept.popleft())
+
+    def covers(self, last_seq: int) -> bool:
+        """Whether everything behind `last_seq` is still here."""
+        return self._acknowledged <= last_seq <= self._newest_seq
+
+    def messages(self) -> list[bytes]:
+        """Everything that is kept, oldest first."""
+        return list(self._kept)

@@ -1,0 +1,238 @@
+"""The requests of one session: their way in, the handles they run under, and what becomes of them at its end.
+
+Belongs to the event loop. Knows no stream: what there is to answer goes to `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.orphaned_requests import MAX_GRACE_S, Adoptable
+from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.convert import messages
+from engine_svc.core.request import Request
+from engine_svc.loop.mailbox import Abort, Add, Adopt, Outbox
+from engine_svc.session.handles import Handles, InFlight
+from engine_svc.tensors.source import TensorSource
+from service_kit.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
+from triptych.engine.v1 import add_pb2, engine_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_INFLIGHT_ADDS = 4096
+SESSION_LIVES = "SESSION_LIVES"
+_RETRY_AFTER_MS = 1000
+_MAX_LOGGED_CHARACTERS = 64
+
+
+class SessionRequests:
+    """From ADD, or from their adoption, to their finished row. Each handle gets exactly one end."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        number: int,
+        is_resumable: bool,
+        outbox: Outbox,
+        tensors: TensorSource,
+        send: Callable[[engine_pb2.ConnectResponse], None],
+    ) -> None:
+        self.handles = Handles()
+        self._engine = engine
+        self._number = number
+        self._is_resumable = is_resumable
+        self._outbox = outbox
+        self._tensors = tensors
+        self._send = send
+
+    def add(self, entry: add_pb2.AddEntry) -> None:
+        """Run what `entry` asks for, or say why not."""
+        entry_id = (entry.request_id, entry.attempt)
+        if self._is_resumable and self.handles.has_seen(entry.handle, entry_id):
+            # Whoever resumes cannot know which ADDs came before the break, so it sends them again.
+            return
+        try:
+            self._accept(entry)
+        except ServiceError as error:
+            self._reject(entry.handle, entry_id, error)
+        except Exception:
+            # A bug of ours that this request has met: it is no reason to end all others of the session.
+            logger.exception("add failed", extra={"request_id": entry.request_id[:_MAX_LOGGED_CHARACTERS]})
+            self._reject(entry.handle, entry_id, Internal("internal error: the request was not taken"))
+
+    def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
+        """Take over a request whose session is lost, or say why not."""
+        if self._is_resumable and self.handles.has_seen_request(entry.handle, entry.request_id):
+            return
+        try:
+            adoptable = self._take_over(entry)
+        except ServiceError as error:
+            self._reject(entry.handle, (entry.request_id, 0), error)
+            return
+        entry_id = (adoptable.wire_id, adoptable.attempt)
+        self.handles.begin(entry.handle, InFlight(adoptable.request_id, entry_id, adoptable.stop_token_ids))
+        # Queued before the engine thread hears of it, so that it comes before any output.
+        adopted = engine_pb2.Adopted(
+            handle=entry.handle,
+            attempt=adoptable.attempt,
+            prompt_token_ids=adoptable.prompt_token_ids,
+            resume_state=adoptable.resume_state,
+        )
+        self._send(engine_pb2.ConnectResponse(adopted=adopted))
+        self._engine.inbox.put(Adopt(adoptable.request_id, self._outbox, entry.handle))
+
+    async def abort(self, abort: engine_pb2.Abort) -> None:
+        """End requests; those whose end was told before are named."""
+        for first in range(0, len(abort.handles), MAX_INFLIGHT_ADDS):
+            if first:
+                # More than can be in flight: such a message does not let other sessions wait.
+                await asyncio.sleep(0)
+            self._abort_from(abort, first)
+
+    def end(self, handles: Iterable[int]) -> None:
+        """What ran under `handles` has had its end."""
+        for handle in handles:
+            entry = self.handles[handle]
+            kept = self._kept(entry)
+            if kept is not None and kept.owner == self._number:
+                self._engine.adoptables.end(kept.wire_id)
+            self.handles.end([handle])
+
+    def close(self) -> int:
+        """Abort what runs, except what somebody else may adopt or has; returns how many were aborted."""
+        num_aborted = 0
+        for entry in self.handles.clear():
+            if self._kept(entry) is None:
+                self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
+                num_aborted += 1
+        # It is the session's, which has this: a cycle that only a full collection would free.
+        self._send = _send_nothing
+        return num_aborted
+
+    def _accept(self, entry: add_pb2.AddEntry) -> None:
+        core = self._admitting_core()
+        self._check_handle(entry.handle)
+        now = self._engine.clock.now()
+        request = messages.to_request(
+            entry, session_number=self._number, facts=core.facts, now=now, tensors=self._tensors
+        )
+        refusal = core.refusal(request)
+        if refusal is not None:
+            raise InvalidArgument(refusal, reason="NEVER_FITS")
+        core.prepare(request)
+        deadline_at = messages.to_deadline(entry, now)
+        is_kept = bool(entry.resume_state) and self._engine.adoptables.has_room_for(entry.request_id)
+        if not self._engine.inbox.put(
+            Add(request, self._outbox, entry.handle, deadline_at, is_kept, entry.is_suspect)
+        ):
+            raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
+        stop_token_ids = frozenset(entry.sampling.stop_token_ids)
+        entry_id = (entry.request_id, entry.attempt)
+        self.handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
+        if is_kept:
+            self._engine.adoptables.add(self._adoptable(entry, request, stop_token_ids))
+
+    def _abort_from(self, abort: engine_pb2.Abort, first: int) -> None:
+        late, cause = [], messages.to_abort_cause(abort.reason)
+        for index, handle in enumerate(abort.handles[first : first + MAX_INFLIGHT_ADDS], start=first):
+            entry = self.handles.get(handle)
+            if entry is None:
+                if self.handles.is_settled(handle):
+                    late.append(handle)
+            elif not entry.is_aborted and (
+                index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
+            ):
+                entry.is_aborted = True
+                if not self._is_elsewhere(entry):
+                    self._engine.inbox.put(Abort(entry.request_id, cause))
+                    if cause == messages.MIGRATED and self._kept(entry) is not None:
+                        self._engine.adoptables.discard(entry.entry_id[0])
+        if late:
+            self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
+
+    def _adoptable(
+        self, entry: add_pb2.AddEntry, request: Request, stop_token_ids: frozenset[int]
+    ) -> Adoptable:
+        grace_s = self._engine.replay_window_s
+        if entry.HasField("orphan_grace_ms"):
+            grace_s = entry.orphan_grace_ms / 1000
+        return Adoptable(
+            wire_id=entry.request_id,
+            request_id=request.request_id,
+            attempt=entry.attempt,
+            group_id=entry.group_id or entry.request_id,
+            prompt_token_ids=entry.prompt_token_ids,
+            resume_state=entry.resume_state,
+            stop_token_ids=stop_token_ids,
+            grace_s=min(grace_s, MAX_GRACE_S),
+            owner=self._number,
+        )
+
+    def _take_over(self, entry: engine_pb2.AdoptEntry) -> Adoptable:
+        self._check_handle(entry.handle)
+        adoptables = self._engine.adoptables
+        adoptable = adoptables.adopt(entry.request_id, self._number)
+        if adoptable is not None:
+            return adoptable
+        if entry.request_id in adoptables:
+            raise FailedPrecondition("the session that has the request lives", reason=SESSION_LIVES)
+        raise NotFound(
+            "no request of this id is kept: it never was, or its grace is over",
+            resource_type="request",
+            resource_name=entry.request_id,
+        )
+
+    def _check_handle(self, handle: int) -> None:
+        if handle in self.handles:
+            raise AlreadyExists(f"handle {handle} is in use", reason="HANDLE_IN_USE")
+        if len(self.handles) >= MAX_INFLIGHT_ADDS:
+            raise ResourceExhausted(
+                f"session has {len(self.handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+
+    def _admitting_core(self) -> LoadedCore:
+        state, core = self._engine.lifecycle.state, self._engine.core
+        if state is EngineState.READY and core is not None:
+            return core
+        raise Unavailable(
+            f"engine is {state.value}", reason=f"ENGINE_{state.name}", retry_after_ms=_RETRY_AFTER_MS
+        )
+
+    def _reject(self, handle: int, entry_id: tuple[str, int], error: ServiceError) -> None:
+        if handle not in self.handles:
+            self.handles.settle(handle, entry_id)
+        rejected = engine_pb2.AddRejected(
+            handle=handle,
+            attempt=entry_id[1],
+            status=messages.to_error_status(error),
+            retry_after_ms=error.retry_after_ms or 0,
+        )
+        self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
+
+    def _kept(self, entry: InFlight) -> Adoptable | None:
+        """The request as another session may adopt it, or has; None where none may."""
+        kept = self._engine.adoptables.get(entry.entry_id[0])
+        return kept if kept is not None and kept.request_id == entry.request_id else None
+
+    def _is_elsewhere(self, entry: InFlight) -> bool:
+        """Whether another session has adopted it: nothing that is said here counts for it any more."""
+        kept = self._kept(entry)
+        return kept is not None and kept.owner != self._number
+
+
+def _send_nothing(message: engine_pb2.ConnectResponse) -> None:
+    """Nobody is there any more who would hear it."""

@@ -1,0 +1,205 @@
+"""Streams whose frontend is gone: how the engines are told to keep their requests, and how one is taken over.
+
+The ids under which engines keep the outputs of a stream are derived from its resume token: who has the token
+finds them, and nobody else can guess them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from frontend_svc.engines.adoption.orphaned_requests import Adoptee
+from frontend_svc.engines.connection.client import EngineClient, EngineState
+from frontend_svc.engines.directory import Directory
+from frontend_svc.text.preprocess import Prepared
+from frontend_svc.text.tokenize.id_column import ids_of
+from service_kit.clock import Clock
+from service_kit.errors import FailedPrecondition, NotFound, ServiceError
+from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych.engine.v1 import engine_pb2
+
+TOKEN_CHARACTERS = 32
+MAX_RESUME_STATE_BYTES = 64 * 1024
+_ID_BYTES = 16
+# An engine takes a moment to notice that the frontend is gone: 2 s where its host is, or where it hangs.
+_ASK_AGAIN_S = 0.05
+_MAX_ASKING_S = 4.0
+# One that this frontend has no stream to, or no more, may have the request.
+_OUT_OF_REACH = frozenset({EngineState.CONNECTING, EngineState.LOADING, EngineState.RECONNECTING})
+# A leaving engine finishes what it has.
+_ASKABLE = frozenset({EngineState.READY, EngineState.DRAINING})
+
+
+def output_request_id(token: str, output_index: int) -> str:
+    """The id of one output of a stream, as engines know it."""
+    seed = token.encode() + output_index.to_bytes(4, "little")
+    return hashlib.blake2b(seed, digest_size=_ID_BYTES).hexdigest()
+
+
+def make_adoptable(
+    prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str, token: str
+) -> None:
+    """Have engines keep the outputs of a stream for the frontend that its client turns to when this one dies.
+
+    request_id: what the client knows the request by.
+    """
+    state = b"" if prepared.tensors else _resume_state(prepared, request, request_id)
+    # What cannot be told to another frontend, as embeddings, ends with this one.
+    can_move = 0 < len(state) <= MAX_RESUME_STATE_BYTES
+    for index, entry in enumerate(prepared.entries):
+        entry.request_id = output_request_id(token, index)
+        if can_move:
+            entry.orphan_grace_ms, entry.resume_state = request.orphan_grace_ms, state
+
+
+def _resume_state(prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str) -> bytes:
+    """The request as another frontend needs it: without its prompt, which engines have, and with its seed."""
+    kept = generate_pb2.GenerateRequest()
+    kept.CopyFrom(request)
+    kept.ClearField("input")
+    kept.ClearField("truncate_prompt_tokens")
+    kept.request_id = request_id
+    kept.sampling.seed = prepared.entries[0].request_seed
+    return kept.SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedRequest:
+    """A request that was taken over, and where its outputs run. One that is not among them has ended."""
+
+    request: generate_pb2.GenerateRequest
+    client: EngineClient
+    outputs: Mapping[int, Adoptee]  # by output index
+
+    @property
+    def num_attempts(self) -> int:
+        """How often it was sent to an engine."""
+        return 1 + max(adoptee.attempt for adoptee in self.outputs.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come of all its outputs."""
+        return sum(adoptee.outputs.num_tokens for adoptee in self.outputs.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """What they weigh while they wait for their reader, at most."""
+        return sum(adoptee.outputs.size_bytes for adoptee in self.outputs.values())
+
+
+class Adoption:
+    """Asks engines for the requests of streams whose frontend is gone."""
+
+    def __init__(self, directory: Directory, clock: Clock) -> None:
+        self._directory = directory
+        self._clock = clock
+
+    @contextlib.asynccontextmanager
+    async def take_over(
+        self,
+        token: str,
+        received: Mapping[int, inference_pb2.ReceivedOutput],
+        is_left: Callable[[], bool] = lambda: False,
+    ) -> AsyncGenerator[AdoptedRequest, None]:
+        """The request of a stream, aborted behind the block if it has not ended. Raises NotFound.
+
+        With `is_left` by then, it is left in its engine for the next frontend.
+        """
+        index, client, first = await self._find(token, received)
+        outputs = {index: first}
+        try:
+            request = _request_of(token, first)
+            for other in range(max(1, request.sampling.n)):
+                if other != index:
+                    await self._ask_too(client, token, other, received, outputs)
+            yield AdoptedRequest(request, client, outputs)
+        finally:
+            # Those that have ended or were sent on to another engine are passed over.
+            handles = [adoptee.handle for adoptee in outputs.values()]
+            if is_left():
+                client.leave(handles)
+            else:
+                client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
+
+    async def _find(
+        self, token: str, received: Mapping[int, inference_pb2.ReceivedOutput]
+    ) -> tuple[int, EngineClient, Adoptee]:
+        for index in _probes(received):
+            found = await self._ask_everybody(output_request_id(token, index))
+            if found is not None:
+                return index, *found
+        raise not_kept(token)
+
+    async def _ask_everybody(self, request_id: str) -> tuple[EngineClient, Adoptee] | None:
+        give_up_at = self._clock.now() + _MAX_ASKING_S
+        while True:
+            clients = self._directory.clients()
+            # A frontend that has just begun knows no engine yet.
+            may_have_it = not clients or any(client.state in _OUT_OF_REACH for client in clients)
+            for client in clients:
+                if client.state not in _ASKABLE or client.model is None or not client.adoptions.are_possible:
+                    continue
+                try:
+                    return client, await client.adoptions.ask(request_id)
+                except NotFound:
+                    continue
+                except FailedPrecondition:
+                    may_have_it = True
+                except ServiceError:
+                    # It is lost or full: what it has may be had in a moment, or is lost with it.
+                    may_have_it = True
+            if not may_have_it or self._clock.now() >= give_up_at:
+                return None
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _ask_too(
+        self,
+        client: EngineClient,
+        token: str,
+        index: int,
+        received: Mapping[int, inference_pb2.ReceivedOutput],
+        outputs: dict[int, Adoptee],
+    ) -> None:
+        try:
+            outputs[index] = await client.adoptions.ask(output_request_id(token, index))
+        except ServiceError as error:
+            if not (isinstance(error, NotFound) and _is_finished(received, index)):
+                raise not_kept(token) from error
+
+
+def not_kept(token: str) -> NotFound:
+    """The error of a token that nobody knows."""
+    return NotFound(
+        "no stream with this resume_token is kept: it ended, its grace is over, or it cannot be continued by "
+        "another frontend process than its own",
+        resource_type="stream",
+        resource_name=token,
+    )
+
+
+def _probes(received: Mapping[int, inference_pb2.ReceivedOutput]) -> Iterator[int]:
+    """Outputs to ask for: one that is surely kept while any is, and the first where all have ended."""
+    unfinished = next(index for index in range(len(received) + 1) if not _is_finished(received, index))
+    yield unfinished
+    if unfinished:
+        yield 0
+
+
+def _is_finished(received: Mapping[int, inference_pb2.ReceivedOutput], index: int) -> bool:
+    return index in received and received[index].is_finished
+
+
+def _request_of(token: str, adoptee: Adoptee) -> generate_pb2.GenerateRequest:
+    request = generate_pb2.GenerateRequest()
+    try:
+        request.ParseFromString(adoptee.resume_state)
+    except DecodeError as error:
+        raise not_kept(token) from error
+    request.token_ids.ids.extend(ids_of(adoptee.prompt_token_ids))
+    return request

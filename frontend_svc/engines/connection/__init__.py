@@ -1,0 +1,3 @@
+"""One resumable connection to one engine.
+Must not know routing or text.
+"""

@@ -1,0 +1,437 @@
+"""One engine as seen from here: its stream, its state, and the requests this frontend has there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import grpc.aio
+
+from frontend_svc.engines.adoption.orphaned_requests import EngineAdoptions
+from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
+from frontend_svc.engines.connection.columns import MalformedStep, read_step
+from frontend_svc.engines.connection.connection import (
+    SCHEMA_REVISION,
+    EngineLine,
+    FrontendIdentity,
+    ReconnectPause,
+)
+from frontend_svc.engines.connection.health import (
+    HELD_STATES,
+    IN_USE_STATES,
+    TRANSITIONS,
+    EngineState,
+    StepWatch,
+)
+from frontend_svc.engines.connection.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
+from frontend_svc.engines.load_messages import load_of_stats, num_tokens_of
+from frontend_svc.engines.routing.account import EngineAccount
+from frontend_svc.engines.routing.engine_info import EngineInfo
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.loss import Loss
+from frontend_svc.output.processor import OutputProcessor, Receiver
+from frontend_svc.tensors.sender import TensorSender
+from frontend_svc.tensors.wire_tensor import WireTensor
+from frontend_svc.text.model import ServedModel
+from service_kit.channel import open_channel
+from service_kit.clock import Clock
+from service_kit.errors import InvalidTransition, from_status
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+
+
+class UnreadReady:
+    """Holds the newest `ready` of a session, which an engine sends once, over as many streams as it takes."""
+
+    def __init__(self) -> None:
+        self._ready: session_pb2.Ready | None = None
+        self._is_told = asyncio.Event()
+
+    def put(self, ready: session_pb2.Ready) -> None:
+        """Take what the engine says, in place of what it said before."""
+        self._ready = ready
+        self._is_told.set()
+
+    async def get(self) -> session_pb2.Ready:
+        """What it has said last; waits for it. It stays here until it is known to be read."""
+        while self._ready is None:
+            self._is_told.clear()
+            await self._is_told.wait()
+        return self._ready
+
+    def note_read(self, ready: session_pb2.Ready) -> None:
+        """Forget `ready`, unless there is a newer one."""
+        if self._ready is ready:
+            self._ready = None
+
+    def forget(self) -> None:
+        """The session is over: in the next one the engine says all anew."""
+        self._ready = None
+
+
+__all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_DEADLINE_S = 1.0
+# For so long an engine that nobody tells of any more is asked to end what has moved on from it.
+_MAX_OWED_S = 30.0
+# Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
+_MAX_ROWS_A_TURN = 64
+
+
+class EngineClient:
+    """Keeps one Connect stream to one engine, for ever, and the state of each request that went down it.
+
+    A stream that breaks is replaced, and its requests go on where they stood. Where that fails they are told
+    of a `Loss`; what the engine yields for them afterwards, should it come back, is dropped and counted.
+    `on_change` is called after each change of state.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: FrontendIdentity,
+        artifacts: ArtifactStore,
+        clock: Clock,
+        *,
+        on_change: Callable[[EngineClient], None],
+        on_add: Callable[[EngineClient], None] = lambda client: None,
+        heartbeat_s: float = HEARTBEAT_S,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self.address = address
+        self.account = EngineAccount(address)
+        self.state = EngineState.CONNECTING
+        self.model: ServedModel | None = None
+        self.engine_id = ""
+        self.down_reason = ""  # why it went down last
+        self.stale_outputs = 0  # rows of requests that had gone on elsewhere
+        self._artifacts = artifacts
+        self._clock = clock
+        self._on_change = on_change
+        self._on_add = on_add
+        self._processor = OutputProcessor(on_end=self._on_request_end)
+        self._tensors = TensorSender(identity.frontend_id, send=self._send_adds, fail=self._processor.fail)
+        self._line = EngineLine(
+            address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
+        )
+        self._handles = itertools.count(1)
+        self.adoptions = EngineAdoptions(self._line, self._processor, self._handles, self._send, self.abort)
+        self._stream: EngineStream | None = None
+        self._steps = StepWatch()
+        self._pause = ReconnectPause(clock)
+        self._unread = UnreadReady()
+        self._is_loaded = False
+        self._lost_at = 0.0
+        self._is_closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this frontend that the engine has not ended."""
+        return len(self._processor)
+
+    def has_room(self, num_requests: int) -> bool:
+        """False when the engine would reject so many more requests of this session."""
+        limit = self._line.ack.max_inflight_adds
+        return limit <= 0 or len(self._processor) + num_requests <= limit
+
+    @property
+    def dp_size(self) -> int:
+        """How many data-parallel ranks there are beside this engine, itself included."""
+        return max(1, self._line.ack.dp_size)
+
+    @property
+    def step_age_s(self) -> float:
+        """For how long its present step had been running when it was heard last; 0 without one."""
+        return self._steps.age_s
+
+    @property
+    def owed_s(self) -> float:
+        """For how many seconds more it should be kept, to have the engine end what moved on from it; or 0."""
+        if not self._line.session.num_moved:
+            return 0.0
+        return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
+
+    def info(self) -> EngineInfo:
+        """What routing needs to know."""
+        return self.account.info()
+
+    def start(self) -> None:
+        """Begin to connect, and do so again whenever the stream is lost."""
+        self._task = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        """Say goodbye, end what is in flight, stop for good."""
+        if self._task is None:
+            return
+        self._is_closing = True
+        if self._stream is not None:
+            are_left = self.adoptions.are_left
+            self._stream.close(engine_pb2.Goodbye(reason="the frontend stops", leaves_adoptable=are_left))
+            await asyncio.wait({self._task}, timeout=_CLOSE_DEADLINE_S)
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def add(
+        self,
+        entries: Sequence[add_pb2.AddEntry],
+        states: Sequence[Receiver],
+        tensors: Collection[WireTensor] = (),
+    ) -> list[int]:
+        """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
+
+        The states are registered first: no output can come too early. What is given to a stream that has just
+        ended is sent by the next one, or goes on elsewhere with all that the engine has.
+        """
+        assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
+        handles: list[int] = []
+        for entry, state in zip(entries, states, strict=True):
+            handle = next(self._handles) & 0xFFFFFFFF
+            self._processor.register(handle, state)
+            # They share one prompt, which is computed for the first of them.
+            self.account.send(handle, 0 if handles else num_tokens_of(entry))
+            entry.handle = handle
+            handles.append(handle)
+        self._tensors.send(entries, tensors, self._line.stub)
+        self._on_add(self)
+        return handles
+
+    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
+        """End requests in the engine and forget them here; those that have ended are passed over."""
+        running = [handle for handle in handles if self._processor.forget(handle)]
+        if running:
+            self._send_abort(running, reason)
+
+    def leave(self, handles: Iterable[int]) -> None:
+        """Forget requests here alone: the engine goes on with them, for whoever adopts them."""
+        for handle in handles:
+            self._processor.forget(handle)
+
+    def end(self, handles: Iterable[int]) -> None:
+        """Abort requests in the engine and tell their readers; those that have ended are passed over."""
+        running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]
+        if running:
+            self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                lost = await self._visit()
+                # In this order: while it is ready there is a stream, alive or not, and a connection.
+                self._end_visit(lost)
+                await self._line.hang_up()
+                if self._is_closing:
+                    return
+                await asyncio.sleep(self._pause.after(lost.end))
+                self._move_to(EngineState.CONNECTING)
+        finally:
+            self._end_visit(StreamLost("closed", StreamEnd.LEFT))
+            self._move_to(EngineState.CLOSED)
+            await self._line.hang_up()
+
+    async def _visit(self) -> StreamLost:
+        """Use the engine until it is lost, over as many streams as that takes."""
+        try:
+            stream = await self._open()
+            while True:
+                try:
+                    raise await self._use(stream)
+                except StreamLost as lost:
+                    if not self._can_resume(lost):
+                        raise
+                    stream = await self._replace(lost)
+        except StreamLost as lost:
+            # Another one, without a traceback: in its frames the call would live on, and so its connection.
+            return StreamLost(str(lost), lost.end)
+        except (MalformedStep, ArtifactError) as error:
+            return StreamLost(str(error))
+        except Exception as error:
+            # A bug of ours. A client that ends by it would leave its engine unused for ever.
+            logger.exception("engine client failed", extra={"engine": self.address})
+            return StreamLost(f"internal error ({type(error).__name__})")
+
+    async def _open(self) -> EngineStream:
+        epoch = self._line.ack.engine_epoch
+        stream, is_resumed = await self._line.open()
+        self.engine_id = self._line.ack.engine_id
+        self.account.meet(self._line.ack.engine_epoch)
+        self.account.place(dp_rank=self._line.ack.dp_rank)
+        if not is_resumed:
+            self._unread.forget()
+            self._is_loaded = False
+        if self._line.ack.engine_epoch != epoch:
+            self._steps.hung_step = None
+        self._move_to(EngineState.LOADING)
+        if self._line.is_draining:
+            self._move_to(EngineState.DRAINING)
+        self._become_ready()
+        return stream
+
+    def _can_resume(self, lost: StreamLost) -> bool:
+        is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT) and not self._is_closing
+        return is_wire and self.state in IN_USE_STATES and self._line.session.is_resumable
+
+    async def _replace(self, lost: StreamLost) -> EngineStream:
+        was_draining = self.state is EngineState.DRAINING
+        self._stream = None
+        self._move_to(EngineState.RECONNECTING)
+        try:
+            stream = await self._line.replace(lost)
+        except StreamLost as final:
+            if was_draining and final.end is StreamEnd.REFUSED:
+                # It has gone as it said it would.
+                raise StreamLost(str(final), StreamEnd.LEFT) from final
+            raise
+        is_draining = was_draining or self._line.is_draining
+        self._tensors.go_on(self._line.stub)
+        self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
+        return stream
+
+    async def _use(self, stream: EngineStream) -> BaseException:
+        """Read the stream until it is lost; why it is, to be raised where none of the tasks is known."""
+        stub = self._line.stub
+        self._stream = stream
+        messages = asyncio.ensure_future(stream.run(self._dispatch))
+        loading = asyncio.ensure_future(self._load(stub))
+        try:
+            # Loading ends alone only by a fault; the stream never ends without one.
+            tasks = (messages, loading)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(filter(None, (task.exception() for task in tasks if task.done())))
+        finally:
+            messages.cancel()
+            loading.cancel()
+            await asyncio.gather(messages, loading, return_exceptions=True)
+            self._line.session.last_seq = stream.last_seq
+
+    async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
+        while True:
+            ready = await self._unread.get()
+            self.model = await self._artifacts.model_of(ready, stub)
+            self._unread.note_read(ready)
+            self.account.place(block_size=ready.block_size)
+            self._is_loaded = True
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        if self.state is EngineState.LOADING and self._is_loaded and self._steps.hung_step is None:
+            self._move_to(EngineState.READY)
+
+    async def _dispatch(self, message: engine_pb2.ConnectResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            await self._take_step(message.step)
+        elif kind == "stats":
+            self.account.report(load_of_stats(message.stats, self._line.ack.engine_epoch), is_direct=True)
+        elif kind == "add_rejected":
+            rejected = message.add_rejected
+            status = rejected.status
+            error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
+            self._line.session.close([rejected.handle])
+            self._processor.fail(rejected.handle, error)
+            self.adoptions.refuse(rejected.handle, error)
+        elif kind == "heartbeat":
+            self._watch_steps(message.heartbeat)
+        elif kind == "already_finished":
+            self._line.session.close(message.already_finished.handles)
+        elif kind == "adopted":
+            self.account.send(message.adopted.handle, 0)
+            self.adoptions.take(message.adopted)
+        elif kind == "ready":
+            self._unread.put(message.ready)
+            if self.state is EngineState.DRAINING:
+                self._move_to(EngineState.LOADING)
+                self._become_ready()
+        elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
+            self._move_to(EngineState.DRAINING)
+        elif kind == "dead":
+            raise StreamLost(f"the engine failed: {message.dead.reason}", StreamEnd.FAILED)
+
+    async def _take_step(self, step: step_pb2.Step) -> None:
+        """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
+        columns = read_step(step)
+        self.stale_outputs += self._line.session.hear(columns)
+        for row in columns.cached:
+            self.account.begin(columns.handles[row])
+        for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
+            if index:
+                await asyncio.sleep(0)
+            finished_here = self._processor.process(rows)
+            if finished_here:
+                self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
+        self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
+
+    def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
+        self.account.hold(heartbeat.state in HELD_STATES)
+        hung_for_s = self._steps.hear(heartbeat)
+        if hung_for_s is not None:
+            raise StreamLost(
+                f"its loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s", StreamEnd.HUNG
+            )
+        self._become_ready()
+
+    def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
+        if entries:
+            self._line.session.add(entries)
+            message = engine_pb2.ConnectRequest()
+            message.add.entries.extend(entries)
+            self._send(message)
+
+    def _on_request_end(self, handle: int) -> None:
+        self.account.end(handle)
+        self._tensors.forget(handle)
+
+    def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
+        # Without a stream it is told to the session alone, and sent by the next stream.
+        abort = self._line.session.abort(handles, reason)
+        if abort is not None:
+            self._send(engine_pb2.ConnectRequest(abort=abort))
+
+    def _send(self, message: engine_pb2.ConnectRequest) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+
+    def _end_visit(self, lost: StreamLost) -> None:
+        """The engine is lost, and with it what it had of ours."""
+        was_in_use = self.state in IN_USE_STATES
+        is_news = was_in_use or (self.state is not EngineState.DOWN and self.down_reason != str(lost))
+        if is_news and not self._is_closing:
+            logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
+        loss = self._line.loss(lost)
+        self._stream = None
+        self.down_reason = str(lost)
+        self.account.reset()
+        self._steps.forget()
+        self._line.lose(lost)
+        if was_in_use:
+            self._lost_at = self._clock.now()
+        self._tensors.stop()
+        self.adoptions.lose(str(lost))
+        if self.state is not EngineState.DOWN:
+            self._move_to(EngineState.DOWN)
+        self._lose_all(loss)
+
+    def _lose_all(self, loss: Loss) -> None:
+        while len(self._processor):
+            try:
+                self._processor.lose_all(loss)
+            except Exception:
+                # A bug of ours, and one request's alone: who is told is forgotten, and the others still hear.
+                logger.exception("a request cannot be told of a loss", extra={"engine": self.address})
+
+    def _move_to(self, state: EngineState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"an engine cannot go from {self.state.value} to {state.value}")
+        level = logging.DEBUG if state in (EngineState.CONNECTING, EngineState.LOADING) else logging.INFO
+        logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})
+        self.state = state
+        if state is EngineState.READY:
+            self._pause.note_ready()
+        try:
+            self._on_change(self)
+        except Exception:
+            # A bug of ours, and of those who listen: the engine stays in use.
+            logger.exception("change of an engine's state not taken", extra={"engine": self.address})

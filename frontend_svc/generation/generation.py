@@ -1,0 +1,392 @@
+"""The road of one request through the frontend: admitted, tokenized, sent, streamed back, cleaned up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+from frontend_svc.engines.adoption.takeover import AdoptedRequest, make_adoptable
+from frontend_svc.engines.connection.client import EngineClient
+from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.routing.affinity import prefix_hash
+from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.caller import Caller, too_late
+from frontend_svc.generation.drain import Drain
+from frontend_svc.generation.failover import Failover, Moves, Wish
+from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
+from frontend_svc.generation.tracing import RequestTrace
+from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
+from frontend_svc.output.group import make_states
+from frontend_svc.output.loss import LossKind, refusal_of_begun
+from frontend_svc.output.request_state import RequestState
+from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
+from frontend_svc.text.prompt import Prompt, RequestPrompt
+from frontend_svc.text.sampling import stream_interval
+from frontend_svc.text.tokenize.id_column import id_column
+from service_kit.errors import ServiceError
+from triptych.api.v1 import generate_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
+
+# How requests end that say nothing for sending others again.
+_NOT_WELL = ("abort", "error")
+
+
+class OpenRequest:
+    """A request that is in an engine, or on its way to one: who it is, and its outputs."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        request_id: str,
+        prepared: Prepared,
+        states: list[RequestState],
+        failover: Failover,
+        wish: Wish,
+        trace: RequestTrace,
+        arrived_at: float,
+    ) -> None:
+        self._caller = caller
+        self.request_id = request_id
+        self.model = wish.model.name
+        self.prompt_token_ids = prepared.prompt_token_ids
+        self.finish_reason = "abort"
+        self.states = states
+        self._entries = prepared.entries
+        self._tensors = prepared.tensors
+        self._collector = states[0].collector
+        self._clock = failover.clock
+        self._arrived_at = arrived_at
+        self.on_read: Callable[[], None] = lambda: None  # called with each output that is read
+        self._num_output_tokens: dict[int, int] = {}
+        self._handles: list[int] = []
+        self._num_sent_tokens = 0
+        self._moves = Moves(
+            failover,
+            wish,
+            send=self._send,
+            fail=self._fail,
+            tell=lambda move: trace.note_move(move, self.num_sampled_tokens),
+            remaining_s=caller.remaining_s,
+        )
+        for state in states:
+            state.on_lost = self._lose
+
+    def start(self) -> None:
+        """Send it; see `Moves.start`."""
+        self._moves.start()
+
+    def take_over(self, adopted: AdoptedRequest) -> None:
+        """Go on with what runs in an engine already. An output that is not there any more has ended."""
+        client, outputs = adopted.client, adopted.outputs
+        self._moves.take_over(client, adopted.num_attempts)
+        self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
+        for index, state in enumerate(self.states):
+            if index not in outputs:
+                state.advance([], Ending(EndReason.STOP))
+        client.adoptions.hand_over((adoptee, self.states[index]) for index, adoptee in outputs.items())
+
+    async def next(self) -> Output:
+        """What came since the last call, waiting for it; after the last nothing comes."""
+        output = await self._collector.get()
+        self.on_read()
+        for piece in output.pieces:
+            self._num_output_tokens[piece.index] = piece.num_output_tokens
+            if piece.ending is not None:
+                self.finish_reason = piece.ending.reason.name.lower()
+                if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
+                    raise too_late()
+        return output
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs that were read so far."""
+        return sum(self._num_output_tokens.values())
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is."""
+        if self._collector.has_ended:
+            return RequestPhase.FINISHED
+        return RequestPhase.RUNNING if self.num_sampled_tokens else RequestPhase.QUEUED
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of them came from the prefix cache."""
+        return self._collector.num_cached_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all outputs, read or not."""
+        return sum(state.num_output_tokens for state in self.states)
+
+    @property
+    def num_attempts(self) -> int:
+        """How often it was sent to an engine."""
+        return self._moves.num_attempts
+
+    @property
+    def engine_id(self) -> str:
+        """Where it runs; empty while it is on its way."""
+        client = self._moves.client
+        return "" if client is None else client.engine_id
+
+    def end(self) -> None:
+        """End its outputs as aborted, for whoever reads them."""
+        client = self._moves.client
+        if client is not None:
+            client.end(self._handles)
+            return
+        self._moves.end(is_well=False)
+        for state in self.states:
+            if not state.has_ended:
+                state.advance([], Ending(EndReason.ABORT))
+
+    def abort(self, reason: engine_pb2.AbortReason) -> None:
+        """End in the engine what has not ended, without a word to whoever reads it, and send nothing more."""
+        client = self._moves.client
+        self._moves.end(is_well=self.finish_reason not in _NOT_WELL)
+        if client is not None:
+            client.abort(self._handles, reason)
+
+    def leave(self) -> None:
+        """Let its engine go on with it for another frontend; nothing of it comes here any more."""
+        client = self._moves.client
+        self._moves.end(is_well=False)
+        if client is not None:
+            client.leave(self._handles)
+        self._let_go()
+
+    def close(self, reason: engine_pb2.AbortReason) -> None:
+        """Abort what has not ended, and forget what was not read."""
+        self.abort(reason)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Only a full collection frees what holds each other in a circle, and one that finds much of it stops
+        # all streams for 30 to 100 ms.
+        for state in self.states:
+            state.on_lost = state.on_output = None
+        self._collector.close()
+
+    def _send(self, client: EngineClient) -> None:
+        remaining_ms = self._caller.remaining_ms()
+        age_ms = round((self._clock.now() - self._arrived_at) * 1000)
+        entries, states = [], []
+        for entry, state in zip(self._entries, self.states, strict=True):
+            if state.has_ended:
+                continue
+            # What was sent before stays as it is: its engine may have to be sent it once more.
+            sent = add_pb2.AddEntry()
+            sent.CopyFrom(entry)
+            sent.attempt = self._moves.num_attempts - 1
+            sent.is_suspect = self._moves.needs_proof
+            sent.output_token_ids = id_column(state.output_token_ids)
+            sent.age_ms = age_ms
+            if remaining_ms is not None:
+                sent.remaining_ms = remaining_ms
+            state.on_output = self._moves.prove if self._moves.needs_proof else None
+            entries.append(sent)
+            states.append(state)
+        self._num_sent_tokens = self.num_sampled_tokens
+        self._handles[:] = client.add(entries, states, self._tensors)
+
+    def _lose(self, cause: LossKind, error: ServiceError) -> None:
+        client = self._moves.client
+        if client is None:
+            # Another output of the group was told before.
+            return
+        if cause is LossKind.REFUSED and len(self._handles) > 1:
+            client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
+        has_begun = any(state.has_begun or state.num_prompt_told for state in self.states)
+        for state in self.states:
+            state.is_continued = has_begun
+        if cause is LossKind.REFUSED and has_begun:
+            error = refusal_of_begun(client.address, error)
+        had_output = self.num_sampled_tokens > self._num_sent_tokens
+        self._moves.lose(cause, error, has_begun=has_begun, had_output=had_output)
+
+    def _fail(self, error: ServiceError) -> None:
+        self._collector.fail(too_late() if self._caller.is_late() else error)
+
+
+class Generation:
+    """Runs requests on whatever engines there are.
+
+    A request is either open, i.e. inside of `open`, or nowhere: leaving the block for whatever reason aborts
+    it in the engine and frees its place, its id and its state.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        failover: Failover,
+        admission: Admission,
+        limits: RequestLimits,
+        reader_limit: ReaderLimit,
+        requests: OpenRequests,
+        drain: Drain,
+    ) -> None:
+        self._directory = directory
+        self._failover = failover
+        self._admission = admission
+        self._requests = requests
+        self._limits = limits
+        self._reader_limit = reader_limit
+        self._drain = drain
+
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`; see `Directory.model`."""
+        return self._directory.model(name)
+
+    def counted(self) -> contextlib.AbstractContextManager[None]:
+        """Have a drain wait for the end of the block; raises Unavailable once it has begun."""
+        return self._drain.counted()
+
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
+        """Have a drain wait for the end of the block, as for who reads what has ended."""
+        return self._drain.awaited()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
+    ) -> AsyncGenerator[OpenRequest, None]:
+        """Check `request`, send it, and keep it alive inside of the block."""
+        with (
+            self._drain.counted(),
+            trace,
+            self._admission.claim(request.request_id),
+            self._requests.track(request.request_id, caller.request_id) as tracked,
+            self._admission.queue() as ticket,
+        ):
+            model = self._directory.model(request.model, has_embeds=prompt.field == "embeds")
+            prepared = await self._prepare(request, prompt, model, caller, trace)
+            self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
+            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked)
+            opened.on_read = lambda: self._admission.leave_queue(ticket)
+            with _kept_open(opened, caller, trace):
+                opened.start()
+                tracked.follow(opened)
+                yield opened
+
+    @contextlib.asynccontextmanager
+    async def adopt(
+        self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
+    ) -> AsyncGenerator[OpenRequest, None]:
+        """Keep alive inside of the block what another frontend began, with its output from the start.
+
+        The block is one inside of `counted`.
+        """
+        request = adopted.request
+        with (
+            trace,
+            self._admission.share(request.request_id),
+            self._requests.track(request.request_id, caller.request_id) as tracked,
+        ):
+            prompt, model = RequestPrompt(request), adopted.client.model
+            assert model is not None, "an engine that was ready has a model"
+            prepared = await self._prepare(request, prompt, model, caller, trace)
+            # What has come so far waits for its reader as one, however much that is.
+            limit = dataclasses.replace(
+                self._reader_limit,
+                max_tokens=self._reader_limit.max_tokens + adopted.num_tokens,
+                max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
+            )
+            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked, limit=limit)
+            with _kept_open(opened, caller, trace):
+                opened.take_over(adopted)
+                tracked.follow(opened)
+                yield opened
+
+    def _opened(
+        self,
+        request: AnyRequest,
+        prompt: Prompt,
+        prepared: Prepared,
+        model: ServedModel,
+        caller: Caller,
+        kind: OutputKind,
+        trace: RequestTrace,
+        tracked: TrackedRequest,
+        *,
+        limit: ReaderLimit | None = None,
+    ) -> OpenRequest:
+        trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
+        for entry in prepared.entries:
+            entry.trace_context.CopyFrom(trace_context)
+        collector = Collector(
+            kind,
+            len(prepared.entries),
+            stream_interval=stream_interval(request.sampling, self._limits),
+            limit=limit or self._reader_limit,
+            on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
+            awaits_prompt=request.sampling.HasField("prompt_logprobs"),
+        )
+        states = make_states(
+            request.sampling,
+            prepared.prompt_token_ids,
+            model,
+            collector,
+            len(prepared.entries),
+            markers=prompt.markers,
+            num_leading_places=prepared.num_leading_places,
+        )
+        opened = OpenRequest(
+            caller,
+            request.request_id or caller.request_id,
+            prepared,
+            states,
+            self._failover,
+            Wish(model, _routing(request, prepared)),
+            trace,
+            tracked.arrived_at,
+        )
+        return opened
+
+    async def _prepare(
+        self, request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller, trace: RequestTrace
+    ) -> Prepared:
+        check_request(request, prompt, model, self._limits)
+        with trace.tokenizing():
+            prepared = await prepare(request, prompt, model, self._limits)
+        if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
+            request_id = request.request_id or caller.request_id
+            make_adoptable(prepared, request, request_id, caller.resume_token)
+        trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
+        return prepared
+
+
+def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(prepared.prompt_token_ids),
+        num_requests=len(prepared.entries),
+        session_id=request.session_id,
+        # Ids that stand for embeddings tell nothing of what two prompts have in common.
+        prefix_hash=b"" if prepared.tensors else prefix_hash(prepared.prompt_token_ids),
+        data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+        has_embeds=bool(prepared.tensors),
+    )
+
+
+@contextlib.contextmanager
+def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iterator[None]:
+    """Whatever leaves the block aborts the request where it has not ended and is not left to others."""
+    try:
+        yield
+    finally:
+        reason = caller.abort_reason()
+        if reason == engine_pb2.ABORT_REASON_DEADLINE:
+            trace.abort_cause = "deadline"
+        if caller.is_left():
+            opened.leave()
+        else:
+            opened.close(reason)
+        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)

@@ -1,0 +1,294 @@
+"""The road of a pooling request: admitted, tokenized, its prompts sent to engines, its results gathered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from frontend_svc.engines.connection.client import EngineClient
+from frontend_svc.engines.directory import Directory
+from frontend_svc.engines.routing.affinity import prefix_hash
+from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.admission import Admission, Ticket
+from frontend_svc.generation.caller import Caller, too_late
+from frontend_svc.generation.drain import Drain
+from frontend_svc.generation.failover import Failover, Move, Moves, Wish
+from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
+from frontend_svc.generation.tracing import RequestTrace
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.loss import LossKind
+from frontend_svc.output.pooling_state import Pooled, PoolingState
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.pooling import is_per_token
+from frontend_svc.text.tokenize.id_column import id_column
+from service_kit.errors import Aborted, ServiceError
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
+
+# Prompts of one request that are in engines at once: enough to fill a batch, few enough to leave room.
+_MAX_SENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPrompt:
+    """One prompt. Those with the same `affinity_key` go to one engine; empty: to any."""
+
+    token_ids: list[int]
+    affinity_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingWork:
+    """What is to be pooled: `tokenize` gives the prompts, each of which becomes one result."""
+
+    request_id: str
+    model: ServedModel
+    params: sampling_pb2.PoolingParams
+    tokenize: Callable[[], Awaitable[list[PoolingPrompt]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrompts:
+    """The results in order of the prompts, and how many tokens those had together."""
+
+    request_id: str
+    results: list[Pooled]
+    num_prompt_tokens: int
+
+
+class PooledPrompt:
+    """One prompt on its way through engines to its result."""
+
+    def __init__(
+        self,
+        failover: Failover,
+        model: ServedModel,
+        routing: RoutingRequest,
+        entry: add_pb2.AddEntry,
+        caller: Caller,
+        arrived_at: float,
+        tell: Callable[[Move], None],
+    ) -> None:
+        self._entry = entry
+        self._caller = caller
+        self._clock = failover.clock
+        self._arrived_at = arrived_at
+        self._state = PoolingState()
+        self._state.on_lost = self._lose
+        self.engine_id = ""  # where it was sent last
+        self._handles: list[int] = []
+        self._moves = Moves(
+            failover,
+            Wish(model, routing),
+            send=self._send,
+            fail=self._fail,
+            tell=tell,
+            remaining_s=caller.remaining_s,
+        )
+
+    @property
+    def num_attempts(self) -> int:
+        """How often it was sent to an engine."""
+        return self._moves.num_attempts
+
+    async def run(self) -> Pooled:
+        """The result. Raises what ended the request instead; nothing of it is left then."""
+        is_well = False
+        try:
+            self._moves.start()
+            pooled = await self._state.result()
+            is_well = True
+        except Aborted as error:
+            if self._caller.is_late():
+                raise too_late() from error
+            raise
+        finally:
+            client = self._moves.client
+            self._moves.end(is_well=is_well)
+            if client is not None:
+                client.abort(self._handles, self._caller.abort_reason())
+        return pooled
+
+    def end(self) -> None:
+        """End it as aborted."""
+        client = self._moves.client
+        if client is not None:
+            client.end(self._handles)
+        else:
+            self._moves.end(is_well=False)
+            self._state.advance([], Ending(EndReason.ABORT))
+
+    def _send(self, client: EngineClient) -> None:
+        remaining_ms = self._caller.remaining_ms()
+        # What was sent before stays as it is: its engine may have to be sent it once more.
+        entry = add_pb2.AddEntry()
+        entry.CopyFrom(self._entry)
+        if remaining_ms is not None:
+            entry.remaining_ms = remaining_ms
+        entry.attempt = self._moves.num_attempts - 1
+        entry.age_ms = round((self._clock.now() - self._arrived_at) * 1000)
+        self.engine_id = client.engine_id
+        self._handles[:] = client.add([entry], [self._state])
+
+    def _lose(self, cause: LossKind, error: ServiceError) -> None:
+        self._moves.lose(cause, error, has_begun=False, had_output=False)
+
+    def _fail(self, error: ServiceError) -> None:
+        self._state.end_with(too_late() if self._caller.is_late() else error)
+
+
+class PoolingProgress:
+    """How far a pooling request is, and its end from outside: its prompts in engines, and what is done."""
+
+    def __init__(self, num_prompt_tokens: int, num_prompts: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.num_sampled_tokens = 0
+        self._num_left = num_prompts
+        self._num_prompts = num_prompts
+        self._max_attempts = 0
+        self._engine_id = ""
+        self._sent: list[PooledPrompt] = []
+        self._is_ended = False
+
+    @property
+    def phase(self) -> RequestPhase:
+        """How far it is: RUNNING from its first result on."""
+        if not self._num_left:
+            return RequestPhase.FINISHED
+        return RequestPhase.RUNNING if self._num_left < self._num_prompts else RequestPhase.QUEUED
+
+    @property
+    def num_attempts(self) -> int:
+        """How often that prompt was sent to engines that was sent most often."""
+        return max((prompt.num_attempts for prompt in self._sent), default=self._max_attempts)
+
+    @property
+    def engine_id(self) -> str:
+        """Where the prompt is that was begun last."""
+        return self._sent[-1].engine_id if self._sent else self._engine_id
+
+    def end(self) -> None:
+        """End the prompts in engines, and send no more: the request ends as aborted."""
+        self._is_ended = True
+        for prompt in list(self._sent):
+            prompt.end()
+
+    @contextlib.contextmanager
+    def sent(self, prompt: PooledPrompt) -> Iterator[None]:
+        """Know a prompt that is on its way, inside of the block. Raises Aborted after the request's end."""
+        if self._is_ended:
+            raise Aborted("the request was ended before its result was there")
+        self._sent.append(prompt)
+        try:
+            yield
+        finally:
+            self._engine_id = self.engine_id
+            self._max_attempts = max(self._max_attempts, self.num_attempts)
+            self._sent.remove(prompt)
+
+    def note(self, pooled: Pooled) -> None:
+        """Count a prompt that has its result."""
+        self._num_left -= 1
+        self.num_cached_tokens += pooled.num_cached_tokens
+
+
+class Pooling:
+    """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        failover: Failover,
+        admission: Admission,
+        requests: OpenRequests,
+        drain: Drain,
+    ) -> None:
+        self._directory = directory
+        self._failover = failover
+        self._admission = admission
+        self._requests = requests
+        self._drain = drain
+
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`; see `Directory.model`."""
+        return self._directory.model(name)
+
+    async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
+        """All results of `work`. Raises the first error of any prompt; the others are aborted then."""
+        request_id = work.request_id or caller.request_id
+        trace = RequestTrace(request_id, caller.traceparent, caller.tracestate)
+        with (
+            self._drain.counted(),
+            trace,
+            self._admission.claim(work.request_id),
+            self._requests.track(work.request_id, caller.request_id) as tracked,
+            self._admission.queue() as ticket,
+        ):
+            with trace.tokenizing():
+                prompts = await work.tokenize()
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            self._admission.add_prompt(ticket, num_tokens)
+            progress = PoolingProgress(num_tokens, len(prompts))
+            tracked.follow(progress)
+            on_their_way = [
+                PooledPrompt(
+                    self._failover,
+                    work.model,
+                    _routing(work.params, prompt),
+                    _entry(work, prompt.token_ids, trace, caller),
+                    caller,
+                    tracked.arrived_at,
+                    lambda move: trace.note_move(move, 0),
+                )
+                for prompt in prompts
+            ]
+            results = await self._run_all(on_their_way, ticket, progress)
+            return PooledPrompts(request_id, results, num_tokens)
+
+    async def _run_all(
+        self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress
+    ) -> list[Pooled]:
+        places = asyncio.Semaphore(_MAX_SENT)
+
+        async def run_in_turn(prompt: PooledPrompt) -> Pooled:
+            async with places:
+                with progress.sent(prompt):
+                    pooled = await prompt.run()
+            progress.note(pooled)
+            self._admission.leave_queue(ticket)
+            return pooled
+
+        tasks = [asyncio.ensure_future(run_in_turn(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _routing(params: sampling_pb2.PoolingParams, prompt: PoolingPrompt) -> RoutingRequest:
+    return RoutingRequest(
+        num_prompt_tokens=len(prompt.token_ids),
+        prefix_hash=b"" if is_per_token(params.task) else prefix_hash(prompt.token_ids),
+        affinity_key=params.late_interaction_key or prompt.affinity_key,
+    )
+
+
+def _entry(
+    work: PoolingWork, token_ids: Sequence[int], trace: RequestTrace, caller: Caller
+) -> add_pb2.AddEntry:
+    entry = add_pb2.AddEntry(
+        request_id=secrets.token_hex(16),
+        external_request_id=work.request_id,
+        prompt_token_ids=id_column(token_ids),
+        pooling=work.params,
+        trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
+    )
+    if is_per_token(work.params.task):
+        entry.skip_reading_prefix_cache = True
+    return entry

@@ -1,0 +1,93 @@
+"""The spans of one request in the frontend: `request` with the children `tokenize` and `detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+
+from frontend_svc.generation.failover import Move
+from frontend_svc.output.request_state import RequestState
+from service_kit.errors import ServiceError
+from service_kit.telemetry import bind_log_fields, context_from, traceparent_of, tracer
+from triptych.common.v1 import sampling_pb2
+
+# No request has a longer id, but one may come with it, and is refused later.
+_MAX_ID_CHARS = 128
+_SHOWN_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens")
+
+
+class RequestTrace:
+    """The open `request` span, from a request's arrival to its end whatever that is."""
+
+    def __init__(self, request_id: str, traceparent: str, tracestate: str) -> None:
+        self._request_id = request_id[:_MAX_ID_CHARS]
+        self._span: Span = tracer().start_span(
+            "request",
+            context=context_from(traceparent, tracestate),
+            attributes={"triptych.request_id": self._request_id},
+        )
+        self.abort_cause = "client"
+        self._context: Context = set_span_in_context(self._span, Context())
+
+    def __enter__(self) -> RequestTrace:
+        bind_log_fields(request_id=self._request_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self._span.add_event("aborted", {"cause": self.abort_cause})
+        elif error is not None:
+            code = error.code.name if isinstance(error, ServiceError) else "INTERNAL"
+            self._span.set_attribute("rpc.grpc.status", code)
+            self._span.set_status(
+                Status(StatusCode.ERROR, str(error) if isinstance(error, ServiceError) else code)
+            )
+        self._span.end()
+
+    @property
+    def traceparent(self) -> str:
+        """What makes spans elsewhere children of this request."""
+        return traceparent_of(self._span)
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[None]:
+        """The span `tokenize` around a block."""
+        with tracer().start_as_current_span("tokenize", context=self._context, record_exception=False):
+            yield
+
+    def note_request(self, model: str, num_prompt_tokens: int, sampling: sampling_pb2.SamplingParams) -> None:
+        """What is asked, once it is known in full."""
+        self._span.set_attribute("gen_ai.request.model", model)
+        self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
+        for name in _SHOWN_PARAMETERS:
+            self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
+
+    def note_move(self, move: Move, num_output_tokens: int) -> None:
+        """That it goes on in another engine, with so many tokens."""
+        self._span.add_event(
+            "moved",
+            {
+                "triptych.cause": move.cause.value,
+                "triptych.from": move.origin,
+                "triptych.to": move.target,
+                "triptych.num_output_tokens": num_output_tokens,
+            },
+        )
+
+    def note_output(self, states: Sequence[RequestState], num_output_tokens: int, finish_reason: str) -> None:
+        """What came of it. Makes the span `detokenize`, from the first output to the last."""
+        self._span.set_attribute("gen_ai.usage.output_tokens", num_output_tokens)
+        self._span.set_attribute("gen_ai.response.finish_reasons", finish_reason)
+        begun = [state for state in states if state.first_output_at_ns]
+        if begun:
+            first_at_ns = min(state.first_output_at_ns for state in begun)
+            span = tracer().start_span("detokenize", context=self._context, start_time=first_at_ns)
+            span.set_attribute("triptych.busy_us", sum(state.detokenize_ns for state in begun) // 1000)
+            span.end(max(state.last_output_at_ns for state in begun))

@@ -1,0 +1,3 @@
+"""Conversations to prompts: chat templates and what they expect.
+Must not know engines.
+"""

@@ -1,0 +1,3 @@
+"""Text to token ids and back, by the files of a model.
+Must not know requests.
+"""

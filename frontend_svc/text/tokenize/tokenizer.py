@@ -1,0 +1,129 @@
+"""A model's tokenizer as requests use it. Knows no requests and no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer
+
+from frontend_svc.text.detokenizer import Detokenizer
+from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.tokenize.token_text import TokenTexts
+from frontend_svc.text.workers.workers import Encoded, TextWorkers
+
+
+class PairTemplate:
+    """How a tokenizer joins two texts into one prompt: what it puts before, between and behind them.
+
+    Learned from one pair, so that texts can be tokenized apart, each once, and given ids can be joined too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
+        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+        num_seen = 0
+        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+            if sequence is None:
+                parts[num_seen].append(token_id)
+            else:
+                num_seen = sequence + 1
+        self._before, self._between, self._behind = parts
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """The prompt of two texts that were tokenized without special tokens."""
+        return [*self._before, *first, *self._between, *second, *self._behind]
+
+
+# Normalizers that never make text shorter by much, so that characters bound the number of tokens from below.
+_KEEPS_LENGTH = (None, "NFC", "NFD")
+
+
+class ModelTokenizer:
+    """One model's tokenizer, read-only and shared by all requests.
+
+    What may take long is done by text workers, from `files`. `tokenizer` is the same one in this process: it
+    makes text of tokens one at a time, which takes a microsecond.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers, files: TextFiles) -> None:
+        self._tokenizer = tokenizer
+        self._workers = workers
+        self._files = files
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self._max_token_chars = max((len(token) for token in vocabulary), default=1)
+        self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.token_texts = TokenTexts(tokenizer)
+        self.pair_template = PairTemplate(tokenizer)
+
+    @property
+    def files(self) -> TextFiles:
+        """What it was made from."""
+        return self._files
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is one token."""
+        return self._tokenizer.token_to_id(text) is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id that has text."""
+        return self._vocab_size
+
+    def min_num_tokens(self, text: str) -> int:
+        """A cheap lower bound of the number of tokens of `text`; 0 where none can be told."""
+        normalizer = self._tokenizer.normalizer
+        name = None if normalizer is None else type(normalizer).__name__
+        return -(-len(text) // self._max_token_chars) if name in _KEEPS_LENGTH else 0
+
+    async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """The token ids of `text`. `field` is what a refusal names."""
+        return await self._workers.encode(
+            self._files, text, add_special_tokens=add_special_tokens, field=field
+        )
+
+    async def encode_with_places(
+        self, text: str, *, add_special_tokens: bool, field: str = "text"
+    ) -> Encoded:
+        """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
+        return await self._workers.encode_with_places(
+            self._files, text, add_special_tokens=add_special_tokens, field=field
+        )
+
+    async def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, field: str = "token_ids"
+    ) -> str:
+        """The text of `token_ids`, all at once."""
+        return await self._workers.decode(
+            self._files, token_ids, skip_special_tokens=skip_special_tokens, field=field
+        )
+
+    async def render(self, conversation: Mapping[str, object], *, max_chars: int) -> str:
+        """The prompt of a conversation, as `ChatTemplate.render` describes it. Raises InvalidArgument."""
+        return await self._workers.render(self._files, conversation, max_chars=max_chars)
+
+    async def render_and_encode(
+        self, conversation: Mapping[str, object], *, max_chars: int
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation and its token ids."""
+        return await self._workers.render_and_encode(self._files, conversation, max_chars=max_chars)
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        markers: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
+        """A detokenizer for output that continues `prompt_token_ids`, with the special tokens `markers`."""
+        ids = {self._tokenizer.token_to_id(marker) for marker in markers}
+        return Detokenizer(
+            self._tokenizer,
+            prompt_token_ids,
+            special_ids=self._special_ids,
+            skip_special_tokens=skip_special_tokens,
+            marker_ids=self._special_ids & ids,
+            joined_ids=frozenset() if spaces_between_special_tokens else self._special_ids,
+        )

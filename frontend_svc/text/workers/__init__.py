@@ -1,0 +1,3 @@
+"""Child processes that tokenize and render templates, and can be killed.
+Must not know requests.
+"""

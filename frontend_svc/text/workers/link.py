@@ -1,0 +1,182 @@
+"""One text worker's process seen from the event loop: started, written to, read from, killed.
+
+Knows frames; not what they ask for, and nothing of queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from frontend_svc.text.workers.frames import Frame, FrameError, FrameReader, pack_head
+from service_kit.process import process_environment
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "frontend_svc.text.workers.process")
+
+# What is handed to the event loop's own buffer at once: the rest waits until that has been read.
+_CHUNK_BYTES = 64 * 1024
+_INPUT_FD = 0
+# Places in /proc/PID/stat, counted behind the name of the program.
+_USER_TIME, _SYSTEM_TIME = 11, 12
+# Streams of tokens that are already promised come before prompts that are new.
+_NICENESS = 5
+# Who is not root may change the priority of one session every 100 ms, whoever else has changed another.
+_NEXT_TRY_S = 0.15
+_MAX_TRIES = 100
+
+
+class WorkerLink(asyncio.SubprocessProtocol):
+    """The pipes of one worker process. All calls and all callbacks are on the event loop.
+
+    `on_frame` is called for each answer, `on_end` once, when the process cannot answer any more.
+    """
+
+    def __init__(
+        self, on_frame: Callable[[WorkerLink, Frame], None], on_end: Callable[[WorkerLink], None]
+    ) -> None:
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._reader = FrameReader()
+        self._unsent: list[memoryview] = []
+        self._is_paused = False
+        self._has_ended = False
+        self._process: asyncio.SubprocessTransport | None = None
+        self._input: asyncio.WriteTransport | None = None
+        self.exited = asyncio.get_running_loop().create_future()
+
+    async def start(self, command: Sequence[str]) -> None:
+        """Start the process. Raises OSError."""
+        await asyncio.get_running_loop().subprocess_exec(
+            lambda: self,
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            env=_environment(),
+            start_new_session=True,
+        )
+
+    @property
+    def process_id(self) -> int:
+        """The id of the process, 0 before it is started."""
+        return self._process.get_pid() if self._process is not None else 0
+
+    def cpu_s(self) -> float:
+        """Seconds of a core that the process has used; infinite where the system does not tell."""
+        try:
+            with open(f"/proc/{self.process_id}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return math.inf
+        return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
+
+    def send(self, header: Mapping[str, object], parts: Sequence[bytes]) -> None:
+        """Write a frame whose body is `parts`, as fast as the worker reads it. Raises FrameError."""
+        head = pack_head(header, sum(len(part) for part in parts))
+        # Short frames go out in one piece.
+        if sum(len(part) for part in parts) <= _CHUNK_BYTES:
+            head, parts = b"".join((head, *parts)), ()
+        self._unsent += [memoryview(part) for part in (head, *parts) if part]
+        self._pump()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. Nothing is called back but for its end."""
+        if self._process is not None and self._process.get_returncode() is None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Let the process end by closing its pipe."""
+        if self._input is not None:
+            self._input.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop: the process runs."""
+        # The transports of other event loops are no subclasses, though they do the same.
+        self._process = cast("asyncio.SubprocessTransport", transport)
+        self._input = cast("asyncio.WriteTransport", self._process.get_pipe_transport(_INPUT_FD))
+        # Set from here and at once: starting Python and reading a tokenizer take longer than most work.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.process_id, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        self._lower_session(_MAX_TRIES)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Called by the event loop: the process has written."""
+        self._reader.feed(data)
+        try:
+            while not self._has_ended and (frame := self._reader.take()) is not None:
+                self._on_frame(self, frame)
+        except FrameError as error:
+            logger.error(
+                "text worker does not keep to its protocol",
+                extra={"process_id": self.process_id, "error": str(error)},
+            )
+            self.kill()
+            self._end()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Called by the event loop: a pipe is closed. A worker without a pipe is of no use."""
+        self._end()
+
+    def process_exited(self) -> None:
+        """Called by the event loop: the process is gone."""
+        self._end()
+        if self._process is not None:
+            self._process.close()
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def pause_writing(self) -> None:
+        """Called by the event loop: its buffer is full."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """Called by the event loop: its buffer has room."""
+        self._is_paused = False
+        self._pump()
+
+    def _lower_session(self, num_tries: int) -> None:
+        # Linux may share its cores between sessions first, and a worker has one of its own: there its own
+        # priority says nothing against others.
+        try:
+            Path(f"/proc/{self.process_id}/autogroup").write_text(str(_NICENESS))
+        except BlockingIOError:
+            if num_tries > 1 and not self._has_ended:
+                asyncio.get_running_loop().call_later(_NEXT_TRY_S, self._lower_session, num_tries - 1)
+        except OSError:
+            # It has ended, or this system has no such thing.
+            return
+
+    def _pump(self) -> None:
+        while self._unsent and not self._is_paused and self._input is not None:
+            view = self._unsent[0]
+            self._input.write(bytes(view[:_CHUNK_BYTES]))
+            if len(view) > _CHUNK_BYTES:
+                self._unsent[0] = view[_CHUNK_BYTES:]
+            else:
+                self._unsent.pop(0)
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._unsent.clear()
+            self._on_end(self)
+
+
+def _environment() -> dict[str, str]:
+    environment = process_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # A worker is one thread: there is a worker for each core already.
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    # A text that a tokenizer panics over is one line in the log, not fifty.
+    environment["RUST_BACKTRACE"] = "0"
+    return environment

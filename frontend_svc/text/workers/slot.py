@@ -1,0 +1,303 @@
+"""The place of one text worker: its process, what it does now, how long it may, and who comes after it.
+
+Knows the processes of one place only, and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.workers.frames import Frame, FrameError
+from frontend_svc.text.workers.link import WorkerLink
+from frontend_svc.text.workers.work_queue import Work
+from service_kit.errors import InvalidArgument, InvalidTransition, ServiceError
+
+logger = logging.getLogger(__name__)
+
+# A large vocabulary takes a second or two to parse, on a busy machine several times that.
+_READ_LIMIT_S = 60.0
+# A worker that got less of a core than this share was kept from its work, by streams that come before it.
+_FAIR_SHARE = 0.25
+_MAX_LIMITS = 4
+_MAX_MODELS = 64
+_FIRST_DELAY_S = 0.1
+_MAX_DELAY_S = 5.0
+_MAX_DOUBLINGS = 6
+_MAX_FAILURES_IN_A_ROW = 3
+
+
+class SlotState(enum.Enum):
+    """What the process of a slot does."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    IDLE = "idle"
+    READING = "reading"
+    WORKING = "working"
+    CLOSED = "closed"
+
+
+_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.DOWN: frozenset({SlotState.STARTING, SlotState.CLOSED}),
+    SlotState.STARTING: frozenset({SlotState.IDLE, SlotState.DOWN, SlotState.CLOSED}),
+    SlotState.IDLE: frozenset({SlotState.READING, SlotState.WORKING, SlotState.DOWN, SlotState.CLOSED}),
+    SlotState.READING: frozenset({SlotState.WORKING, SlotState.IDLE, SlotState.DOWN, SlotState.CLOSED}),
+    SlotState.WORKING: frozenset({SlotState.IDLE, SlotState.DOWN, SlotState.CLOSED}),
+    SlotState.CLOSED: frozenset({SlotState.CLOSED}),
+}
+
+
+class WorkerSlot:
+    """Runs one piece of work at a time in a process that it starts, kills at a time limit, and replaces.
+
+    The limit is for work: who was given less than a quarter of a core has it again, up to four times in all.
+    `on_free` is called when it could take work; `on_lost` with a piece whose worker died without an answer.
+    A replacement comes at once after a time limit, and ever later, up to 5 s, as processes die by themselves.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        time_limit_s: float,
+        *,
+        on_free: Callable[[], None],
+        on_lost: Callable[[Work], None],
+    ) -> None:
+        self._command = command
+        self._time_limit_s = time_limit_s
+        self._on_free = on_free
+        self._on_lost = on_lost
+        self._state = SlotState.DOWN
+        self._link: WorkerLink | None = None
+        self._links: set[WorkerLink] = set()
+        self._work: Work | None = None
+        self._reading: TextFiles | None = None
+        # In the order of their last use.
+        self._loaded: dict[str, None] = {}
+        self._unreadable: set[str] = set()
+        self._limit: asyncio.TimerHandle | None = None
+        self._num_limits = 0
+        self._cpu_before_s = 0.0
+        self._restart: asyncio.TimerHandle | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._num_failures = 0
+
+    @property
+    def process_id(self) -> int:
+        """The id of its process; 0 while there is none."""
+        return self._link.process_id if self._link is not None else 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can begin a piece of work."""
+        return self._state is SlotState.IDLE
+
+    @property
+    def is_busy_long(self) -> bool:
+        """Whether it will not be free soon."""
+        is_long = self._work is not None and self._work.is_long
+        return self._state is SlotState.READING or (self._state is SlotState.WORKING and is_long)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether its processes die one after the other, and there is none now."""
+        is_down = self._state in (SlotState.DOWN, SlotState.STARTING)
+        return is_down and self._num_failures >= _MAX_FAILURES_IN_A_ROW
+
+    def has_read(self, files: TextFiles) -> bool:
+        """Whether its process can work with `files` at once."""
+        return files.key in self._loaded
+
+    def may_read(self, files: TextFiles) -> bool:
+        """Whether its process has yet to read `files`, and has not failed to."""
+        return files.key not in self._loaded and files.key not in self._unreadable
+
+    def start(self) -> None:
+        """Start a process, unless there is one or its time has not come."""
+        if self._state is SlotState.DOWN and self._restart is None:
+            self._move_to(SlotState.STARTING)
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+
+    def begin(self, work: Work) -> None:
+        """Do `work`, whose answer is set when it is there. The slot must be free."""
+        work.num_attempts += 1
+        self._work = work
+        if self.has_read(work.files):
+            self._loaded[work.files.key] = self._loaded.pop(work.files.key)
+            self._send_work(work)
+        else:
+            self._read(work.files)
+
+    def read_ahead(self, models: Mapping[str, TextFiles]) -> None:
+        """Read the files of one of `models` that its process has not read yet, if there is one."""
+        for files in models.values():
+            if self.may_read(files):
+                self._read(files)
+                return
+
+    def close(self, error: ServiceError) -> None:
+        """End the process: an idle one by its pipe, a busy one by force, with its work failed."""
+        is_idle = self._state is SlotState.IDLE
+        self._move_to(SlotState.CLOSED)
+        for timer in (self._limit, self._restart):
+            if timer is not None:
+                timer.cancel()
+        if self._work is not None:
+            self._work.fail(error)
+        if self._link is not None:
+            self._link.close() if is_idle else self._link.kill()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        """Wait until no process is left; those that do not end within `timeout_s` are killed."""
+        if self._starting is not None:
+            await self._starting
+        ends = [link.exited for link in self._links]
+        if not ends:
+            return
+        _, pending = await asyncio.wait(ends, timeout=timeout_s)
+        if pending:
+            for link in self._links:
+                link.kill()
+            await asyncio.wait(pending, timeout=timeout_s)
+
+    async def _start(self) -> None:
+        link = WorkerLink(self._answered, self._ended)
+        self._link = link
+        self._links.add(link)
+        link.exited.add_done_callback(lambda _: self._links.discard(link))
+        try:
+            await link.start(self._command)
+        except OSError as error:
+            logger.error("text worker cannot be started", extra={"error": str(error)})
+            self._links.discard(link)
+            self._ended(link)
+            return
+        if self._state is SlotState.CLOSED:
+            link.kill()
+        elif self._link is link:
+            self._move_to(SlotState.IDLE)
+            self._on_free()
+
+    def _read(self, files: TextFiles) -> None:
+        self._move_to(SlotState.READING)
+        self._reading = files
+        forgotten = ""
+        if len(self._loaded) >= _MAX_MODELS:
+            forgotten = next(iter(self._loaded))
+            del self._loaded[forgotten]
+        header = {
+            "verb": "load",
+            "forgotten": forgotten,
+            "num_tokenizer_bytes": len(files.tokenizer),
+            "num_config_bytes": len(files.tokenizer_config),
+        }
+        self._send(header, files, files.parts, _READ_LIMIT_S)
+
+    def _send_work(self, work: Work) -> None:
+        self._move_to(SlotState.WORKING)
+        self._send(work.header, work.files, (work.body,), self._time_limit_s)
+
+    def _send(
+        self, header: Mapping[str, object], files: TextFiles, parts: Sequence[bytes], limit_s: float
+    ) -> None:
+        assert self._link is not None
+        self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
+        self._num_limits, self._cpu_before_s = 1, self._link.cpu_s()
+        self._link.send({**header, "key": files.key, "limit_s": _MAX_LIMITS * limit_s}, parts)
+
+    def _answered(self, link: WorkerLink, frame: Frame) -> None:
+        if link is not self._link:
+            return
+        if self._limit is not None:
+            self._limit.cancel()
+        self._num_failures = 0
+        if self._state is SlotState.READING:
+            self._take_read(frame)
+        elif self._state is SlotState.WORKING:
+            self._settle(frame)
+        elif self._state is not SlotState.CLOSED:
+            raise FrameError("an answer came to which there is no question")
+
+    def _take_read(self, frame: Frame) -> None:
+        files, self._reading = self._reading, None
+        assert files is not None
+        if "refused" in frame.header:
+            self._unreadable.add(files.key)
+            self._settle(frame)
+            return
+        self._loaded[files.key] = None
+        if self._work is None:
+            self._settle(frame)
+        else:
+            self._send_work(self._work)
+
+    def _settle(self, frame: Frame) -> None:
+        work, self._work = self._work, None
+        if work is not None and not work.answer.done():
+            work.answer.set_result(frame)
+        self._move_to(SlotState.IDLE)
+        self._on_free()
+
+    def _expire(self, limit_s: float) -> None:
+        link, work = self._link, self._work
+        assert link is not None
+        if self._num_limits < _MAX_LIMITS and link.cpu_s() - self._cpu_before_s < _FAIR_SHARE * limit_s:
+            self._num_limits += 1
+            self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
+            return
+        logger.warning(
+            "text worker killed at its time limit",
+            extra={"process_id": link.process_id, "limit_s": limit_s, "state": self._state.value},
+        )
+        if work is not None:
+            work.fail(_time_limit_error(work.field, limit_s))
+        if work is None and self._reading is not None:
+            self._unreadable.add(self._reading.key)
+        self._leave()
+        link.kill()
+        self.start()
+
+    def _ended(self, link: WorkerLink) -> None:
+        if link is not self._link or self._state is SlotState.CLOSED:
+            return
+        work = self._work
+        self._leave()
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._num_failures, _MAX_DOUBLINGS))
+        self._num_failures += 1
+        logger.warning(
+            "text worker ended by itself",
+            extra={"process_id": link.process_id, "restart_in_s": delay_s, "in_a_row": self._num_failures},
+        )
+        self._restart = asyncio.get_running_loop().call_later(delay_s, self._start_again)
+        if work is not None:
+            self._on_lost(work)
+
+    def _start_again(self) -> None:
+        self._restart = None
+        self.start()
+
+    def _leave(self) -> None:
+        """Have no process any more: what comes from the old one is not heard."""
+        if self._limit is not None:
+            self._limit.cancel()
+        self._link, self._work, self._reading = None, None, None
+        self._loaded.clear()
+        self._move_to(SlotState.DOWN)
+
+    def _move_to(self, state: SlotState) -> None:
+        if state not in _TRANSITIONS[self._state]:
+            raise InvalidTransition(f"a text worker cannot go from {self._state.value} to {state.value}")
+        self._state = state
+
+
+def _time_limit_error(field: str, limit_s: float) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field} took longer than the limit of {limit_s:g} s to be made into tokens",
+        field=field,
+        reason="TEXT_TIME_LIMIT",
+        metadata={"limit_s": f"{limit_s:g}"},
+    )

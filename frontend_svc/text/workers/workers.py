@@ -1,0 +1,275 @@
+"""Tokenizing and rendering in processes that can be killed, off the event loop. Knows no requests.
+
+Processes and not threads: what hangs in a tokenizer's regular expression or in a template's loop can be ended
+at its time limit, and costs one request's status and a new process, while the event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.workers.frames import Frame, pack_numbers, unpack_numbers
+from frontend_svc.text.workers.link import WORKER_COMMAND
+from frontend_svc.text.workers.slot import WorkerSlot
+from frontend_svc.text.workers.work_queue import Work, WorkQueue
+from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED = 2048
+_MAX_QUEUED_BYTES = 256 * 1024 * 1024
+_MAX_WAIT_S = 30.0
+_RETRY_AFTER_MS = 1000
+# Another worker may succeed where one was killed from outside; a second death is the work's own doing.
+_MAX_ATTEMPTS = 2
+_MAX_MODELS = 64
+_MAX_RENDERED_CHARS = 1024 * 1024
+_CLOSE_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of a text: ids, spellings, and where each starts and ends, in characters."""
+
+    ids: list[int]
+    tokens: list[str]
+    starts: list[int]
+    ends: list[int]
+
+
+class TextWorkers:
+    """Worker processes, started with the first piece of work, and the queue before them.
+
+    A worker does one piece at a time. At the end of `time_limit_s` it is killed and replaced, and the piece
+    is refused with InvalidArgument, reason TEXT_TIME_LIMIT: the same text would take as long again, and a
+    deadline or a missing resource would invite clients to retry. Work whose worker died for another reason
+    is done once more. Where there are two workers or more, one is kept for short pieces.
+
+    `command` is what a worker runs; tests give another.
+    """
+
+    def __init__(
+        self,
+        num_processes: int = 0,
+        *,
+        time_limit_s: float = 5.0,
+        command: Sequence[str] = WORKER_COMMAND,
+        max_queued: int = _MAX_QUEUED,
+        max_wait_s: float = _MAX_WAIT_S,
+    ) -> None:
+        self._max_wait_s = max_wait_s
+        self._queue = WorkQueue(max_queued, _MAX_QUEUED_BYTES)
+        self._models: dict[str, TextFiles] = {}
+        self._slots = [
+            WorkerSlot(command, time_limit_s, on_free=self._dispatch, on_lost=self._lost)
+            for _ in range(num_processes or num_cores())
+        ]
+        self._is_closed = False
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of the workers that run now."""
+        return [slot.process_id for slot in self._slots if slot.process_id]
+
+    @property
+    def num_queued(self) -> int:
+        """How many pieces of work wait for a worker."""
+        return len(self._queue)
+
+    async def load(self, files: TextFiles) -> str:
+        """Let a worker read `files` before the first request does; the others follow when they are idle.
+
+        Returns their key. Raises InvalidArgument for files that cannot be read.
+        """
+        await self._run(files, {"verb": "ready"}, b"", "tokenizer")
+        return files.key
+
+    async def encode(
+        self, files: TextFiles, text: str, *, add_special_tokens: bool, field: str = "prompt"
+    ) -> list[int]:
+        """The token ids of `text`. `field` is what a refusal names."""
+        header = {"verb": "encode", "add_special_tokens": add_special_tokens}
+        frame = await self._run(files, header, _utf8(text, field), field)
+        return unpack_numbers(frame.body)
+
+    async def encode_with_places(
+        self, files: TextFiles, text: str, *, add_special_tokens: bool, field: str = "text"
+    ) -> Encoded:
+        """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
+        header = {"verb": "encode_with_places", "add_special_tokens": add_special_tokens}
+        frame = await self._run(files, header, _utf8(text, field), field)
+        num_tokens = int(frame.number("num_tokens"))
+        columns, spellings = frame.split(12 * num_tokens)
+        numbers = unpack_numbers(columns)
+        tokens = spellings.decode().split(frame.text("separator")) if num_tokens else []
+        return Encoded(
+            numbers[:num_tokens], tokens, numbers[num_tokens : 2 * num_tokens], numbers[2 * num_tokens :]
+        )
+
+    async def decode(
+        self,
+        files: TextFiles,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        field: str = "token_ids",
+    ) -> str:
+        """The text of `token_ids`, all at once."""
+        header = {"verb": "decode", "skip_special_tokens": skip_special_tokens}
+        frame = await self._run(files, header, pack_numbers(token_ids), field)
+        return frame.body.decode()
+
+    async def render(
+        self,
+        files: TextFiles,
+        conversation: Mapping[str, object],
+        *,
+        max_chars: int = _MAX_RENDERED_CHARS,
+        field: str = "messages",
+    ) -> str:
+        """The prompt of a conversation as the model's chat template writes it.
+
+        `conversation` is what `ChatTemplate.render` describes. What the template raises is InvalidArgument.
+        """
+        header = {"verb": "render", "max_chars": max_chars}
+        frame = await self._run(files, header, _json(conversation, field), field)
+        return frame.body.decode()
+
+    async def render_and_encode(
+        self,
+        files: TextFiles,
+        conversation: Mapping[str, object],
+        *,
+        max_chars: int = _MAX_RENDERED_CHARS,
+        field: str = "messages",
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation and its token ids, in one piece of work."""
+        header = {"verb": "render_and_encode", "max_chars": max_chars}
+        frame = await self._run(files, header, _json(conversation, field), field)
+        text, token_ids = frame.split(int(frame.number("num_text_bytes")))
+        return text.decode(), unpack_numbers(token_ids)
+
+    async def close(self) -> None:
+        """End all workers; what waits or runs fails with Unavailable."""
+        self._is_closed = True
+        while (work := self._queue.take(may_be_long=True)) is not None:
+            work.fail(Unavailable("the frontend is stopping"))
+        for slot in self._slots:
+            slot.close(Unavailable("the frontend is stopping"))
+        await asyncio.gather(*(slot.wait_closed(_CLOSE_WAIT_S) for slot in self._slots))
+
+    async def _run(self, files: TextFiles, header: Mapping[str, object], body: bytes, field: str) -> Frame:
+        work = Work(files, header, body, field, asyncio.get_running_loop().create_future())
+        if self._is_closed:
+            raise Unavailable("the frontend is stopping")
+        if all(slot.is_failing for slot in self._slots):
+            raise Unavailable(
+                "the processes that tokenize cannot be started",
+                reason="TEXT_WORKERS_FAILING",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        if not self._queue.has_room_for(work):
+            raise ResourceExhausted(
+                f"{len(self._queue)} texts wait to be tokenized already, with the limit reached",
+                reason="TEXT_QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._remember(files)
+        self._enqueue(work, first=False)
+        try:
+            frame = await work.answer
+        finally:
+            if work.expiry is not None:
+                work.expiry.cancel()
+            # A client that left leaves no work behind; what a worker has begun is bounded by its time limit.
+            self._queue.remove(work)
+        if (refusal := frame.header.get("refused")) is not None:
+            raise InvalidArgument(str(refusal), field=field, reason="TEXT_REFUSED")
+        return frame
+
+    def _remember(self, files: TextFiles) -> None:
+        self._models[files.key] = self._models.pop(files.key, files)
+        while len(self._models) > _MAX_MODELS:
+            self._models.pop(next(iter(self._models)))
+
+    def _dispatch(self) -> None:
+        """Give what waits to whom is free."""
+        for slot in self._slots:
+            if self._is_closed:
+                return
+            if not slot.is_free:
+                slot.start()
+                continue
+            num_long = sum(other.is_busy_long for other in self._slots)
+            may_be_long = num_long < max(1, len(self._slots) - 1)
+            work = self._queue.take(may_be_long=may_be_long)
+            if work is not None and self._reads_first(slot, work):
+                # Somebody who has read the files will be free before they are read once more.
+                self._queue.add(work, first=True)
+                slot.read_ahead({work.files.key: work.files})
+            elif work is not None:
+                slot.begin(work)
+            elif may_be_long:
+                slot.read_ahead(self._models)
+
+    def _enqueue(self, work: Work, *, first: bool) -> None:
+        loop = asyncio.get_running_loop()
+        work.expiry = loop.call_later(self._max_wait_s, self._give_up_waiting, work)
+        self._queue.add(work, first=first)
+        self._dispatch()
+
+    def _reads_first(self, slot: WorkerSlot, work: Work) -> bool:
+        return slot.may_read(work.files) and any(other.has_read(work.files) for other in self._slots)
+
+    def _lost(self, work: Work) -> None:
+        """A worker died over `work`."""
+        if work.expiry is not None:
+            work.expiry.cancel()
+        if work.answer.done():
+            return
+        if work.num_attempts < _MAX_ATTEMPTS:
+            self._enqueue(work, first=True)
+            return
+        work.fail(Internal("two processes ended while they worked on this text", reason="TEXT_WORKER_DIED"))
+
+    def _give_up_waiting(self, work: Work) -> None:
+        if work.is_queued:
+            self._queue.remove(work)
+            work.fail(
+                ResourceExhausted(
+                    f"the text waited for a worker for the limit of {self._max_wait_s:g} s",
+                    reason="TEXT_QUEUE_FULL",
+                    retry_after_ms=_RETRY_AFTER_MS,
+                )
+            )
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _utf8(text: str, field: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{field} has half a character (a lone surrogate) at {error.start}",
+            field=field,
+            reason="TEXT_REFUSED",
+        ) from error
+
+
+def _json(conversation: Mapping[str, object], field: str) -> bytes:
+    try:
+        return json.dumps(conversation).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"{field} cannot be given to a chat template: {error}", field=field, reason="TEXT_REFUSED"
+        ) from error

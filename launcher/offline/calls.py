@@ -1,0 +1,159 @@
+"""The calls behind the offline facade, in its event loop: one road for every transport."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from launcher.offline.inputs import GivenPrompt, check_ids
+from launcher.offline.run import run_all, translated
+from triptych.api.v1 import (
+    chat_message_pb2,
+    chat_pb2,
+    chat_pb2_grpc,
+    embedding_pb2,
+    embedding_pb2_grpc,
+    generate_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenize_pb2,
+    tokenizer_pb2_grpc,
+)
+
+_T = TypeVar("_T")
+
+# Enough to keep the largest batches full; the engine queues what it cannot run.
+MAX_IN_FLIGHT = 1024
+_MAX_TOKENIZING = 64
+
+
+class LLMCalls:
+    """The public API over `channel`, for one model; "" is the only one that is served."""
+
+    def __init__(self, channel: grpc.aio.Channel, model: str, *, timeout_s: float | None) -> None:
+        self._model = model
+        self._timeout_s = timeout_s
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._chat: Any = chat_pb2_grpc.ChatServiceStub(channel)
+        self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
+        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
+        # Frontends are shared, and an id may be in flight once.
+        self._prefix = f"llm-{secrets.token_hex(6)}"
+        self._numbers = itertools.count(1)
+
+    async def describe(self) -> model_pb2.Model:
+        """The model, as it is served now."""
+        response: model_pb2.GetModelResponse = await self._call(
+            self._models.GetModel, model_pb2.GetModelRequest(model=self._model)
+        )
+        return response.model
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text."""
+        request = tokenize_pb2.TokenizeRequest(
+            model=self._model, text=text, add_special_tokens=add_special_tokens
+        )
+        response: tokenize_pb2.TokenizeResponse = await self._call(self._tokenizer.Tokenize, request)
+        return list(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids."""
+        request = tokenize_pb2.DetokenizeRequest(
+            model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        response: tokenize_pb2.DetokenizeResponse = await self._call(self._tokenizer.Detokenize, request)
+        return response.text
+
+    async def prompt_ids(
+        self, prompts: Sequence[GivenPrompt], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """The ids of every prompt, none of which the model would refuse."""
+        model = await self.describe()
+
+        async def ids_of(prompt: GivenPrompt) -> list[int]:
+            if prompt.text is None:
+                return list(prompt.token_ids)
+            return await self.tokenize(prompt.text, add_special_tokens=add_special_tokens)
+
+        calls = [partial(ids_of, prompt) for prompt in prompts]
+        found = await run_all(calls, window=_MAX_TOKENIZING, field="prompts", on_answer=_nobody_looks)
+        for index, token_ids in enumerate(found):
+            check_ids(
+                token_ids,
+                f"prompts[{index}]",
+                vocab_size=model.vocab_size,
+                max_model_len=model.max_model_len,
+            )
+        return found
+
+    async def generate(
+        self,
+        requests: Sequence[generate_pb2.GenerateRequest],
+        on_answer: Callable[[inference_pb2.GenerateUnaryResponse], None],
+    ) -> list[inference_pb2.GenerateUnaryResponse]:
+        """The outputs of each request, in their order."""
+        calls: list[Callable[[], Awaitable[inference_pb2.GenerateUnaryResponse]]] = []
+        for request in requests:
+            request.model, request.request_id = self._model, self._next_id()
+            request.return_prompt_token_ids = True
+            unary = inference_pb2.GenerateUnaryRequest(request=request)
+            calls.append(partial(self._call, self._inference.GenerateUnary, unary))
+        window = _window(request.sampling.n for request in requests)
+        return await run_all(calls, window=window, field="prompts", on_answer=on_answer)
+
+    async def chat(
+        self,
+        requests: Sequence[chat_message_pb2.ChatRequest],
+        on_answer: Callable[[chat_pb2.ChatUnaryResponse], None],
+    ) -> list[chat_pb2.ChatUnaryResponse]:
+        """The answers to each conversation, in their order."""
+        calls: list[Callable[[], Awaitable[chat_pb2.ChatUnaryResponse]]] = []
+        for request in requests:
+            request.model, request.request_id = self._model, self._next_id()
+            request.return_prompt_token_ids = True
+            calls.append(
+                partial(self._call, self._chat.ChatUnary, chat_pb2.ChatUnaryRequest(request=request))
+            )
+        window = _window(request.sampling.n for request in requests)
+        return await run_all(calls, window=window, field="conversations", on_answer=on_answer)
+
+    async def embed(self, request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
+        """Vectors of texts."""
+        request.model, request.request_id = self._model, self._next_id()
+        response: embedding_pb2.EmbedResponse = await self._call(self._embedding.Embed, request)
+        return response
+
+    async def classify(self, request: embedding_pb2.ClassifyRequest) -> embedding_pb2.ClassifyResponse:
+        """Classes of texts."""
+        request.model, request.request_id = self._model, self._next_id()
+        response: embedding_pb2.ClassifyResponse = await self._call(self._embedding.Classify, request)
+        return response
+
+    async def score(self, request: embedding_pb2.ScoreRequest) -> embedding_pb2.ScoreResponse:
+        """Scores of pairs of texts."""
+        request.model, request.request_id = self._model, self._next_id()
+        response: embedding_pb2.ScoreResponse = await self._call(self._embedding.Score, request)
+        return response
+
+    async def _call(self, rpc: Callable[..., Awaitable[_T]], request: object) -> _T:
+        return await translated(rpc(request, timeout=self._timeout_s))
+
+    def _next_id(self) -> str:
+        return f"{self._prefix}-{next(self._numbers)}"
+
+
+def _window(widths: Iterable[int]) -> int:
+    """How many requests at once, where each has so many outputs."""
+    return max(1, MAX_IN_FLIGHT // max(1, max(widths, default=1)))
+
+
+def _nobody_looks(answer: object) -> None:
+    """Tokenizing shows no progress: it is over in no time."""

@@ -1,0 +1,1 @@
+"""Engines as actors on a Ray cluster. Must not know requests."""

@@ -1,0 +1,79 @@
+"""The actor: one engine's process, on the node and with the devices that Ray has chosen. Needs Ray.
+
+The engine is a process of its own, not code in Ray's worker: it has its own signals, event loop and gRPC, it
+ends as it always does, with an exit code, and the kernel ends it with its actor.
+"""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+from launcher.ray.placement import EnginePlace
+from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.services import command_of
+from service_kit.process import process_environment
+
+
+class EngineActor:
+    """Starts, follows and drains one engine; an asynchronous actor, so calls do not wait for each other."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self._name = name
+        self._index = index
+        self._child: ChildProcess | None = None
+
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace | str:
+        """Start the engine on this node's address; where it listens, or in words why it does not.
+
+        Words, because an exception that crosses Ray has to be rebuilt from its arguments.
+        """
+        if self._child is not None and self._child.is_running:
+            return f"{self._name} runs already, with pid {self._child.pid}"
+        devices = _devices()
+        plan = ProcessPlan("engine", self._index, command_of("engine", os.getpid()))
+        child, pipe_fd = await spawn(
+            plan,
+            [*flags, f"--host={_node_address()}"],
+            {**process_environment(), **environment, "CUDA_VISIBLE_DEVICES": devices},
+        )
+        self._child = child
+        try:
+            told = await child.announced(pipe_fd)
+        except ChildDied as died:
+            return str(died)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return EnginePlace(told.address, told.admin_address, node_id, told.pid, devices)
+
+    async def ended(self) -> int:
+        """Wait for the engine's end; its exit status, a signal's number negative."""
+        child = self._started()
+        await child.wait()
+        return _status(child)
+
+    async def drain(self, limit_s: float) -> int:
+        """SIGTERM, then SIGKILL after `limit_s`; the exit status. A second call meanwhile cuts the drain."""
+        child = self._started()
+        await child.stop(limit_s)
+        return _status(child)
+
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise RuntimeError(f"{self._name} was not started")
+        return self._child
+
+
+def _devices() -> str:
+    """The GPUs that Ray has assigned to this actor, as CUDA_VISIBLE_DEVICES names them; "" hides all."""
+    return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+
+def _node_address() -> str:
+    """The address by which other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
+def _status(child: ChildProcess) -> int:
+    assert child.exit_code is not None
+    return child.exit_code

@@ -1,0 +1,101 @@
+"""A Ray cluster as a place for engines: actors made, found again by name, and let go. Needs Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from launcher.ray.actor import EngineActor
+from launcher.ray.config import RayPlaceConfig
+from launcher.ray.placement import EngineDied, EnginePlace, HostLost
+
+T = TypeVar("T")
+
+# Names of actors are looked up in it by whoever drains an engine.
+_NAMESPACE = "triptych"
+# Ray's words for "over many nodes" and "on few".
+_STRATEGIES = {"spread": "SPREAD", "pack": "DEFAULT"}
+
+
+class ClusterAway(Exception):
+    """There is no Ray cluster at that address, or it does not let us in."""
+
+
+def connect(address: str) -> None:
+    """Join the cluster as a driver; what our actors write is shown here. Raises ClusterAway."""
+    try:
+        ray.init(address=address, namespace=_NAMESPACE, logging_level="warning", log_to_driver=True)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterAway(f"no Ray cluster at {address}: {error}") from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; actors of this driver end with it."""
+    ray.shutdown()
+
+
+def find_host(name: str) -> RayHost:
+    """The host of the engine of that name, whoever placed it. Raises HostLost if there is none."""
+    try:
+        return RayHost(ray.get_actor(name, namespace=_NAMESPACE))
+    except ValueError as error:
+        raise HostLost(f"there is no engine {name} on this cluster") from error
+
+
+class RayCluster:
+    """Makes an actor for each engine. Ray itself restarts none: the placement's rule does, with a pause."""
+
+    def __init__(self, config: RayPlaceConfig) -> None:
+        self._config = config
+
+    async def provide(self, name: str, index: int) -> RayHost:
+        """A host for the engine of this name. Raises EngineDied where an actor has that name already."""
+        options = {
+            "name": name,
+            "num_cpus": self._config.num_cpus,
+            "num_gpus": self._config.num_gpus,
+            "scheduling_strategy": _STRATEGIES[self._config.strategy],
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        try:
+            return RayHost(ray.remote(EngineActor).options(**options).remote(name, index))
+        except ValueError as error:
+            raise EngineDied(f"{name} cannot be placed: {error}") from error
+
+
+class RayHost:
+    """An actor, spoken to over Ray."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+        """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
+        answer: EnginePlace | str = await _answer(self._actor.start.remote(flags, environment))
+        if isinstance(answer, str):
+            raise EngineDied(answer)
+        return answer
+
+    async def ended(self) -> int:
+        """Wait for the engine's end; its exit status."""
+        return await _answer(self._actor.ended.remote())
+
+    async def drain(self, limit_s: float) -> int:
+        """Ask the engine to end, and end it after `limit_s`; its exit status."""
+        return await _answer(self._actor.drain.remote(limit_s))
+
+    async def dismiss(self) -> None:
+        """End the actor once it has answered who asks it now; the kernel ends an engine that still runs."""
+        self._actor.__ray_terminate__.remote()
+
+
+async def _answer(reference: Awaitable[T]) -> T:
+    try:
+        return await reference
+    except RayActorError as error:
+        raise HostLost(str(error).splitlines()[0]) from error

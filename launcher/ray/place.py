@@ -1,0 +1,107 @@
+"""The verbs `ray place` and `ray drain`, from their arguments to their exit codes. Needs the extra `ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from launcher.ray.cluster import ClusterAway, RayCluster, connect, disconnect, find_host
+from launcher.ray.config import Placing
+from launcher.ray.placement import EngineDied, HostLost, Placement, limits_of
+from launcher.serve.foreground import remove_ready_file, run_until_signal, write_ready_file
+from launcher.serve.readiness import await_ready
+from launcher.serve.supervisor import StartTimeout
+
+_USAGE_ERROR = 2
+
+
+def run_place(placing: Placing) -> int:
+    """Place engines and keep them running until a signal, or until all were drained: 0.
+
+    Returns 1 if one cannot be started or keeps dying, 2 if there is no cluster.
+    """
+    config = placing.config
+    remove_ready_file(config.ready_file)
+    try:
+        connect(config.ray_address)
+    except ClusterAway as error:
+        _report(str(error))
+        return _USAGE_ERROR
+    try:
+        return asyncio.run(_place(placing))
+    finally:
+        disconnect()
+
+
+def run_drain(address: str, names: list[str], limit_s: float) -> int:
+    """Drain engines by name and print how each ended; 1 unless all with 0, 2 if there is no cluster."""
+    try:
+        connect(address)
+    except ClusterAway as error:
+        _report(str(error))
+        return _USAGE_ERROR
+    try:
+        return asyncio.run(_drain(names, limit_s))
+    finally:
+        disconnect()
+
+
+async def _place(placing: Placing) -> int:
+    placement = Placement(
+        placing,
+        RayCluster(placing.config),
+        await_ready=await_ready,
+        report=_report,
+        on_change=lambda: _write_ready_file(placing, placement),
+        limits=limits_of(placing),
+    )
+
+    async def stop() -> None:
+        remove_ready_file(placing.config.ready_file)
+        await placement.stop()
+
+    return await run_until_signal(
+        _run(placing, placement),
+        stop=stop,
+        hurry=placement.hurry,
+        failures=(EngineDied, HostLost, StartTimeout),
+        report=_report,
+    )
+
+
+async def _run(placing: Placing, placement: Placement) -> None:
+    await placement.start()
+    _report(f"{placing.config.num_engines} engines are ready")
+    await placement.keep_running()
+
+
+async def _drain(names: list[str], limit_s: float) -> int:
+    async def drain_one(name: str) -> bool:
+        try:
+            status = await find_host(name).drain(limit_s)
+        except HostLost as lost:
+            _report(f"{name}: {lost}")
+            return False
+        print(f"{name} ended with {status}", flush=True)
+        return status == 0
+
+    return 0 if all(await asyncio.gather(*map(drain_one, names))) else 1
+
+
+def _write_ready_file(placing: Placing, placement: Placement) -> None:
+    engines = [
+        {
+            "name": name,
+            "address": place.address,
+            "admin_address": place.admin_address,
+            "node_id": place.node_id,
+            "pid": place.pid,
+            "devices": place.devices,
+        }
+        for name, place in sorted(placement.places.items())
+    ]
+    write_ready_file(placing.config.ready_file, {"engines": engines})
+
+
+def _report(line: str) -> None:
+    print(f"[ray] {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,223 @@
+"""Keeps engines running on hosts that somebody else provides: placed, followed, restarted, drained.
+
+Knows no Ray: a cluster is whatever has `Cluster`'s one method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from launcher.ray.config import Placing
+from launcher.serve.restarts import until_ready
+from launcher.serve.supervisor import AwaitReady, StartTimeout, SupervisorLimits
+
+# Beyond an engine's own drain: it still has to tear down.
+_TEARDOWN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine listens, told when it has bound its port and before it loads anything."""
+
+    address: str
+    admin_address: str  # on the node's loopback
+    node_id: str
+    pid: int
+    devices: str  # as CUDA_VISIBLE_DEVICES has them; "" is none
+
+
+class HostLost(Exception):
+    """The host went away with its engine: the node died, or the actor was killed."""
+
+
+class EngineDied(Exception):
+    """An engine ended that should not have, and is not started again. The message says which and how."""
+
+
+class EngineHost(Protocol):
+    """A place on the cluster that runs one engine at a time. Every call may raise HostLost."""
+
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+        """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
+
+    async def ended(self) -> int:
+        """Wait for the engine's end; its exit status, a signal's number negative."""
+
+    async def drain(self, limit_s: float) -> int:
+        """SIGTERM, and SIGKILL after `limit_s`; the exit status. A second call meanwhile cuts the drain."""
+
+    async def dismiss(self) -> None:
+        """Give the place back. What still runs there is killed."""
+
+
+class Cluster(Protocol):
+    """Where places are to be had."""
+
+    async def provide(self, name: str, index: int) -> EngineHost:
+        """A host for the engine of this name and number, which starts once the cluster has room for it."""
+
+
+class Placement:
+    """Engines of one placing: `start`, `keep_running`, then `stop`; `report` gets a line on each event."""
+
+    def __init__(
+        self,
+        placing: Placing,
+        cluster: Cluster,
+        *,
+        await_ready: AwaitReady,
+        report: Callable[[str], None],
+        on_change: Callable[[], None],
+        limits: SupervisorLimits,
+    ) -> None:
+        self.places: dict[str, EnginePlace] = {}  # by name, of those that run
+        self._placing = placing
+        self._cluster = cluster
+        self._await_ready = await_ready
+        self._report = report
+        self._on_change = on_change
+        self._limits = limits
+        self._hosts: dict[str, EngineHost] = {}
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Place every engine and wait until all are ready; raises EngineDied, HostLost or StartTimeout."""
+        numbers = range(self._placing.config.num_engines)
+        ready: set[str] = set()
+
+        async def start_one(place: int) -> None:
+            await self._start(place)
+            ready.add(self._placing.name_of(place))
+
+        try:
+            async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
+                for place in numbers:
+                    group.create_task(start_one(place))
+        except TimeoutError as error:
+            names = [self._placing.name_of(place) for place in numbers]
+            late = ", ".join(
+                f"{name} ({'loading' if name in self.places else 'not placed'})"
+                for name in names
+                if name not in ready
+            )
+            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        self._on_change()
+
+    async def keep_running(self) -> None:
+        """Restart what dies until every engine was drained; raises EngineDied for one that keeps dying."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place in range(self._placing.config.num_engines):
+                    group.create_task(self._keep(place))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+
+    async def stop(self) -> None:
+        """Drain every engine at the same time, say how each ended, and give the places back."""
+        self._is_stopping = True
+        await asyncio.gather(*(self._end(name) for name in list(self._hosts)))
+
+    async def hurry(self) -> None:
+        """Cut every drain short."""
+        limit_s = self._limits.stop_s
+        await asyncio.gather(*(_unless_lost(host.drain(limit_s)) for host in self._hosts.values()))
+
+    async def _start(self, place: int) -> None:
+        name = self._placing.name_of(place)
+        if name not in self._hosts:
+            self._hosts[name] = await self._cluster.provide(name, place)
+        host = self._hosts[name]
+        # One that starts again on its host takes its old port, under which the others know it.
+        before = self.places.get(name)
+        port = int(before.address.rpartition(":")[2]) if before else 0
+        flags = self._placing.flags_of(place, port)
+        listening = await host.start(flags, self._placing.config.environment())
+        self.places[name] = listening
+        devices = f", devices {listening.devices}" if listening.devices else ""
+        self._report(f"{name} listens at {listening.address} (node {listening.node_id[:8]}{devices})")
+        await until_ready(
+            self._await_ready("engine", listening.address),
+            host.ended(),
+            lambda status: EngineDied(f"{name} {_ending(status)} while it was starting"),
+        )
+        self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
+
+    async def _keep(self, place: int) -> None:
+        name, restarts = self._placing.name_of(place), self._limits.restarts()
+        loop = asyncio.get_running_loop()
+        while True:
+            ending, status = await self._ending_of(name)
+            if self._is_stopping:
+                return
+            if status == 0:
+                # Somebody asked it to go: an operator, or the coordinator.
+                self._report(f"{name} {ending}; it was drained")
+                await self._give_back(name)
+                return
+            delay_s = restarts.begin(loop.time())
+            if delay_s is None:
+                raise EngineDied(f"{name} {ending} after {restarts.tries}")
+            self._report(f"{name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
+            await asyncio.sleep(delay_s)
+            await self._restart(place)
+
+    async def _restart(self, place: int) -> None:
+        name = self._placing.name_of(place)
+        try:
+            async with asyncio.timeout(self._limits.startup_s):
+                await self._start(place)
+        except (EngineDied, HostLost, TimeoutError) as error:
+            # `_keep` sees that nothing runs, and counts it.
+            self._report(f"{name} did not start: {error or 'it took too long'}")
+            await self._give_back(name)
+            return
+        self._on_change()
+
+    async def _ending_of(self, name: str) -> tuple[str, int | None]:
+        """Wait for an engine's end; in words, and its exit status unless its host went with it."""
+        host = self._hosts.get(name)
+        if host is None:
+            return "is not running", None
+        try:
+            status = await host.ended()
+        except HostLost as lost:
+            await self._give_back(name)
+            return f"was lost with its host ({lost})", None
+        return _ending(status), status
+
+    async def _end(self, name: str) -> None:
+        try:
+            status = await self._hosts[name].drain(self._limits.stop_s)
+            self._report(f"{name} {_ending(status)}")
+        except HostLost as lost:
+            self._report(f"{name} was lost with its host ({lost})")
+        await self._give_back(name)
+
+    async def _give_back(self, name: str) -> None:
+        # What starts elsewhere starts on another port.
+        self.places.pop(name, None)
+        host = self._hosts.pop(name, None)
+        if host is not None:
+            await _unless_lost(host.dismiss())
+
+
+def limits_of(placing: Placing) -> SupervisorLimits:
+    """How long and how often engines of a placing are started and stopped."""
+    config = placing.config
+    return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + _TEARDOWN_S)
+
+
+async def _unless_lost(work: Awaitable[object]) -> None:
+    try:
+        await work
+    except HostLost:
+        return
+
+
+def _ending(status: int) -> str:
+    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"

@@ -1,0 +1,160 @@
+"""The verb `serve`: a whole stack on this machine, from its flags to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+
+from launcher.arguments import Serving
+from launcher.config import MAX_ENGINES, ServeConfig
+from launcher.serve.foreground import remove_ready_file, run_until_signal, write_ready_file
+from launcher.serve.group_follower import follow_group
+from launcher.serve.loopback import ensure_loopback
+from launcher.serve.port_owner import find_port_owner
+from launcher.serve.process import ChildDied, ProcessPlan
+from launcher.serve.readiness import await_ready
+from launcher.serve.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
+from launcher.services import command_of
+from service_kit.version import installed_version
+
+_USAGE_ERROR = 2
+_FRONTEND = "frontend-0"
+_COORDINATOR = "coordinator-0"
+_EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
+
+
+def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
+    """Serve until a signal ends it: 0. Returns 1 if a process keeps dying, 2 if the port cannot be had."""
+    ensure_loopback()
+    config = serving.config
+    try:
+        owner = find_port_owner(config.host, config.port)
+    except OSError as error:
+        print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
+        return _USAGE_ERROR
+    if owner is not None:
+        print(f"triptych serve: port {config.port} is in use by {owner}", file=sys.stderr)
+        return _USAGE_ERROR
+    remove_ready_file(config.ready_file)
+    return asyncio.run(_serve(serving, environment))
+
+
+def plan_stack(serving: Serving) -> StackPlan:
+    """The processes of a stack, with their flags but for what is known only once the coordinator runs."""
+    config = serving.config
+    parent = os.getpid()
+
+    def plan(service: str, index: int = 0) -> ProcessPlan:
+        return ProcessPlan(service, index, command_of(service, parent))
+
+    def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
+        extra = _extra_flags(plan, config, num_engines)
+        # As many as the others have, so that it need not measure, and has room for the longest sequence.
+        if plan.service == "engine" and num_kv_blocks and not serving.sizes_cache:
+            extra.append(f"--num-kv-blocks={num_kv_blocks}")
+        return (*serving.flags.get(plan.service, ()), *extra)
+
+    return StackPlan(
+        coordinator=plan("coordinator"),
+        others=(*(plan("engine", rank) for rank in range(config.data_parallel_size)), plan("frontend")),
+        flags=flags,
+        ports={_FRONTEND: config.port},
+        engine=lambda rank: plan("engine", rank),
+    )
+
+
+def limits_of(config: ServeConfig) -> SupervisorLimits:
+    """The supervisor's limits under that configuration."""
+    # A service may drain to its deadline and then still has to tear down.
+    return SupervisorLimits(
+        startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0, max_engines=MAX_ENGINES
+    )
+
+
+def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:
+    flags = [f"--drain-deadline-s={config.drain_deadline_s}"]
+    if plan.service == "frontend":
+        flags.append(f"--host={config.host}")
+    if plan.service == "engine":
+        # Ranks that share experts stay ranks of a group even where a single one of them is wanted.
+        size = max(num_engines, config.data_parallel_size)
+        flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={size}"]
+    return flags
+
+
+async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
+    config = serving.config
+    supervisor = Supervisor(
+        plan_stack(serving),
+        environment,
+        await_ready=await_ready,
+        report=_report,
+        on_change=lambda: _write_ready_file(config, supervisor),
+        limits=limits_of(config),
+    )
+
+    async def stop() -> None:
+        _report("stopping")
+        remove_ready_file(config.ready_file)
+        await supervisor.stop()
+
+    return await run_until_signal(
+        _run(serving, supervisor),
+        stop=stop,
+        hurry=supervisor.hurry,
+        failures=(ChildDied, StartTimeout),
+        report=_report,
+    )
+
+
+async def _run(serving: Serving, supervisor: Supervisor) -> None:
+    await supervisor.start()
+    _write_ready_file(serving.config, supervisor)
+    print(banner(serving.model, supervisor.address_of(_FRONTEND)), flush=True)
+    following = asyncio.ensure_future(
+        follow_group(
+            serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want, _report
+        )
+    )
+    try:
+        await supervisor.keep_running()
+    finally:
+        following.cancel()
+        await asyncio.wait((following,))
+
+
+def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
+    record = {
+        "grpc": supervisor.address_of(_FRONTEND),
+        "http": None,
+        "processes": [
+            {
+                "service": child.plan.service,
+                "index": child.plan.index,
+                "pid": child.pid,
+                "address": supervisor.address_of(name),
+                "admin_address": supervisor.admin_address_of(name),
+            }
+            for name, child in supervisor.children.items()
+        ],
+    }
+    write_ready_file(config.ready_file, record)
+
+
+def banner(model: str, address: str) -> str:
+    """What people see once everything is ready."""
+    return "\n".join(
+        (
+            f"triptych {installed_version()} serves {model}",
+            f"  gRPC    grpc://{address}",
+            "  try     buf curl --protocol grpc --http2-prior-knowledge"
+            f" -d '{_EXAMPLE}' http://{address}/triptych.api.v1.InferenceService/Generate",
+            f"  or      triptych complete --url grpc://{address} --prompt 'Once upon a time'",
+        )
+    )
+
+
+def _report(line: str) -> None:
+    print(f"[serve] {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,273 @@
+"""Keeps the services of a machine running: starts in order, restarts, stops in reverse. Knows no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from launcher.serve.process import STARTING, ChildDied, ChildProcess, ProcessPlan, spawn
+from launcher.serve.restarts import Restarts, until_ready
+
+# Resolves once the service at that address is ready for work; told the service and "host:port".
+AwaitReady = Callable[[str, str], Awaitable[None]]
+
+_STOP_ORDER = ("frontend", "engine", "coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorLimits:
+    """How long and how often the supervisor tries."""
+
+    startup_s: float = 600.0
+    stop_s: float = 25.0  # for each of the three groups of services
+    max_restarts: int = 3  # of one process within `restart_window_s`
+    restart_window_s: float = 60.0
+    restart_delay_s: float = 0.5  # doubles with each restart in the window
+    max_engines: int = 64  # whoever wants more of them has to start them elsewhere
+
+    def restarts(self) -> Restarts:
+        """The restarts of one process, none so far."""
+        return Restarts(most=self.max_restarts, window_s=self.restart_window_s, delay_s=self.restart_delay_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """The processes of a stack and the flags of each."""
+
+    coordinator: ProcessPlan
+    others: tuple[ProcessPlan, ...]  # engines and frontends: they start together
+    # Of a process, where so many engines are wanted, and those that are there have so many KV blocks each.
+    flags: Callable[[ProcessPlan, int, int], tuple[str, ...]]
+    ports: Mapping[str, int]  # by process name; 0 lets the kernel choose
+    engine: Callable[[int], ProcessPlan] | None = None  # that of a rank; None: no engine is ever added
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines it starts with."""
+        return sum(plan.service == "engine" for plan in self.others)
+
+
+class StartTimeout(Exception):
+    """Not everything was ready in time."""
+
+
+class Supervisor:
+    """One stack. `start` once, then `keep_running`, then `stop`; `report` gets a line on each event.
+
+    While it keeps things running, `want` tells it how many engines there are to be. An engine that ends with
+    0 has left on purpose and is not started again.
+    """
+
+    def __init__(
+        self,
+        plan: StackPlan,
+        environment: Mapping[str, str],
+        *,
+        await_ready: AwaitReady,
+        report: Callable[[str], None],
+        on_change: Callable[[], None],
+        limits: SupervisorLimits,
+        quiet: bool = False,
+    ) -> None:
+        self.children: dict[str, ChildProcess] = {}
+        self._plan = plan
+        self._num_wanted = plan.num_engines
+        self._starts_missing = False  # also engines that have left
+        self._num_kv_blocks = 0  # of each engine that is there; 0: not known
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None  # of the keepers, while things are kept running
+        self._environment = environment
+        self._await_ready = await_ready
+        self._report = report
+        self._on_change = on_change
+        self._limits = limits
+        self._quiet = quiet
+        # By process name. Kept while a process is down: it comes back where the others know it.
+        self._addresses: dict[str, str] = {}
+        self._ready: set[str] = set()
+        self._all_are_ready = asyncio.Event()
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Start everything and wait until all of it is ready; raises ChildDied or StartTimeout."""
+        try:
+            async with asyncio.timeout(self._limits.startup_s):
+                await self._start(self._plan.coordinator)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._outlive_the_start(self._plan.coordinator))
+                    for plan in self._plan.others:
+                        group.create_task(self._start_with_others(plan))
+        except TimeoutError as error:
+            late = [plan.name for plan in self._plans() if plan.name not in self._ready]
+            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {', '.join(late)}") from error
+        except ExceptionGroup as failures:
+            # The first to die is the cause; the others were cancelled for it or followed it.
+            raise failures.exceptions[0] from failures
+
+    async def keep_running(self) -> None:
+        """Restart what dies, until cancelled; raises ChildDied for a process that keeps dying."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for plan in self._plans():
+                    self._keepers[plan.name] = self._group.create_task(self._keep(plan))
+                self.want(self._num_wanted, starts_missing=self._starts_missing)
+                # Every engine may have left, and others may be wanted later.
+                await asyncio.Event().wait()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        finally:
+            self._group = None
+
+    def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int = 0) -> None:
+        """Have engines of ranks below `num_engines` alone, and now each of them, if `starts_missing`.
+
+        Those above leave by themselves when they are told to drain; they are not started again, and are ended
+        where they were not ready yet. What starts from now on gets `num_kv_blocks`, unless 0.
+        """
+        most = self._limits.max_engines
+        if num_engines > max(most, self._num_wanted):
+            self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
+        self._num_wanted, self._starts_missing = num_engines, starts_missing
+        self._num_kv_blocks = num_kv_blocks
+        if self._group is None or self._plan.engine is None or self._is_stopping:
+            return
+        for rank in range(min(num_engines, most) if starts_missing else 0):
+            plan = self._plan.engine(rank)
+            if plan.name not in self._keepers:
+                self._keepers[plan.name] = self._group.create_task(self._add(plan))
+        for child in self.children.values():
+            if not self._is_wanted(child.plan) and child.plan.name not in self._ready:
+                child.terminate()
+
+    async def stop(self) -> None:
+        """Stop frontends, then engines, then the coordinator, so that running requests can end."""
+        self._is_stopping = True
+        for service in _STOP_ORDER:
+            group = [child for child in self.children.values() if child.plan.service == service]
+            endings = await asyncio.gather(*(child.stop(self._limits.stop_s) for child in group))
+            for child, ended in zip(group, endings, strict=True):
+                if not ended:
+                    self._report(
+                        f"{child.plan.name} did not end within {self._limits.stop_s:g} s and was killed"
+                    )
+
+    async def hurry(self) -> None:
+        """Cut every drain short."""
+        for child in self.children.values():
+            child.terminate()
+
+    def address_of(self, name: str) -> str:
+        """Where a process listens, or will again once it has been restarted."""
+        return self._addresses.get(name, "")
+
+    def admin_address_of(self, name: str) -> str:
+        """Where operators reach a process; empty while it has not said so."""
+        child = self.children.get(name)
+        return (
+            child.announcement.admin_address if child is not None and child.announcement is not None else ""
+        )
+
+    def _plans(self) -> tuple[ProcessPlan, ...]:
+        return (self._plan.coordinator, *self._plan.others)
+
+    async def _outlive_the_start(self, plan: ProcessPlan) -> None:
+        """Raise ChildDied for a process that was ready, and dies before all the others are."""
+        child = self.children[plan.name]
+        ended = asyncio.ensure_future(child.wait())
+        started = asyncio.ensure_future(self._all_are_ready.wait())
+        try:
+            await asyncio.wait((ended, started), return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                raise ChildDied(child, STARTING)
+        finally:
+            ended.cancel()
+            started.cancel()
+
+    async def _start_with_others(self, plan: ProcessPlan) -> None:
+        await self._start(plan)
+        await self._outlive_the_start(plan)
+
+    async def _start(self, plan: ProcessPlan) -> None:
+        child, pipe_fd = await spawn(plan, self._flags_of(plan), self._environment, quiet=self._quiet)
+        self.children[plan.name] = child
+        address = (await child.announced(pipe_fd)).address
+        self._addresses[plan.name] = address
+        await until_ready(
+            self._await_ready(plan.service, address), child.wait(), lambda _: ChildDied(child, STARTING)
+        )
+        self._ready.add(plan.name)
+        if len(self._ready) == len(self._plans()):
+            self._all_are_ready.set()
+        self._report(f"{plan.name} READY at {address} (pid {child.pid})")
+
+    def _flags_of(self, plan: ProcessPlan) -> list[str]:
+        # A process that starts again takes its old port, under which the others know it.
+        before = self.address_of(plan.name)
+        port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
+        flags = [*self._plan.flags(plan, self._num_wanted, self._num_kv_blocks), f"--port={port}"]
+        if plan is not self._plan.coordinator:
+            flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
+        return flags
+
+    def _is_wanted(self, plan: ProcessPlan) -> bool:
+        return plan.service != "engine" or plan.index < self._num_wanted
+
+    async def _add(self, plan: ProcessPlan) -> None:
+        """Start an engine that joins the others, then keep it."""
+        await self._restart(plan)
+        await self._keep(plan)
+
+    async def _keep(self, plan: ProcessPlan) -> None:
+        loop = asyncio.get_running_loop()
+        restarts = self._limits.restarts()
+        while True:
+            child = self.children.get(plan.name)
+            if child is not None:
+                await child.wait()
+            if self._is_stopping:
+                return
+            self._ready.discard(plan.name)
+            if self._has_left(plan, child):
+                self._forget(plan, "left" if child is None else f"{child.ending} and is not started again")
+                return
+            delay_s = restarts.begin(loop.time())
+            if delay_s is None:
+                self._give_up(plan, child, f"after {restarts.tries}")
+                return
+            ending = "could not be started" if child is None else child.ending
+            self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
+            await asyncio.sleep(delay_s)
+            if self._is_wanted(plan):
+                await self._restart(plan)
+
+    def _has_left(self, plan: ProcessPlan, child: ChildProcess | None) -> bool:
+        if plan.service != "engine":
+            return False
+        has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
+        return not self._is_wanted(plan) or has_gone_for_good
+
+    def _give_up(self, plan: ProcessPlan, child: ChildProcess | None, tries: str) -> None:
+        """A process keeps dying. Without one that came later the stack is what it was at its start."""
+        if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
+            raise ChildDied(child, tries)
+        self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")
+
+    def _forget(self, plan: ProcessPlan, why: str) -> None:
+        self._report(f"{plan.name} {why}")
+        for table in (self.children, self._addresses, self._keepers):
+            table.pop(plan.name, None)
+        self._on_change()
+
+    async def _restart(self, plan: ProcessPlan) -> None:
+        try:
+            async with asyncio.timeout(self._limits.startup_s):
+                await self._start(plan)
+        except (ChildDied, OSError) as error:
+            # `_keep` sees the end of it and counts it.
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                self._report(f"{plan.name} cannot be started: {error.strerror or error}")
+            if plan.name in self.children:
+                await self.children[plan.name].stop(self._limits.stop_s)
+            return
+        self._on_change()

@@ -1,0 +1,130 @@
+"""Calls to a coordinator's scaling service, for the verbs of `triptych admin`: what is asked and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+import grpc
+
+from launcher.verbs.complete import print_failure
+from service_kit.channel import open_channel
+from service_kit.errors import ServiceError, from_rpc_error
+from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
+
+# What the coordinator takes where none is named.
+_DEFAULT_LIMIT_S = 600.0
+_PREFIX = "OPERATION_STATE_"
+_ENDED_WELL = scaling_pb2.OPERATION_STATE_DONE
+_ENDED = (_ENDED_WELL, scaling_pb2.OPERATION_STATE_FAILED, scaling_pb2.OPERATION_STATE_CANCELLED)
+
+
+def run_scale(address: str, group: str, size: int, limit_s: float, timeout_s: float) -> int:
+    """Change a group's size and print how that goes on, until its end.
+
+    limit_s: after which the coordinator takes it back.  timeout_s: of one answer.  Returns 0, or 1 where it
+    failed, was cancelled, was refused or could not be followed to its end.
+    """
+    return _run(_scale(address, group, size, limit_s, timeout_s))
+
+
+def run_operations(address: str, timeout_s: float) -> int:
+    """Print the operations that the coordinator remembers, the newest first. Returns 0, or 1 if refused."""
+    return _run(_operations(address, timeout_s))
+
+
+def run_cancel(address: str, operation_id: str, timeout_s: float) -> int:
+    """Take an operation back and print how it stands then. Returns 0, or 1 if refused."""
+    return _run(_cancel(address, operation_id, timeout_s))
+
+
+def run_drain_engine(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
+    """Have one engine leave when its requests are done. Returns 0, or 1 if refused."""
+    return _run(_drain(address, engine_id, deadline_s, timeout_s))
+
+
+def run_evict_engine(address: str, engine_id: str, reason: str, timeout_s: float) -> int:
+    """End the membership of one engine. Returns 0, or 1 if refused."""
+    return _run(_evict(address, engine_id, reason, timeout_s))
+
+
+def _run(work: Coroutine[None, None, int]) -> int:
+    try:
+        return asyncio.run(work)
+    except ServiceError as error:
+        print_failure(error)
+        return 1
+
+
+async def _scale(address: str, group: str, size: int, limit_s: float, timeout_s: float) -> int:
+    request = scaling_pb2.ScaleRequest(dp_group=group, new_size=size, timeout_ms=int(limit_s * 1000))
+    # As long as the operation may take, and an answer after that.
+    patience_s = (limit_s or _DEFAULT_LIMIT_S) + timeout_s
+    async with _asking(address) as stub:
+        operation = (await stub.Scale(request, timeout=timeout_s)).operation
+        print(_shown(operation), flush=True)
+        watch = scaling_pb2.WatchOperationRequest(operation_id=operation.operation_id)
+        async for message in stub.WatchOperation(watch, timeout=patience_s):
+            if _shown(message.operation) != _shown(operation):
+                print(_shown(message.operation), flush=True)
+            operation = message.operation
+    return 0 if operation.state == _ENDED_WELL else 1
+
+
+async def _operations(address: str, timeout_s: float) -> int:
+    async with _asking(address) as stub:
+        answer = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=timeout_s)
+    for operation in answer.operations:
+        print(f"{operation.age_ms / 1000:.0f} s ago: {_shown(operation)}")
+    return 0
+
+
+async def _cancel(address: str, operation_id: str, timeout_s: float) -> int:
+    request = scaling_pb2.CancelOperationRequest(operation_id=operation_id)
+    async with _asking(address) as stub:
+        answer = await stub.CancelOperation(request, timeout=timeout_s)
+    print(_shown(answer.operation))
+    return 0
+
+
+async def _drain(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
+    # A deadline that is nearly none is not 0, which would be no deadline.
+    request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
+    async with _asking(address) as stub:
+        answer = await stub.DrainEngine(request, timeout=timeout_s)
+    print(f"engine {engine_id} drains, {answer.num_in_flight} requests are in flight")
+    return 0
+
+
+async def _evict(address: str, engine_id: str, reason: str, timeout_s: float) -> int:
+    request = scaling_pb2.EvictEngineRequest(engine_id=engine_id, reason=reason)
+    async with _asking(address) as stub:
+        answer = await stub.EvictEngine(request, timeout=timeout_s)
+    print(f"engine {engine_id} is gone, the topology has version {answer.version}")
+    return 0
+
+
+@asynccontextmanager
+async def _asking(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
+    """The service there; what it refuses is raised as a ServiceError."""
+    async with open_channel(address) as channel:
+        try:
+            yield scaling_pb2_grpc.ScalingServiceStub(channel)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _shown(operation: scaling_pb2.Operation) -> str:
+    """An operation as a line."""
+    state = scaling_pb2.OperationState.Name(operation.state).removeprefix(_PREFIX)
+    group = f" of {operation.dp_group}" if operation.dp_group else ""
+    words = [f"{operation.operation_id}{group}: {operation.old_size} -> {operation.new_size} {state}"]
+    if operation.state not in _ENDED and operation.num_engines_needed:
+        words.append(f"{operation.num_engines_ready} of {operation.num_engines_needed}")
+    if operation.generation:
+        words.append(f"generation {operation.generation}")
+    if operation.HasField("error"):
+        words.append(operation.error.message)
+    return ", ".join(words)

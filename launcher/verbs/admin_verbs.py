@@ -1,0 +1,210 @@
+"""The verbs below `triptych admin ADDRESS`: what an operator asks of one service at its admin listener."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service_kit.process import prepare_process
+
+if TYPE_CHECKING:
+    from triptych.engine.v1 import utility_pb2
+
+_MAX_SIZE = 1024
+_MAX_S = 86_400.0  # of any wait: a day
+_MODE_HELP = "what becomes of running requests: abort, wait or keep"
+
+admin = typer.Typer(
+    help="Look at or change one service, by the address of its admin listener, which its log names.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@admin.callback()
+def _address(
+    context: typer.Context,
+    address: Annotated[str, typer.Argument(help="host:port of an admin listener")],
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, max=_MAX_S, help="give up after so many seconds")
+    ] = 60.0,
+) -> None:
+    prepare_process("client")
+    context.obj = (address, timeout_s)
+
+
+@admin.command()
+def status(context: typer.Context) -> None:
+    """Print what the service says of itself, a line a value."""
+    from launcher.verbs.admin import run_status
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_status(address, timeout_s))
+
+
+@admin.command()
+def pause(
+    context: typer.Context,
+    mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "keep",
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="forget the prefix cache")] = False,
+) -> None:
+    """Hold an engine's requests until `resume`; returns when nothing runs any more."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.PauseCall(mode=_mode(mode), clear_cache=clear_cache)
+    _make(context, utility_pb2.UtilityCall(pause=call))
+
+
+@admin.command()
+def resume(context: typer.Context) -> None:
+    """End a pause: what was held goes on."""
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(resume=utility_pb2.ResumeCall()))
+
+
+@admin.command()
+def sleep(
+    context: typer.Context,
+    level: Annotated[int, typer.Option(min=0, max=2, help="0: no steps; 1: no KV cache; 2: no weights")] = 1,
+    mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "abort",
+) -> None:
+    """Have an engine give memory back until `wake`."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.SleepCall(level=level, mode=_mode(mode))
+    _make(context, utility_pb2.UtilityCall(sleep=call))
+
+
+@admin.command()
+def wake(
+    context: typer.Context,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="weights, kv_cache or scheduling; repeatable")
+    ] = None,
+) -> None:
+    """Have an engine take its memory again, all of it or some parts."""
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(wake=utility_pb2.WakeCall(tags=tags or [])))
+
+
+@admin.command("reset-prefix-cache")
+def reset_prefix_cache(
+    context: typer.Context,
+    reset_running: Annotated[
+        bool, typer.Option("--reset-running", help="have running requests compute their tokens anew")
+    ] = False,
+) -> None:
+    """Have an engine forget what it has cached."""
+    from triptych.engine.v1 import utility_pb2
+
+    call = utility_pb2.ResetPrefixCacheCall(reset_running=reset_running)
+    _make(context, utility_pb2.UtilityCall(reset_prefix_cache=call))
+
+
+@admin.command()
+def profile(
+    context: typer.Context,
+    action: Annotated[str, typer.Argument(help="start or stop")],
+    prefix: Annotated[str, typer.Option(help="beginning of the file's name, with start")] = "",
+) -> None:
+    """Record an engine's steps, at most 100, into a file below its --profile-dir."""
+    from triptych.engine.v1 import utility_pb2
+
+    if action not in ("start", "stop"):
+        raise typer.BadParameter(f"action is {action!r}, it has to be start or stop")
+    call = utility_pb2.ProfileCall(start=action == "start", prefix=prefix)
+    _make(context, utility_pb2.UtilityCall(profile=call))
+
+
+@admin.command()
+def config(context: typer.Context) -> None:
+    """Print an engine's options, with where each value came from."""
+    from triptych.engine.v1 import utility_pb2
+
+    _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()))
+
+
+@admin.command()
+def scale(
+    context: typer.Context,
+    size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="engines that the group is to have")],
+    group: Annotated[str, typer.Option(help="the group; needed where there are several")] = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=_MAX_S, help="take it back after so many seconds")
+    ] = 600.0,
+) -> None:
+    """Have a coordinator change how many engines there are; shows how that goes on, exits 1 if it fails."""
+    from launcher.verbs.admin_scaling import run_scale
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_scale(address, group, size, timeout, timeout_s))
+
+
+@admin.command()
+def operations(context: typer.Context) -> None:
+    """Print a coordinator's changes of size, those that run and the last that ended."""
+    from launcher.verbs.admin_scaling import run_operations
+
+    raise typer.Exit(run_operations(*context.obj))
+
+
+@admin.command("cancel-operation")
+def cancel_operation(
+    context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
+) -> None:
+    """Take a change of size back, where no engine has been told to leave yet."""
+    from launcher.verbs.admin_scaling import run_cancel
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_cancel(address, operation_id, timeout_s))
+
+
+@admin.command("drain-engine")
+def drain_engine(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
+    deadline_s: Annotated[
+        float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
+    ] = 0.0,
+) -> None:
+    """Have a coordinator take one engine out of use; it ends when its requests are done or have moved."""
+    from launcher.verbs.admin_scaling import run_drain_engine
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_drain_engine(address, engine_id, deadline_s, timeout_s))
+
+
+@admin.command("evict-engine")
+def evict_engine(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
+    reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
+) -> None:
+    """Have a coordinator forget one engine at once, and not take that process again."""
+    from launcher.verbs.admin_scaling import run_evict_engine
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_evict_engine(address, engine_id, reason, timeout_s))
+
+
+def _mode(name: str) -> utility_pb2.PauseMode:
+    from triptych.engine.v1 import utility_pb2
+
+    modes = {
+        "abort": utility_pb2.PAUSE_MODE_ABORT,
+        "wait": utility_pb2.PAUSE_MODE_WAIT,
+        "keep": utility_pb2.PAUSE_MODE_KEEP,
+    }
+    if name not in modes:
+        raise typer.BadParameter(f"mode is {name!r}, it has to be {', '.join(modes)}")
+    return modes[name]
+
+
+def _make(context: typer.Context, call: utility_pb2.UtilityCall) -> None:
+    from launcher.verbs.admin import run_call
+
+    address, timeout_s = context.obj
+    raise typer.Exit(run_call(address, call, timeout_s))

@@ -1,0 +1,88 @@
+"""The verb `chat`: a conversation with a running server, turn by turn, by the model's own chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from launcher.verbs.chat_answer import ChatAnswer
+from launcher.verbs.complete import print_failure
+from service_kit.channel import open_channel
+from service_kit.errors import ServiceError, from_rpc_error
+from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
+from triptych.common.v1 import sampling_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Whom to talk to, and how."""
+
+    url: str
+    model: str
+    sampling: sampling_pb2.SamplingParams
+    quick: str | None  # the only thing to say; without it, every line of stdin is a turn
+
+
+def run_chat(chat: Chat) -> int:
+    """Talk until the input ends. Returns 0, or 1 after it has said on stderr what went wrong.
+
+    An interrupt ends the answer that is being given, and the conversation where none is.
+    """
+    messages: list[chat_message_pb2.ChatMessage] = []
+    try:
+        for said in _lines() if chat.quick is None else [chat.quick]:
+            asked = [*messages, _user_message(said)]
+            try:
+                messages = [*asked, asyncio.run(_answer(chat, asked))]
+            except KeyboardInterrupt:
+                print()
+    except ServiceError as error:
+        print_failure(error)
+        return 1
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _user_message(text: str) -> chat_message_pb2.ChatMessage:
+    return chat_message_pb2.ChatMessage(
+        role=chat_message_pb2.CHAT_ROLE_USER, parts=[chat_message_pb2.ChatPart(text=text)]
+    )
+
+
+async def _answer(
+    chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]
+) -> chat_message_pb2.ChatMessage:
+    """The next message, printed as it comes."""
+    request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
+    answer = ChatAnswer(is_terminal=sys.stdout.isatty())
+    async with open_channel(chat.url, profile="public") as channel:
+        stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
+        call = stub.Chat(request)
+        try:
+            async for response in call:
+                print(answer.take(response.delta), end="", flush=True)
+            print(answer.end(), end="", flush=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            # A terminal must not stay dim where the answer was interrupted.
+            print(answer.brighten(), end="", flush=True)
+            call.cancel()
+    return answer.message()

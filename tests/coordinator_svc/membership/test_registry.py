@@ -1,0 +1,254 @@
+"""Membership: places, states, leases. No network, no real time."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator_svc.membership.registry import EngineRegistry, Member, MemberState, Registration
+from service_kit.clock import FakeClock
+from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition
+
+LEGAL = {
+    (MemberState.JOINING, MemberState.READY),
+    (MemberState.JOINING, MemberState.DRAINING),
+    (MemberState.JOINING, MemberState.GONE),
+    (MemberState.READY, MemberState.DRAINING),
+    (MemberState.READY, MemberState.GONE),
+    (MemberState.DRAINING, MemberState.READY),
+    (MemberState.DRAINING, MemberState.GONE),
+}
+
+
+def engine(engine_id: str = "a", epoch: int = 1, *, rank: int = 0, size: int = 1) -> Registration:
+    return Registration(engine_id, epoch, "127.0.0.1:7000", dp_group="g", dp_rank=rank, dp_size=size)
+
+
+def registry_at(clock: FakeClock) -> EngineRegistry:
+    return EngineRegistry(clock, lease_s=3.0)
+
+
+def pass_time(registry: EngineRegistry, clock: FakeClock, seconds: float) -> list[Member]:
+    """Let time pass as in a coordinator that runs: it looks for ended leases several times a second."""
+    gone: list[Member] = []
+    for _ in range(round(seconds / 0.25)):
+        clock.advance(0.25)
+        gone += registry.expire()
+    return gone
+
+
+@pytest.mark.parametrize("before", MemberState)
+@pytest.mark.parametrize("after", MemberState)
+def test_member_moves_as_the_table_says(before: MemberState, after: MemberState) -> None:
+    member = Member(engine(), session_id=1, version=1, state=before)
+    if (before, after) in LEGAL:
+        assert member.move_to(after, 2).state is after
+    else:
+        with pytest.raises(InvalidTransition):
+            member.move_to(after, 2)
+
+
+def test_a_new_engine_joins_and_becomes_ready_by_its_report() -> None:
+    registry = registry_at(FakeClock())
+    assert registry.register(engine(), session_id=1).state is MemberState.JOINING
+    assert registry.report("a", 1, MemberState.READY).state is MemberState.READY
+    assert [member.registration.engine_id for member in registry.members()] == ["a"]
+
+
+def test_every_visible_change_raises_the_version_and_a_renewal_does_not() -> None:
+    registry = registry_at(FakeClock())
+    versions = [registry.version]
+    registry.register(engine(), session_id=1)
+    versions.append(registry.version)
+    registry.report("a", 1, MemberState.READY)
+    versions.append(registry.version)
+    registry.lose_session("a", 1)
+    versions.append(registry.version)
+    assert versions == sorted(set(versions))
+    registry.register(engine(), session_id=2)
+    version = registry.version
+    registry.report("a", 2, MemberState.READY)
+    registry.register(engine(), session_id=2)
+    assert registry.version == version
+
+
+def test_a_lost_session_leaves_the_engine_unreported_until_the_lease_ends() -> None:
+    clock = FakeClock()
+    registry = registry_at(clock)
+    registry.register(engine(), session_id=1)
+    registry.lose_session("a", 1)
+    assert pass_time(registry, clock, 2.75) == []
+    member = registry.find("a")
+    assert member is not None
+    assert not member.is_reporting
+    gone = pass_time(registry, clock, 0.5)
+    assert [member.state for member in gone] == [MemberState.GONE]
+    assert registry.find("a") is None
+
+
+def test_reports_keep_the_lease_and_silence_ends_it_under_an_open_session() -> None:
+    clock = FakeClock()
+    registry = registry_at(clock)
+    registry.register(engine(), session_id=1)
+    for _ in range(10):
+        assert pass_time(registry, clock, 1.0) == []
+        registry.report("a", 1, MemberState.READY)
+    assert len(pass_time(registry, clock, 3.25)) == 1
+    with pytest.raises(FailedPrecondition, match="register again"):
+        registry.report("a", 1, MemberState.READY)
+
+
+def test_a_stopped_coordinator_blames_nobody_for_its_own_silence() -> None:
+    clock = FakeClock()
+    registry = registry_at(clock)
+    registry.register(engine(), session_id=1)
+    clock.advance(30.0)
+    assert registry.expire() == []
+    assert len(pass_time(registry, clock, 3.25)) == 1
+
+
+def test_the_same_process_continues_its_membership_under_a_new_session() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    registry.report("a", 1, MemberState.READY)
+    member = registry.register(engine(), session_id=2)
+    assert member.state is MemberState.READY
+    assert member.session_id == 2
+    registry.lose_session("a", 1)
+    found = registry.find("a")
+    assert found is not None
+    assert found.is_reporting
+
+
+def test_a_live_engine_id_is_not_given_twice() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(epoch=1), session_id=1)
+    with pytest.raises(AlreadyExists, match="engine id a"):
+        registry.register(engine(epoch=2), session_id=2)
+    found = registry.find("a")
+    assert found is not None
+    assert found.registration.engine_epoch == 1
+
+
+def test_a_live_rank_is_not_given_twice() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine("a", rank=1, size=2), session_id=1)
+    registry.register(engine("b", rank=0, size=2), session_id=2)
+    with pytest.raises(AlreadyExists, match="rank 1"):
+        registry.register(engine("c", rank=1, size=2), session_id=3)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_stands_alone_takes_no_rank_of_a_group_whoever_comes_first(is_first: bool) -> None:
+    registry = registry_at(FakeClock())
+    both = [engine("alone", rank=0, size=1), engine("ranked", rank=0, size=2)]
+    for session_id, one in enumerate(both if is_first else both[::-1]):
+        registry.register(one, session_id=session_id)
+    assert len(registry.members()) == 2
+
+
+def lockstep(engine_id: str, rank: int, parallel_config_hash: str, *, group: str = "g") -> Registration:
+    return Registration(
+        engine_id,
+        rank + 1,
+        "127.0.0.1:7000",
+        dp_group=group,
+        dp_rank=rank,
+        dp_size=4,
+        is_lockstep=True,
+        parallel_config_hash=parallel_config_hash,
+    )
+
+
+def test_ranks_of_a_group_are_configured_alike_or_refused_with_both_hashes() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(lockstep("a", 0, "one"), session_id=1)
+    before = (registry.version, registry.members())
+    with pytest.raises(FailedPrecondition, match=r"'two'.*'one'") as refused:
+        registry.register(lockstep("b", 1, "two"), session_id=2)
+    assert refused.value.reason == "PARALLEL_CONFIG_MISMATCH"
+    assert refused.value.metadata == {"hash": "two", "held": "one"}
+    with pytest.raises(FailedPrecondition, match="no lockstep"):
+        registry.register(engine("b", rank=1, size=4), session_id=2)
+    assert (registry.version, registry.members()) == before
+    registry.register(lockstep("c", 1, "two", group="other"), session_id=3)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_stands_alone_lives_beside_a_group_without_a_name(is_first: bool) -> None:
+    registry = registry_at(FakeClock())
+    alone = Registration("alone", 1, "127.0.0.1:7000")
+    both = [alone, lockstep("a", 0, "one", group="")]
+    for session_id, one in enumerate(both if is_first else both[::-1]):
+        registry.register(one, session_id=session_id)
+    assert len(registry.members()) == 2
+
+
+def test_a_hash_that_is_not_known_yet_is_compared_when_it_is() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(lockstep("a", 0, ""), session_id=1)
+    registry.register(lockstep("b", 1, "two"), session_id=2)
+    with pytest.raises(FailedPrecondition, match=r"'one'.*'two'"):
+        registry.register(lockstep("a", 0, "one"), session_id=1)
+
+
+def test_an_evicted_engine_holds_no_lease() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    evicted = registry.evict("a")
+    assert evicted is not None
+    assert registry.members() == []
+    assert registry.evict("a") is None
+    with pytest.raises(FailedPrecondition, match="register again"):
+        registry.report("a", 1, MemberState.READY)
+
+
+def test_engines_without_a_group_of_ranks_stand_side_by_side() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine("a"), session_id=1)
+    registry.register(engine("b"), session_id=2)
+    assert len(registry.members()) == 2
+
+
+def test_a_restarted_engine_takes_the_place_of_the_one_that_lost_its_session() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine("a", epoch=1, rank=1, size=2), session_id=1)
+    registry.report("a", 1, MemberState.READY)
+    registry.lose_session("a", 1)
+    member = registry.register(engine("a", epoch=2, rank=1, size=2), session_id=2)
+    assert member.state is MemberState.JOINING
+    assert member.registration.engine_epoch == 2
+    assert len(registry.members()) == 1
+
+
+def test_a_refused_engine_changes_nothing() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine("a", epoch=1, rank=0, size=2), session_id=1)
+    registry.lose_session("a", 1)
+    registry.register(engine("b", rank=1, size=2), session_id=2)
+    before = (registry.version, registry.members())
+    with pytest.raises(AlreadyExists, match="rank 1"):
+        registry.register(engine("a", epoch=2, rank=1, size=2), session_id=3)
+    assert (registry.version, registry.members()) == before
+
+
+def test_goodbye_removes_an_engine_at_once() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    registry.leave("a", 1)
+    assert registry.members() == []
+
+
+def test_a_failed_engine_is_gone_by_its_own_report() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    assert registry.report("a", 1, MemberState.GONE).state is MemberState.GONE
+    assert registry.members() == []
+
+
+def test_an_engine_that_was_to_leave_may_report_that_it_stays_but_not_that_it_loads_again() -> None:
+    registry = registry_at(FakeClock())
+    registry.register(engine(), session_id=1)
+    registry.report("a", 1, MemberState.DRAINING)
+    assert registry.report("a", 1, MemberState.READY).state is MemberState.READY
+    with pytest.raises(FailedPrecondition, match="JOINING after READY"):
+        registry.report("a", 1, MemberState.JOINING)

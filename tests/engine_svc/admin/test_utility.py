@@ -1,0 +1,284 @@
+"""Utility calls into an engine with a fake model: who may, until when, and what becomes of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine_svc.admin import announce
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.utility import Role, UtilityDesk
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.runner.control import Refused
+from service_kit.channel import open_channel
+from service_kit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+)
+from tests.engine_svc.loop.controlled_rig import KEEP, WAIT, Controlled, controlled, running
+from tests.engine_svc.session.service_rig import LENGTH, ServiceRig, StreamClient, make_entry, serving
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+
+ALL_CALLS = tuple(field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields)
+SERVED_TO_FRONTENDS = {
+    "get_supported_tasks", "is_paused", "is_sleeping", "get_weight_version", "get_config", "get_statistics",
+}  # fmt: skip
+NOT_SERVED = {
+    "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters",
+    "pin_adapter", "execute_dummy_batch", "save_sharded_state", "flush_pins",
+}  # fmt: skip
+UNIMPLEMENTED, PERMISSION_DENIED = 12, 7
+
+
+def call_named(name: str) -> utility_pb2.UtilityCall:
+    """An empty call of this name."""
+    call = utility_pb2.UtilityCall()
+    field = call.DESCRIPTOR.fields_by_name[name]
+    call.MergeFrom(utility_pb2.UtilityCall(**{field.name: {}}))
+    return call
+
+
+async def test_a_wait_past_its_time_is_taken_back_and_the_engine_goes_on():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=10)
+        pause = utility_pb2.PauseCall(mode=WAIT)
+        with pytest.raises(DeadlineExceeded, match=r"call to pause failed: no answer within 0\.05 s"):
+            await engine.call(pause=pause, timeout_ms=50)
+        engine.rig.executor.gate.set()
+        await engine.frontend.add(make_entry(2))
+        await engine.frontend.until_ended(1, 2)
+        assert not (await engine.call(is_paused={})).is_paused
+
+
+async def test_a_call_that_nobody_waits_for_any_more_is_not_begun():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=10)
+        with pytest.raises(DeadlineExceeded, match="nothing was changed"):
+            await engine.call(set_weight_version={"version": "late"}, timeout_ms=0)
+        engine.rig.executor.gate.set()
+        await engine.frontend.until_ended(1)
+        await engine.pass_by()
+        assert (await engine.call(get_weight_version={})).weight_version == ""
+
+
+async def test_what_the_ranks_refuse_is_told_and_the_engine_goes_on():
+    async with controlled() as engine:
+        engine.runners.error = Refused("nothing to load them from")
+        with pytest.raises(FailedPrecondition, match=r"^call to sleep failed: nothing to load them from$"):
+            await engine.call(sleep={"level": 2})
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+    assert engine.frontend.finished == {1: [LENGTH]}
+
+
+async def test_an_error_of_ours_is_internal_without_its_text_and_the_engine_goes_on():
+    async with controlled() as engine:
+        engine.runners.error = RuntimeError("/secret/path")
+        with pytest.raises(Internal, match=r"^call to collective failed: internal error") as caught:
+            await engine.call(collective={"name": "memory"})
+        assert "secret" not in caught.value.message
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+
+
+async def test_the_state_is_told_with_every_sign_of_life():
+    async with controlled() as engine:
+        await engine.pause(KEEP)
+        await engine.frontend.add(make_entry(1))
+        await engine.pass_by()
+        await heartbeat_with(engine, session_pb2.ENGINE_STATE_PAUSED)
+        assert announce.engine_info(engine.rig.engine).state == session_pb2.ENGINE_STATE_PAUSED
+        await engine.call(sleep={"level": 0, "mode": KEEP})
+        await heartbeat_with(engine, session_pb2.ENGINE_STATE_ASLEEP)
+        assert announce.status(engine.rig.engine, 1)["standstill"] == "asleep"
+        await engine.call(wake={})
+        await engine.resume()
+        await engine.frontend.until_ended(1)
+        await heartbeat_with(engine, session_pb2.ENGINE_STATE_READY)
+
+
+async def heartbeat_with(engine: Controlled, state: session_pb2.EngineState) -> None:
+    """Wait for a heartbeat that says so, and that nothing is to be done."""
+    start = len(engine.frontend.heard)
+    engine.rig.servicer.beat()
+    await engine.frontend.until(
+        lambda: any(
+            message.heartbeat.state == state and not message.heartbeat.has_work
+            for message in engine.frontend.heard[start:]
+            if message.HasField("heartbeat")
+        )
+    )
+
+
+async def test_facts_that_change_reach_frontends_as_another_ready():
+    async with controlled() as engine:
+        core = engine.rig.engine.core
+        assert core is not None
+        num_readies = engine.frontend.kinds().count("ready")
+        engine.rig.engine.renew(core.facts)
+        assert engine.rig.engine.core is core
+        engine.rig.engine.renew(replace(core.facts, model_name="other"))
+        await engine.frontend.until(lambda: engine.frontend.kinds().count("ready") == num_readies + 1)
+    assert engine.frontend.last("ready").ready.model_name == "other"
+
+
+class Stepping(NoLockstep):
+    """Other ranks may step with this one while `steps`."""
+
+    steps = True
+
+    def check_still(self, *, or_apart: bool = False) -> None:
+        assert or_apart
+        if self.steps:
+            raise FailedPrecondition("pause all of them first", reason="RANKS_NOT_QUIET")
+
+
+async def test_profiles_of_ranks_that_step_together_begin_and_end_while_all_stand_still(tmp_path: Path):
+    lockstep = Stepping()
+    async with controlled(profile_dir=tmp_path, lockstep=lockstep) as engine:
+        for start in (True, False):
+            with pytest.raises(FailedPrecondition, match="pause all of them first"):
+                await engine.call(profile={"start": start})
+        assert engine.runners.asked == []
+        lockstep.steps = False
+        for start in (True, False):
+            await engine.call(profile={"start": start})
+    assert [name for name, _ in engine.runners.asked] == ["start_profile", "stop_profile"]
+
+
+async def test_profiles_need_a_folder_and_a_plain_name(tmp_path: Path):
+    async with controlled() as engine:
+        with pytest.raises(FailedPrecondition, match="--profile-dir"):
+            await engine.call(profile={"start": True})
+    async with controlled(profile_dir=tmp_path) as engine:
+        for prefix in ("../up", "a/b", "a\0b", "x" * 65):
+            with pytest.raises(InvalidArgument):
+                await engine.call(profile={"start": True, "prefix": prefix})
+        await engine.call(profile={"start": True, "prefix": "mine"})
+        await engine.call(profile={"start": True})
+        await engine.call(profile={})
+    assert engine.runners.asked == [
+        ("start_profile", "mine"), ("start_profile", "engine"), ("stop_profile", None),
+    ]  # fmt: skip
+
+
+async def test_a_collective_answers_for_each_rank():
+    async with controlled() as engine:
+        answer = await engine.call(collective={"name": "memory"})
+        assert list(answer.collective.ranks) == ["1024", "2048"]
+        for name in ("__class__", "sleep", "", "memory\0", "m" * 1_000_000):
+            with pytest.raises(Unimplemented):
+                await engine.call(collective={"name": name})
+        argument = utility_pb2.CollectiveArgument(name="a", integer=1)
+        with pytest.raises(InvalidArgument):
+            await engine.call(collective={"name": "memory", "arguments": [argument] * 10_000})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        ({"pause": {}}, InvalidArgument),
+        ({"pause": {"mode": 9}}, InvalidArgument),
+        ({"sleep": {"level": 3}}, InvalidArgument),
+        ({"sleep": {"level": 1, "mode": 9}}, InvalidArgument),
+        ({"wake": {"tags": ["weights", "scheduler"]}}, InvalidArgument),
+        ({"reset_prefix_cache": {"reset_connector": True}}, FailedPrecondition),
+        ({"update_weights": {"names": ["lm_head.weight"]}}, Unimplemented),
+        ({"set_weight_version": {"version": "v" * 257}}, InvalidArgument),
+        ({}, Unimplemented),
+    ],
+)
+async def test_what_is_wrong_is_refused_and_changes_nothing(
+    call: dict[str, object], kind: type[ServiceError]
+):
+    async with controlled() as engine:
+        with pytest.raises(kind):
+            await engine.call(**call)
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+    assert engine.runners.asked == []
+
+
+@pytest.mark.parametrize("name", ALL_CALLS)
+async def test_over_a_session_every_call_answers_its_own_status(name: str):
+    async with controlled() as engine:
+        call = call_named(name)
+        call.call_id = 77
+        await engine.frontend.send(engine_pb2.ConnectRequest(utility=call))
+        await engine.frontend.until(lambda: "utility_result" in engine.frontend.kinds())
+        result = engine.frontend.last("utility_result").utility_result
+    assert result.call_id == 77
+    code = result.failure.code
+    assert code == (
+        0 if name in SERVED_TO_FRONTENDS else UNIMPLEMENTED if name in NOT_SERVED else PERMISSION_DENIED
+    )
+    assert code == 0 or name in result.failure.message
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
+async def test_what_is_not_served_is_named_to_the_operator(name: str):
+    async with controlled() as engine:
+        with pytest.raises(Unimplemented, match=name):
+            await engine.call(**{name: {}})
+
+
+async def test_no_claim_makes_a_session_an_operator():
+    async with controlled() as engine:
+        stub = engine_pb2_grpc.EngineCoreServiceStub(channel := open_channel(engine.rig.address))
+        claims = StreamClient(stub, "operator")
+        await claims.open(role=session_pb2.PEER_ROLE_ADMIN)
+        pause = utility_pb2.UtilityCall(call_id=5, pause=utility_pb2.PauseCall(mode=KEEP))
+        await claims.send(engine_pb2.ConnectRequest(utility=pause))
+        await claims.until(lambda: "utility_result" in claims.kinds())
+        assert claims.last("utility_result").utility_result.failure.code == PERMISSION_DENIED
+        await claims.close()
+        await channel.close(None)
+        assert not (await engine.call(is_paused={})).is_paused
+
+
+async def test_an_operator_makes_four_calls_at_once_that_may_wait():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=10)
+        waits = [asyncio.create_task(engine.pause(WAIT)) for _ in range(4)]
+        await engine.let_calls_begin()
+        with pytest.raises(ResourceExhausted, match="4 calls are under way, the limit is 4"):
+            await engine.pause(WAIT)
+        # Others have room of their own: one of them would end the waits.
+        assert not (await engine.call(is_paused={})).is_paused
+        engine.rig.executor.gate.set()
+        await asyncio.gather(*waits)
+        assert (await engine.call(is_paused={})).is_paused
+
+
+async def test_who_waits_hears_that_somebody_resumed():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=10)
+        waiting = asyncio.create_task(engine.pause(WAIT))
+        resuming = asyncio.create_task(engine.resume())
+        await engine.let_calls_begin()
+        engine.rig.executor.gate.set()
+        with pytest.raises(Aborted):
+            await waiting
+        await resuming
+
+
+async def test_an_engine_that_loads_or_drains_takes_no_calls():
+    rig = ServiceRig()
+    async with serving(rig, load=False):
+        with pytest.raises(Unavailable, match="engine is loading"):
+            await UtilityDesk(rig.engine).answer(call_named("resume"), Role.ADMIN)
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=10)
+        engine.rig.engine.lifecycle.move_to(EngineState.DRAINING)
+        with pytest.raises(Unavailable, match="call to resume failed: engine is draining"):
+            await engine.resume()

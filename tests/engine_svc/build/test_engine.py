@@ -1,0 +1,255 @@
+"""The real engine, put together from a configuration and run on a real checkpoint."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import launcher.tiny_model
+from engine_svc.admin.served_engine import LoadedCore
+from engine_svc.build.engine import build_engine, build_memberships, build_served_engine
+from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.config import EngineConfig
+from engine_svc.core.facts import LoadProgress
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Add, Outbox, Stop
+from engine_svc.membership.departure import Departure
+from engine_svc.session.servicer import EngineCoreServicer
+from service_kit.config import ConfigError
+
+_PACKAGED = Path(launcher.tiny_model.__file__).parent / "weights"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights, drawn wide enough that its greedy streams vary."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            eos_token_id=5,
+            dtype=torch.float32,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Built:
+    """An engine from `config` and what it said while it was loading."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        served = build_served_engine(config)
+        self.inbox, self.board = served.inbox, served.board
+        self.kv_event_log = served.kv_event_log
+        self.progress: list[LoadProgress] = []
+        self.deferred: list[object] = []
+        self.engine: Engine
+        self.core: LoadedCore
+        self.engine, self.core = build_engine(
+            config, served, progress=self.progress.append, defer=self.deferred.append
+        )
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy continuations of `prompts`, all at once."""
+        woken = threading.Event()
+        outbox = Outbox(max_bytes=1_000_000, wake=woken.set)
+        for handle, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            request = Request(f"r{handle}", list(prompt), len(prompt), sampling)
+            assert self.core.refusal(request) is None
+            self.core.prepare(request)
+            self.inbox.put(Add(request, outbox, handle))
+        thread = threading.Thread(target=self.engine.run)
+        thread.start()
+        tokens: list[list[int]] = [[] for _ in prompts]
+        num_ended = 0
+        while num_ended < len(prompts):
+            assert woken.wait(60)
+            woken.clear()
+            step = outbox.take()
+            if step is None:
+                continue
+            start = 0
+            for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
+                tokens[handle] += step.token_ids[start : start + num_tokens]
+                start += num_tokens
+            num_ended += len(step.finished)
+        self.inbox.put(Stop())
+        thread.join(10)
+        return tokens
+
+
+def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    # Untyped: the library's own stubs contradict each other about `generate`.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        answer = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return answer[0, len(prompt) :].tolist()
+
+
+def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_hits(llama):
+    config = EngineConfig(
+        model=str(llama),
+        max_model_len=128,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        block_size=4,
+        num_kv_blocks=40,
+        num_threads=1,
+    )
+    built = Built(config)
+    rng = random.Random(1)
+    shared = [rng.randrange(256) for _ in range(20)]
+    prompts = [shared + [rng.randrange(256) for _ in range(rng.randrange(1, 30))] for _ in range(10)]
+    answers = built.generate(prompts, 24)
+    assert answers == [transformers_greedy(llama, prompt, 24) for prompt in prompts]
+    assert len(set(answers[0])) >= 10
+    stats = built.board.read().scheduler
+    assert stats.num_chunked_prefills > 0
+    assert stats.num_preemptions > 0
+    assert stats.prefix_hits > 0
+    assert stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"enable_prefix_caching": False, "num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"enable_chunked_prefill": False, "num_kv_blocks": 200},
+        {"scheduling_policy": "priority", "num_kv_blocks": 12, "long_prefill_token_threshold": 7},
+    ],
+    ids=["no prefix cache", "room for one", "no chunks", "priority"],
+)
+def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
+    built = Built(EngineConfig(model=str(llama), max_model_len=144, num_threads=1, **choices))
+    rng = random.Random(2)
+    shared = [rng.randrange(256) for _ in range(40)]
+    prompts = [
+        shared * (row % 2) + [rng.randrange(256) for _ in range(rng.randrange(1, 50))] for row in range(16)
+    ]
+    answers = built.generate(prompts, 32)
+    assert answers == [transformers_greedy(llama, prompt, 32) for prompt in prompts]
+    stats = built.board.read().scheduler
+    assert (stats.num_preemptions > 0) == (choices["num_kv_blocks"] < 100)
+    assert stats.num_used_blocks == 0
+
+
+def test_ids_of_the_packaged_model_equal_those_of_transformers():
+    built = Built(EngineConfig(model=str(_PACKAGED), dtype="float32", num_threads=1, kv_cache_memory=2**26))
+    prompts = [list(range(10, 20)), list(range(100, 103))]
+    assert built.generate(prompts, 16) == [transformers_greedy(_PACKAGED, prompt, 16) for prompt in prompts]
+
+
+def test_facts_tell_what_was_built(llama):
+    config = EngineConfig(model=str(llama), num_kv_blocks=100, num_threads=1, served_model_name="small")
+    built = Built(config)
+    facts = built.core.facts
+    assert (facts.model_name, facts.max_model_len, facts.num_kv_blocks) == ("small", 256, 100)
+    assert (facts.vocab_size, facts.eos_token_ids, facts.block_size) == (256, (5,), 16)
+    assert {progress.phase for progress in built.progress} == {"weights", "warm-up"}
+    assert Built(config).core.facts.fingerprint == facts.fingerprint
+    others = replace(config, logprobs_mode="raw_logits")
+    assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest
+
+
+def test_what_the_prefix_cache_holds_is_told_where_that_is_asked_for(llama):
+    config = EngineConfig(model=str(llama), num_kv_blocks=40, block_size=4, num_threads=1, max_model_len=64)
+    prompt = list(range(20, 40))
+    silent = Built(config)
+    silent.generate([prompt], 5)
+    assert silent.kv_event_log is None
+    told = Built(replace(config, enable_kv_events=True))
+    answer = told.generate([prompt], 5)[0]
+    log = told.kv_event_log
+    assert log is not None
+    _, blocks = log.open_with_snapshot(lambda: None)
+    # The last token has no KV yet, so all but it is in full blocks.
+    assert [token for block in blocks for token in block.token_ids] == (prompt + answer)[:24]
+    hasher = BlockHasher(4, bytes.fromhex(told.core.facts.fingerprint.digest))
+    request = Request("same", prompt + answer, 20, SamplingParams(max_tokens=5))
+    hasher.extend(request)
+    assert [block.block_hashes[0] for block in blocks] == request.block_hashes
+
+
+def test_a_longer_context_than_the_models_is_refused(llama):
+    with pytest.raises(ConfigError, match="1000"):
+        Built(EngineConfig(model=str(llama), max_model_len=1000, num_threads=1))
+
+
+def test_the_context_is_fitted_to_the_memory_only_where_nobody_chose_it(llama):
+    assert (
+        Built(EngineConfig(model=str(llama), num_kv_blocks=10, num_threads=1)).core.facts.max_model_len == 160
+    )
+    with pytest.raises(ValueError, match="max_model_len"):
+        Built(EngineConfig(model=str(llama), num_kv_blocks=10, max_model_len=200, num_threads=1))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2], ids=["in a thread", "in ranks"])
+def test_of_an_engine_that_cannot_be_built_nothing_is_left_running(llama, num_stages, tmp_path):
+    children, threads = psutil.Process().children(), threading.enumerate()
+    config = EngineConfig(
+        model=str(llama),
+        num_kv_blocks=20,
+        num_threads=1,
+        pipeline_parallel_size=num_stages,
+        record_decisions=str(tmp_path / "no folder" / "case.json.gz"),
+    )
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        Built(config)
+    assert psutil.Process().children() == children
+    assert {thread.name for thread in threading.enumerate() if thread not in threads} <= {"tqdm_monitor"}
+
+
+def test_an_engine_knows_what_its_operator_says_of_it(llama):
+    config = EngineConfig(model=str(llama), label=("zone=a", "rack=7"))
+    assert build_served_engine(config).identity.labels == (("zone", "a"), ("rack", "7"))
+
+
+def test_there_is_no_membership_without_a_coordinator(llama):
+    config = EngineConfig(model=str(llama))
+    engine = build_served_engine(config)
+    servicer = EngineCoreServicer(engine)
+    departure = Departure(engine, until_dry=servicer.until_dry, stop_process=lambda: None)
+    assert build_memberships(config, engine, departure, bound="127.0.0.1:5") == []
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["whole", "expert parallel"])
+def test_a_dense_model_steps_alone_whatever_its_engine_is_one_of(llama, expert_parallel):
+    config = EngineConfig(
+        model=str(llama), data_parallel_size=2, expert_parallel=expert_parallel, num_threads=1
+    )
+    built = Built(config)
+    assert built.core.lockstep is None
+    assert not build_served_engine(config).shares_experts

@@ -1,0 +1,379 @@
+"""What an ADD may say, what is refused and how, and how a step looks on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from engine_svc.cache.observer import StoredBlocks
+from engine_svc.convert import messages
+from engine_svc.core.request import FinishReason
+from engine_svc.core.sampling_params import RepetitionLimits
+from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
+from engine_svc.loop.step_output import FinishedRow, StepOutput
+from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
+from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.engine_svc.session.service_rig import column, make_entry, make_facts
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2
+
+# Of token 4 twice.
+BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))
+
+
+def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
+    return messages.to_request(entry, session_number=3, facts=make_facts(), now=now)
+
+
+def test_every_reason_of_an_abort_has_a_name_of_its_own():
+    causes = [messages.to_abort_cause(reason) for reason in engine_pb2.AbortReason.values()]
+    assert causes == ["client", "client", "deadline", "stop_string", "slow_consumer", "migrated"]
+    assert messages.to_abort_cause(99) == "client"
+
+
+def test_an_add_becomes_the_request_it_asks_for():
+    entry = make_entry(
+        7,
+        prompt=[1, 2, 3],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_tokens=2,
+        stop_token_ids=[11],
+    )
+    entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
+    entry.trace_context.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    request = to_request(entry)
+    assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
+    assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
+    assert (request.cache_salt, request.trace_context[0]) == ("salt", entry.trace_context.traceparent)
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 40, 7)
+    assert (sampling.temperature, sampling.top_p) == pytest.approx((0.5, 0.9))
+    assert sampling.eos_token_id == EOS_TOKEN_ID
+    assert sampling.stop_token_ids == {11, EOS_TOKEN_ID + 1}
+
+
+def test_what_is_not_said_takes_the_neutral_value():
+    entry = add_pb2.AddEntry(
+        handle=1, prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
+    )
+    sampling = to_request(entry).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_tokens) == (1.0, 1.0, 0, 0)
+    assert sampling.max_tokens == MAX_MODEL_LEN - 2
+
+
+def test_ignore_eos_takes_the_models_other_end_ids_off_as_well():
+    assert to_request(make_entry(1, ignore_eos=True)).sampling.end_token_ids == frozenset()
+
+
+def test_a_request_that_continues_counts_its_output_against_max_tokens():
+    entry = make_entry(1, prompt=[1, 2, 3], max_tokens=5)
+    entry.output_token_ids = column([8, 9])
+    request = to_request(entry)
+    assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3, 8, 9], 3)
+    assert request.sampling.max_tokens == 5
+
+
+def test_ids_differ_by_session_handle_and_attempt():
+    entries = [make_entry(1), make_entry(2), make_entry(1, attempt=1)]
+    ids = {to_request(entry).request_id for entry in entries}
+    ids.add(messages.to_request(entries[0], session_number=4, facts=make_facts(), now=0.0).request_id)
+    assert len(ids) == 4
+
+
+def test_tenants_share_no_cache_even_with_crafted_salts():
+    salts = set()
+    for tenant, salt in (("a", "b"), ("ab", ""), ("", "ab"), ("a", ""), ("", "")):
+        entry = make_entry(1)
+        entry.tenant, entry.cache_salt = tenant, salt
+        salts.add(to_request(entry).cache_salt)
+    assert len(salts) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"prompt": [VOCAB_SIZE]}, "prompt_token_ids", ["1000", "below"]),
+        ({"prompt": [1] * MAX_MODEL_LEN}, "prompt_token_ids", ["128", "127"]),
+        ({"max_tokens": 0}, "max_tokens", ["0", "1 to"]),
+        ({"max_tokens": 2**40}, "max_tokens", [str(2**40), "123"]),
+        ({"temperature": float("nan")}, "temperature", ["nan", "0 to 2"]),
+        ({"temperature": float("inf")}, "temperature", ["inf"]),
+        ({"temperature": -0.5}, "temperature", ["-0.5"]),
+        ({"temperature": 2.5}, "temperature", ["2.5"]),
+        ({"top_p": 0.0}, "top_p", ["0.0"]),
+        ({"top_p": float("nan")}, "top_p", ["nan"]),
+        ({"top_k": -2}, "top_k", ["-2"]),
+        ({"min_tokens": -1}, "min_tokens", ["-1"]),
+        ({"min_tokens": 6}, "min_tokens", ["6", "5"]),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", ["1000"]),
+        ({"stop_token_ids": [1] * 5000}, "stop_token_ids", ["5000", "4096"]),
+        ({"min_p": -0.1}, "min_p", ["-0.1", "0 to 1"]),
+        ({"min_p": 1.5}, "min_p", ["1.5"]),
+        ({"min_p": float("nan")}, "min_p", ["nan"]),
+        ({"presence_penalty": 2.5}, "presence_penalty", ["2.5", "-2 to 2"]),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", ["-2.5", "-2 to 2"]),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty", ["nan"]),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", ["0.0", "0.001 to 1000"]),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty", ["inf", "1000"]),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty", ["nan"]),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty", ["0.001 to 1000"]),
+        ({"repetition_penalty": 1001.0}, "repetition_penalty", ["1001", "1000"]),
+        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100 to 100"]),
+        ({"logit_bias": [{"token_id": 1, "bias": float("nan")}]}, "logit_bias", ["nan"]),
+        ({"logit_bias": [{"token_id": VOCAB_SIZE}]}, "logit_bias", ["1000", "below"]),
+        ({"logit_bias": [{"token_id": 1}] * 301}, "logit_bias", ["301", "300"]),
+        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids", ["1000", "below"]),
+        ({"allowed_token_ids": [1] * 1001}, "allowed_token_ids", ["1001", "1000"]),
+        ({"logprobs": -1}, "logprobs", ["-1", "0 to 20"]),
+        ({"logprobs": 21}, "logprobs", ["21"]),
+        ({"prompt_logprobs": 2**40}, "prompt_logprobs", [str(2**40), "0 to 20"]),
+        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids", ["1000"]),
+        ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", ["129", "128"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, words):
+    with pytest.raises(InvalidArgument) as caught:
+        to_request(make_entry(1, **changes))
+    assert caught.value.violations[0][0] == field
+    assert all(word in caught.value.message for word in words)
+
+
+def test_every_wish_for_the_sampler_arrives():
+    sampling = to_request(
+        make_entry(
+            1,
+            min_p=0.25,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            repetition_penalty=1.5,
+            logit_bias=[sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in BIASES],
+            allowed_token_ids=[5, 3, 5],
+            logprobs=20,
+            prompt_logprobs=0,
+            logprob_token_ids=[9, 0],
+        )
+    ).sampling
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -2.0, 2.0)
+    assert sampling.repetition_penalty == 1.5
+    # What is said twice of a token is added twice.
+    assert sampling.logit_bias == ((4, 1.5), (7, 100.0))
+    assert sampling.allowed_token_ids == {3, 5}
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids) == (20, 0, (9, 0))
+
+
+def test_wishes_that_are_not_made_change_nothing():
+    sampling = to_request(make_entry(1)).sampling
+    assert (sampling.min_p, sampling.allowed_token_ids, sampling.logit_bias) == (0.0, None, ())
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (None, None)
+    assert not sampling.has_penalties
+    neutral = make_entry(1, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0)
+    assert not to_request(neutral).sampling.has_penalties
+
+
+def test_47_a_request_with_prompt_logprobs_reads_no_cached_prefix():
+    assert to_request(make_entry(1, prompt_logprobs=0)).sampling.skip_reading_prefix_cache
+    assert not to_request(make_entry(1, logprobs=0)).sampling.skip_reading_prefix_cache
+
+
+def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
+    facts = replace(make_facts(), max_model_len=20_000)
+
+    def ask(num_tokens: int, **wishes: object) -> None:
+        entry = make_entry(1, prompt=[1] * num_tokens, **wishes)
+        messages.to_request(entry, session_number=1, facts=facts, now=0.0)
+
+    ask(10_000, prompt_logprobs=20)
+    ask(10_000, prompt_logprobs=19, logprob_token_ids=[5])
+    for wishes in ({"prompt_logprobs": 20, "logprob_token_ids": [5]}, {"prompt_logprobs": 20}):
+        with pytest.raises(
+            InvalidArgument, match=r"prompt_logprobs is 2\d+, it takes at most 200000 entries"
+        ):
+            ask(10_001, **wishes)
+
+
+@pytest.mark.parametrize(
+    ("detection", "limits"),
+    [
+        ({}, None),
+        ({"min_count": 5}, None),
+        ({"max_pattern_size": 4, "min_count": 2}, RepetitionLimits(4, 1, 2)),
+        ({"max_pattern_size": 256, "min_pattern_size": 256, "min_count": 64}, RepetitionLimits(256, 256, 64)),
+    ],
+    ids=["off", "off whatever the count", "shortest unset", "all at their limits"],
+)
+def test_repetition_limits_are_those_asked_for(detection, limits):
+    detection = sampling_pb2.RepetitionDetection(**detection)
+    assert to_request(make_entry(1, repetition_detection=detection)).sampling.repetition == limits
+    assert to_request(make_entry(1)).sampling.repetition is None
+
+
+@pytest.mark.parametrize(
+    ("detection", "name", "limit"),
+    [
+        ({"max_pattern_size": -1, "min_count": 2}, "max_pattern_size", "is -1, it takes 0 to 256"),
+        ({"max_pattern_size": 257, "min_count": 2}, "max_pattern_size", "is 257, it takes 0 to 256"),
+        (
+            {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2},
+            "min_pattern_size",
+            "is 5, it takes 0 to max_pattern_size, 4",
+        ),
+        (
+            {"max_pattern_size": 4, "min_pattern_size": -1, "min_count": 2},
+            "min_pattern_size",
+            "is -1, it takes 0 to max_pattern_size, 4",
+        ),
+        ({"min_pattern_size": 1}, "min_pattern_size", "is 1, it takes 0 to max_pattern_size, 0"),
+        ({"max_pattern_size": 4}, "min_count", "is 0, it takes 2 to 64"),
+        ({"max_pattern_size": 4, "min_count": 1}, "min_count", "is 1, it takes 2 to 64"),
+        ({"max_pattern_size": 4, "min_count": 65}, "min_count", "is 65, it takes 2 to 64"),
+        ({"max_pattern_size": 2**40, "min_count": 2}, "max_pattern_size", f"is {2**40}, "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_repetition_limits_are_refused_with_field_value_and_limit(detection, name, limit):
+    entry = make_entry(1, repetition_detection=sampling_pb2.RepetitionDetection(**detection))
+    with pytest.raises(InvalidArgument) as caught:
+        to_request(entry)
+    assert caught.value.violations[0][0] == f"repetition_detection.{name}"
+    assert f"repetition_detection.{name} {limit}" in caught.value.message
+
+
+def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_refused():
+    cut, empty, wild = make_entry(1), make_entry(1), make_entry(1)
+    cut.prompt_token_ids = b"\x01\x00\x00"
+    empty.prompt_token_ids = b""
+    wild.priority = 101
+    for entry, word in ((cut, "3 bytes"), (empty, "no tokens"), (wild, "101")):
+        with pytest.raises(InvalidArgument, match=word):
+            to_request(entry)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 2},
+        {"bad_words": ["x"]},
+        {"structured_output": sampling_pb2.StructuredOutput(regex="a")},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_parameter_that_cannot_be_served_is_refused_by_name(changes):
+    with pytest.raises(Unimplemented, match=next(iter(changes))):
+        to_request(make_entry(1, **changes))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        add_pb2.AddEntry(adapter="a"),
+        add_pb2.AddEntry(media=[add_pb2.MediaItem()]),
+        add_pb2.AddEntry(prompt_embeds=tensor_pb2.Tensor()),
+        add_pb2.AddEntry(pooling=sampling_pb2.PoolingParams()),
+        add_pb2.AddEntry(resumable=True),
+    ],
+    ids=lambda entry: entry.ListFields()[0][0].name,
+)
+def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
+    whole = make_entry(1)
+    whole.MergeFrom(entry)
+    with pytest.raises(Unimplemented):
+        to_request(whole)
+
+
+def test_one_output_of_a_sampling_group_is_accepted():
+    to_request(make_entry(1, n=1))
+
+
+def test_a_deadline_is_on_the_engines_clock():
+    entry = make_entry(1)
+    assert messages.to_deadline(entry, 10.0) is None
+    entry.remaining_ms = 1500
+    assert messages.to_deadline(entry, 10.0) == 11.5
+
+
+def test_a_step_becomes_packed_columns():
+    output = StepOutput(
+        4,
+        handles=[9, 300],
+        num_tokens=[1, 2],
+        token_ids=[70_000, 1, 2],
+        finished=[FinishedRow(1, FinishReason.LENGTH)],
+        first=[(0, 16)],
+    )
+    step = messages.to_step(output, {300: frozenset()})
+    assert step.step_number == 4
+    assert step.handles == b"\x09\x00\x00\x00\x2c\x01\x00\x00"
+    assert step.num_tokens == b"\x01\x02"
+    assert step.token_ids == (70_000).to_bytes(4, "little") + b"\x01\x00\x00\x00\x02\x00\x00\x00"
+    assert [(one.row, one.reason, one.WhichOneof("stop")) for one in step.finished] == [
+        (1, output_pb2.FINISH_REASON_LENGTH, None)
+    ]
+    assert [(one.row, one.num_cached_tokens) for one in step.first] == [(0, 16)]
+
+
+@pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason is not FinishReason.STOP])
+def test_every_reason_has_its_own_name_on_the_wire(reason):
+    step = messages.to_step(StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()})
+    assert output_pb2.FinishReason.Name(step.finished[0].reason) == f"FINISH_REASON_{reason.name}"
+
+
+def test_a_row_of_more_than_255_tokens_takes_the_wide_column():
+    step = messages.to_step(StepOutput(1, [1], [256], list(range(256))), {})
+    assert (step.num_tokens, step.num_tokens_wide) == (b"", b"\x00\x01\x00\x00")
+
+
+@pytest.mark.parametrize(
+    ("stop_token_id", "asked_for", "kind"),
+    [(None, set(), "eos_token_id"), (991, set(), "eos_token_id"), (11, {11}, "stop_token_id")],
+    ids=["main eos", "further eos", "stop token"],
+)
+def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
+    last = stop_token_id or EOS_TOKEN_ID
+    finished = [FinishedRow(1, FinishReason.STOP, stop_token_id)]
+    output = StepOutput(1, [5, 6, 7], [1, 2, 1], [1, 2, last, 3], finished)
+    record = messages.to_step(output, {6: frozenset(asked_for)}).finished[0]
+    assert record.WhichOneof("stop") == kind
+    assert getattr(record, kind) == last
+
+
+def test_a_batch_of_the_prefix_cache_keeps_order_groups_and_place():
+    run = StoredBlocks([b"a" * 32, b"b" * 32], b"r" * 32, [1, 2, 3, 70_000], 2, 1)
+    batch = KVEventBatch(9, [run, RemovedBlocks([b"c" * 32], 2), AllBlocksRemoved()], 3)
+    message = messages.to_kv_batch(batch, 7)
+    assert message.cursor == kv_pb2.KvCursor(engine_epoch=7, seq=9)
+    stored, removed, cleared = message.batch.events
+    assert stored.stored == kv_pb2.KvBlockStored(
+        block_hashes=[b"a" * 32, b"b" * 32],
+        parent_hash=b"r" * 32,
+        token_ids=column([1, 2, 3, 70_000]),
+        block_size=2,
+        group=1,
+    )
+    assert removed.removed == kv_pb2.KvBlockRemoved(block_hashes=[b"c" * 32], group=2)
+    assert cleared.WhichOneof("event") == "cleared"
+
+
+def test_the_last_chunk_of_a_snapshot_alone_has_a_place():
+    block, end = StoredBlocks([b"a" * 32], b"r" * 32, [1, 2], 2, 0), kv_pb2.KvCursor(engine_epoch=7, seq=3)
+    chunk, last = messages.to_kv_snapshot([block], None), messages.to_kv_snapshot([], end)
+    assert (len(chunk.snapshot.blocks), chunk.snapshot.is_last, chunk.HasField("cursor")) == (1, False, False)
+    assert (len(last.snapshot.blocks), last.snapshot.is_last, last.cursor) == (0, True, end)
+
+
+def test_an_error_keeps_code_message_and_details():
+    error: ServiceError = InvalidArgument("too long", field="prompt")
+    status = messages.to_error_status(error)
+    assert (status.code, status.message) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "too long")
+    assert b"prompt" in status.details
+
+
+def test_a_prompt_that_is_too_long_is_refused_for_its_length_whatever_it_holds():
+    entry = make_entry(1, prompt=[VOCAB_SIZE + 1] * MAX_MODEL_LEN)
+    with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN} tokens"):
+        to_request(entry)

@@ -1,0 +1,44 @@
+"""The files a frontend needs: kept as they were read, and refused where no frontend could use them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import pytest
+
+from engine_svc.core.artifacts import CHUNK_BYTES, ArtifactKind, check_tokenizer, read_artifacts
+
+
+def test_bytes_and_digest_are_those_of_the_start(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    content = b"x" * (CHUNK_BYTES + 5)
+    path.write_bytes(content)
+    (artifact,) = read_artifacts(tmp_path)
+    path.unlink()
+    assert (artifact.kind, artifact.size_bytes) == (ArtifactKind.TOKENIZER, CHUNK_BYTES + 5)
+    assert [offset for offset, _ in artifact.chunks()] == [0, CHUNK_BYTES]
+    assert hashlib.sha256(b"".join(chunk for _, chunk in artifact.chunks())).hexdigest() == artifact.sha256
+
+
+def test_an_empty_file_has_one_empty_chunk(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"")
+    (artifact,) = read_artifacts(tmp_path)
+    assert list(artifact.chunks()) == [(0, b"")]
+
+
+@pytest.mark.parametrize("content", [b"{broken", b"[1]", b"{}", b"\xff\xfe"])
+def test_a_tokenizer_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not"):
+        check_tokenizer(read_artifacts(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_warned_of(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    check_tokenizer(read_artifacts(tmp_path))
+    assert "--tokenizer" in caplog.text
+    caplog.clear()
+    (tmp_path / "tokenizer.json").write_bytes(b'{"model": {}}')
+    check_tokenizer(read_artifacts(tmp_path))
+    assert caplog.text == ""

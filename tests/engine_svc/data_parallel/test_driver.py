@@ -1,0 +1,330 @@
+"""Ranks in lockstep: waves, votes, pauses, lost ranks and changes of generation, with real loops."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future, wait
+
+import pytest
+
+from engine_svc.core.request import FinishReason
+from engine_svc.data_parallel.driver import Prepared
+from engine_svc.data_parallel.group import Meeting
+from engine_svc.data_parallel.wave import VOTE_INTERVAL, LockstepState, Vote
+from engine_svc.loop.mailbox import Abort
+from engine_svc.loop.pause import PauseMode, StandstillState
+from service_kit.errors import FailedPrecondition
+from tests.engine_svc.data_parallel.lockstep_rig import PATIENCE_S, Cluster, Rank
+from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.loop.test_engine import prompt_of
+
+
+def assert_exact(rank: Rank, handles: range, num_tokens: int) -> None:
+    for handle in handles:
+        assert rank.frontend.tokens[handle] == expected_tokens(prompt_of(handle), handle, num_tokens)
+    assert sorted(rank.frontend.ends) == [(handle, FinishReason.LENGTH) for handle in handles]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_busy_rank_gets_its_thousand_tokens_and_the_other_takes_part(depth):
+    with Cluster(2, max_in_flight=depth) as cluster:
+        busy, idle = cluster.ranks
+        busy.add(1, max_tokens=1000)
+        busy.frontend.read_until_ended(1)
+        cluster.until(lambda: not any(rank.driver.standing.is_in_wave for rank in cluster.ranks))
+        assert_exact(busy, range(1, 2), 1000)
+        assert busy.executor.num_launched == idle.executor.num_launched
+        assert idle.executor.num_idle == idle.driver.num_idle_steps == idle.executor.num_launched >= 1000
+        for rank in cluster.ranks:
+            assert 0 < rank.driver.num_votes <= rank.executor.num_launched // VOTE_INTERVAL
+
+
+def test_ranks_without_requests_neither_step_nor_vote():
+    with Cluster(2) as cluster:
+        for rank in cluster.ranks:
+            rank.inbox.put(Abort("nobody"))
+            rank.ask(lambda: None)
+            assert (rank.executor.num_launched, rank.driver.num_votes) == (0, 0)
+            assert rank.driver.standing.state is LockstepState.PAUSED
+
+
+def test_requests_on_all_ranks_share_the_waves():
+    with Cluster(3) as cluster:
+        for index, rank in enumerate(cluster.ranks):
+            for handle in range(6):
+                rank.add(handle, max_tokens=20 + 10 * index)
+        for index, rank in enumerate(cluster.ranks):
+            rank.frontend.read_until_ended(6)
+            assert_exact(rank, range(6), 20 + 10 * index)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_request_that_comes_at_the_moment_a_wave_ends_runs(moment):
+    with Cluster(2) as cluster:
+        first, second = cluster.ranks
+        counted: list[int] = []
+
+        def on_count(rank: int, vote: Vote) -> None:
+            if rank == 1 and not vote.has_work:
+                counted.append(vote.wave)
+                if len(counted) <= moment:
+                    second.add(len(counted), max_tokens=3)
+
+        cluster.meetings.on_count = on_count
+        first.add(1, max_tokens=40)
+        first.frontend.read_until_ended(1)
+        second.frontend.read_until_ended(moment)
+        assert_exact(second, range(1, moment + 1), 3)
+
+
+def test_a_rank_that_dies_in_a_wave_is_left_and_the_others_go_on_without_it():
+    with Cluster(2) as cluster:
+        left, dead = cluster.ranks
+        dead.executor.hold_at = 40
+        left.add(1, max_tokens=200)
+        dead.executor.wait_for_launches(40)
+        dead.is_alive = False
+        dead.groups.group.close()
+        left.frontend.read_until_ended(1)
+        assert_exact(left, range(1, 2), 200)
+        assert left.executor.num_drops == 1
+        assert left.driver.standing.generation > 1
+        dead.executor.gate.set()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_poisonous_request_ends_alone_and_the_other_rank_is_exact(depth):
+    with Cluster(2, max_in_flight=depth) as cluster:
+        poisoned, other = cluster.ranks
+
+        def on_launch(plan) -> None:
+            if "r3" in plan.request_ids:
+                raise ValueError("bad row")
+
+        poisoned.executor.on_launch = on_launch
+        for handle in range(6):
+            poisoned.add(handle, max_tokens=30)
+            other.add(handle, max_tokens=60)
+        poisoned.frontend.read_until_ended(6)
+        other.frontend.read_until_ended(6)
+        assert_exact(other, range(6), 60)
+        ends = dict(poisoned.frontend.ends)
+        assert ends.pop(3) is FinishReason.ERROR
+        assert set(ends.values()) == {FinishReason.LENGTH}
+        for handle in ends:
+            assert poisoned.frontend.tokens[handle] == expected_tokens(prompt_of(handle), handle, 30)
+
+
+def test_what_waits_for_a_group_ends_at_its_deadline_and_looks_like_no_hang():
+    with Cluster(2) as cluster:
+        first = cluster.ranks[0]
+        cluster.reforms = False
+        first.ask(lambda: first.driver.lose(ValueError("left")))
+        first.add(1, deadline_at=5.0)
+        # The figures of a loop that has come to rest, and not those of the call before.
+        figures = first.board.until(lambda figures: not figures.is_in_call and figures.scheduler.num_waiting)
+        assert figures.step_started_at is None
+        assert first.executor.num_launched == 0
+        first.clock.advance(10.0)
+        first.ask(lambda: None)
+        first.frontend.read_until_ended(1)
+        assert first.frontend.ends == [(1, FinishReason.ABORT)]
+
+
+def test_ranks_are_quiet_when_all_have_paused_and_move_when_all_have_resumed():
+    with Cluster(2) as cluster:
+        first, second = cluster.ranks
+        first.add(1, max_tokens=300)
+        first.pause().result(10)
+        second.add(2, max_tokens=50)
+        second.frontend.read_until_ended(1)
+        assert not first.driver.is_quiet
+        second.pause().result(10)
+        cluster.until(
+            lambda: all(rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks)
+        )
+        wave = first.driver.standing.wave
+        assert [rank.ask(lambda rank=rank: rank.driver.start(wave)) for rank in cluster.ranks] == [False] * 2
+        first.resume()
+        second.add(3, max_tokens=4)
+        first.ask(lambda: None)
+        assert first.driver.standing.state is LockstepState.QUIET
+        assert not first.driver.is_quiet
+        second.resume()
+        first.frontend.read_until_ended(1)
+        second.frontend.read_until_ended(2)
+        assert first.frontend.tokens == {1: expected_tokens(prompt_of(1), 1, 300)}
+
+
+def test_only_quiet_ranks_give_memory_or_weights_up():
+    with Cluster(2) as cluster:
+        first, second = cluster.ranks
+        sleep = [first.sleep(1)]
+        first.pause().result(10)
+        sleep.append(first.sleep(1))
+        with pytest.raises(FailedPrecondition, match="pause all of them"):
+            first.update_weights()
+        for answer in sleep:
+            with pytest.raises(FailedPrecondition, match="pause all of them"):
+                answer.result(10)
+        assert first.controls.standstill.state is StandstillState.PAUSED
+        second.pause().result(10)
+        cluster.until(
+            lambda: all(rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks)
+        )
+        first.sleep(1).result(10)
+        assert first.controls.standstill.state is StandstillState.ASLEEP
+        first.post(first.controls.standstill.wake)
+        for rank in cluster.ranks:
+            rank.resume()
+        second.add(1)
+        second.frontend.read_until_ended(1)
+
+
+def test_a_pause_waits_for_no_step_of_another_rank():
+    with Cluster(2) as cluster:
+        busy, idle = cluster.ranks
+        busy.add(1, max_tokens=1000)
+        idle.add(2, max_tokens=3)
+        idle.pause(PauseMode.WAIT).result(10)
+        assert len(busy.frontend.ends) == 0
+        idle.resume()
+        busy.frontend.read_until_ended(1)
+
+
+def test_no_order_of_pauses_resumes_and_requests_ends_in_a_deadlock():
+    with Cluster(2) as cluster:
+        num_added, quiet = [0, 0], list[int]()
+        cluster.ranks[0].driver.subscribe(
+            lambda standing: quiet.append(standing.wave) if standing.state is LockstepState.QUIET else None
+        )
+        for seed in range(200):
+            chance = random.Random(seed)
+            for _ in range(chance.randrange(2, 8)):
+                index = chance.randrange(2)
+                rank = cluster.ranks[index]
+                match chance.randrange(5):
+                    case 0:
+                        rank.pause(chance.choice((PauseMode.KEEP, PauseMode.WAIT)))
+                    case 1:
+                        rank.resume()
+                    case 2:
+                        for other in chance.sample(cluster.ranks, 2):
+                            other.pause(PauseMode.KEEP)
+                        cluster.until(
+                            lambda: all(
+                                rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks
+                            )
+                        )
+                    case _:
+                        num_added[index] += 1
+                        rank.add(num_added[index], max_tokens=chance.randrange(1, 40))
+            for rank in chance.sample(cluster.ranks, 2):
+                rank.resume()
+            for rank, num_requests in zip(cluster.ranks, num_added, strict=True):
+                rank.frontend.read_until_ended(num_requests)
+        for rank, num_requests in zip(cluster.ranks, num_added, strict=True):
+            assert {reason for _, reason in rank.frontend.ends} == {FinishReason.LENGTH}
+            assert len(rank.frontend.ends) == num_requests
+        # Often enough all of them stood still at the same time.
+        assert len(quiet) > 10
+
+
+def test_ranks_change_over_together_and_keep_what_runs():
+    with Cluster(3) as cluster:
+        cluster.reforms = False
+        first, second, third = cluster.ranks
+        first.add(1, max_tokens=1000)
+        second.add(2, max_tokens=1000)
+        first.executor.wait_for_launches(50)
+        for answer in cluster.form([second, first], leaving=[third]):
+            answer.result(10)
+        assert third.driver.meeting is None
+        third.is_alive = False
+        assert (first.groups.group.meeting.rank, second.groups.group.meeting.rank) == (1, 0)
+        for rank in (first, second):
+            rank.frontend.read_until_ended(1)
+            assert rank.executor.num_drops <= 1
+            assert rank.shards.asked[-2:] == [(rank.groups.group.meeting.rank, 2), "adopt"]
+        assert first.frontend.tokens[1] == expected_tokens(prompt_of(1), 1, 1000)
+        assert second.frontend.tokens[2] == expected_tokens(prompt_of(2), 2, 1000)
+        assert third.driver.standing.generation == 0
+
+
+def test_a_wave_number_never_goes_back_over_generations():
+    with Cluster(2) as cluster:
+        first, second = cluster.ranks
+        waves: list[int] = []
+        first.driver.subscribe(lambda standing: waves.append(standing.wave))
+        for handle in range(4):
+            first.add(handle, max_tokens=3)
+            first.frontend.read_until_ended(handle + 1)
+            second.ask(lambda: second.driver.lose(ValueError("left")))
+        assert waves == sorted(waves)
+        assert waves[-1] > 3
+
+
+def prepare_alone(rank: Rank, generation: int) -> Prepared:
+    """What lets this rank go on as the only one."""
+    meeting = Meeting(generation, 0, 1, "10.0.0.1", 7000)
+    rank.driver.prepare(meeting)
+    return Prepared(generation, meeting)
+
+
+def test_a_rank_whose_peer_has_ended_meanwhile_changes_over_without_a_wave():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        left, dead = cluster.ranks
+        dead.is_alive = False
+        answer: Future[None] = Future()
+        prepared = prepare_alone(left, 2)
+        left.post(lambda: left.driver.commit(prepared, answer, lost_generation=1))
+        answer.result(PATIENCE_S)
+        assert (left.driver.standing.generation, left.driver.meeting) == (2, prepared.meeting)
+        assert (left.executor.num_launched, left.driver.num_votes) == (0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_that_waits_for_one_that_has_ended_is_told_so_from_outside(depth):
+    with Cluster(2, max_in_flight=depth) as cluster:
+        cluster.reforms = False
+        left, dead = cluster.ranks
+        dead.executor.hold_at = 40
+        left.add(1, max_tokens=200)
+        dead.executor.wait_for_launches(40)
+        dead.is_alive = False
+        answer: Future[None] = Future()
+        prepared = prepare_alone(left, 2)
+        left.post(lambda: left.driver.commit(prepared, answer, lost_generation=1))
+        left.driver.break_off(1)
+        answer.result(PATIENCE_S / 2)
+        left.frontend.read_until_ended(1)
+        assert_exact(left, range(1, 2), 200)
+        dead.executor.gate.set()
+
+
+def test_who_has_ended_before_a_generation_was_formed_is_no_loss_to_it():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        wait(cluster.form(cluster.ranks), PATIENCE_S)
+        stays, leaves = cluster.ranks
+        stays.driver.break_off(1)
+        answers = cluster.form([stays], leaving=[leaves], lost_generation=1)
+        for answer in answers:
+            answer.result(PATIENCE_S)
+        assert leaves.driver.meeting is None
+        assert (stays.executor.num_drops, stays.driver.num_votes) == (0, 2)
+
+
+def test_ranks_that_have_agreed_to_stand_still_do_so_whoever_has_ended():
+    with Cluster(2) as cluster:
+        cluster.reforms = False
+        first, _ = cluster.ranks
+        for rank in cluster.ranks:
+            rank.pause().result(PATIENCE_S)
+        cluster.until(lambda: all(rank.driver.is_quiet for rank in cluster.ranks))
+        prepared = prepare_alone(first, 2)
+        answer: Future[None] = Future()
+        first.driver.break_off(1)
+        first.ask(lambda: first.driver.commit(prepared, answer, lost_generation=1))
+        assert (first.driver.is_quiet, answer.done()) == (True, False)

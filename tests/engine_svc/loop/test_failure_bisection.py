@@ -1,0 +1,212 @@
+"""Who is let run, and who is blamed, for every kind of failure: the table of an inquiry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.loop.failure_bisection import MAX_FAILURES, Inquiry, Ruling
+
+WORKED = StepResult(1, [])
+
+
+def plan_of(request_ids: list[str], *, samples: bool = True) -> StepPlan:
+    return StepPlan(1, request_ids=request_ids, samples=[samples] * len(request_ids))
+
+
+def hear(
+    inquiry: Inquiry, suspects: list[str], fails: Callable[[frozenset[str]], bool]
+) -> tuple[set[str], bool, int]:
+    """Go on as a loop would until the inquiry is over: offenders, whether it is fatal, how many steps."""
+    ruling: Ruling | None = inquiry.failed(suspects, 100)
+    offenders: set[str] = set()
+    num_steps = 0
+    while ruling is not None:
+        offenders |= set(ruling.offenders)
+        if ruling.is_fatal or ruling.only is None:
+            return offenders, ruling.is_fatal, num_steps
+        num_steps += 1
+        group = ruling.only - offenders
+        if fails(group):
+            ruling = inquiry.failed([name for name in suspects if name in group], 10)
+            continue
+        answer = inquiry.came_back(plan_of(sorted(group)), WORKED)
+        ruling = answer if answer is not None else Ruling(only=ruling.only)
+    raise AssertionError("an inquiry has an end")
+
+
+@pytest.mark.parametrize("num_suspects", [1, 2, 3, 64])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_one_offender_is_found_in_few_steps(num_suspects, place):
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    offender = suspects[place % num_suspects]
+    found, is_fatal, num_steps = hear(Inquiry(), suspects, lambda group: offender in group)
+    assert (found, is_fatal) == ({offender}, False)
+    assert num_steps <= 2 * num_suspects.bit_length() + 2
+
+
+def test_who_fails_alone_is_heard_again_behind_all_others_and_ended_if_that_fails_too():
+    inquiry = Inquiry()
+    assert inquiry.failed(["c", "b", "a"], 30).only == {"c"}
+    assert inquiry.failed(["c"], 10) == Ruling(only=frozenset({"b", "a"}))
+    assert inquiry.came_back(plan_of(["a", "b"]), WORKED) == Ruling(only=frozenset({"c"}))
+    assert inquiry.failed(["c"], 10) == Ruling(offenders=("c",))
+    assert not inquiry.is_open
+
+
+@pytest.mark.parametrize("num_suspects", [1, 2, 3, 16])
+@pytest.mark.parametrize("failing_step", range(6))
+def test_an_error_that_hits_somebody_alone_once_ends_nobody(num_suspects, failing_step):
+    steps: list[frozenset[str]] = []
+
+    def fails(group: frozenset[str]) -> bool:
+        steps.append(group)
+        # A request that was alone in the step that began it has failed alone already.
+        return len(steps) == failing_step + 1 and num_suspects > 1
+
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    assert hear(Inquiry(), suspects, fails)[:2] == (set(), False)
+
+
+@pytest.mark.parametrize("offenders", [{"r0", "r1"}, {"r0", "r7", "r15"}, {"r3", "r6", "r9", "r12"}])
+def test_offenders_are_ended_however_many_they_are_while_others_work_in_between(offenders):
+    num_suspects = 2 if len(offenders) == 2 else 16
+    suspects = [f"r{index}" for index in range(num_suspects)]
+    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: not offenders.isdisjoint(group))
+    assert (found, is_fatal) == (offenders, False)
+
+
+def test_an_accused_that_is_gone_is_not_heard_again():
+    inquiry = Inquiry()
+    assert inquiry.failed(["b", "a"], 20).only == {"b"}
+    assert inquiry.failed(["b"], 10).only == {"a"}
+    assert inquiry.review({"a": 1}) is None
+    assert inquiry.review({}) == Ruling()
+    assert not inquiry.is_open
+
+
+def test_the_newer_half_is_heard_first_and_alone():
+    ruling = Inquiry().failed(["d", "c", "b", "a"], 40)
+    assert ruling == Ruling(only=frozenset({"d", "c"}))
+
+
+def test_an_error_that_does_not_come_back_is_nobodys():
+    assert hear(Inquiry(), ["b", "a"], lambda group: False) == (set(), False, 2)
+
+
+def test_an_error_of_company_alone_is_fatal_at_its_third_time():
+    inquiry = Inquiry()
+    ends = [hear(inquiry, ["b", "a"], lambda group: False)[1] for _ in range(MAX_FAILURES)]
+    assert ends == [False, False, True]
+
+
+def test_failures_far_apart_have_nothing_to_do_with_each_other():
+    inquiry = Inquiry()
+    for _ in range(2 * MAX_FAILURES):
+        assert hear(inquiry, ["b", "a"], lambda group: False) == (set(), False, 2)
+        for _ in range(200):
+            assert inquiry.came_back(plan_of(["a", "b"]), WORKED) is None
+
+
+def test_nobody_is_ended_where_everybody_fails():
+    suspects = [f"r{index}" for index in range(16)]
+    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: True)
+    assert (found, is_fatal) == (set(), True)
+
+
+def test_a_chunk_that_samples_nothing_clears_nobody():
+    inquiry = Inquiry()
+    assert inquiry.failed(["a"], 5).only == {"a"}
+    assert inquiry.came_back(plan_of(["a"], samples=False), WORKED) is None
+    assert inquiry.is_open
+    assert inquiry.came_back(plan_of(["a"]), WORKED) == Ruling()
+    assert not inquiry.is_open
+
+
+def test_suspects_that_are_gone_are_not_waited_for():
+    inquiry = Inquiry()
+    assert inquiry.failed(["d", "c", "b", "a"], 40).only == {"d", "c"}
+    assert inquiry.review({"c": 1, "b": 1}) is None
+    assert inquiry.review({"b": 1}) == Ruling(only=frozenset({"b"}))
+    assert inquiry.review({}) == Ruling()
+
+
+def test_steps_of_nobody_that_fail_end_the_engine_at_the_third():
+    inquiry = Inquiry()
+    assert [inquiry.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
+
+
+Steps = list[tuple[list[str], list[int], list[int]]]
+
+
+def broken(steps: Steps) -> bool:
+    """Whether steps of these requests, with these rows broken and these barred, are the device's fault."""
+    inquiry = Inquiry()
+    rulings = []
+    for request_ids, non_finite, barred in steps:
+        result = StepResult(1, [[] for _ in request_ids], non_finite=non_finite, barred=barred)
+        rulings.append(inquiry.came_back(plan_of(request_ids), result))
+    return any(ruling is not None and ruling.is_fatal for ruling in rulings)
+
+
+def steps_of(*steps: str) -> Steps:
+    """A step is its requests; those in capitals have finite logits, as the same letters broken later."""
+    return [
+        ([name.lower() for name in step], [row for row, name in enumerate(step) if name.islower()], [])
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_fatal"),
+    [
+        (["ABCD", "ab", "cd"], True),
+        (["ABCD", "abcd", "abcd"], True),
+        (["AB", "a", "b"], False),
+        (["ABCD", "a", "b", "c", "d"], True),
+        (["ABCD", "abcd", "E", "abcd"], False),
+        (["ABCDEFGH", "abcdefgh"], False),
+        # Of some that never had a finite row nothing is known, whatever the others before them had.
+        (["abcd", "abcd"], False),
+        (["WXYZ", "a", "b", "c", "d", "e", "f"], False),
+        (["ABC", "abc", "d", "e"], False),
+        (["ABCd", "abc", "d"], False),
+    ],
+)
+def test_logits_of_which_none_is_finite_any_more_are_the_devices_fault_in_two_steps_and_four_requests(
+    steps, is_fatal
+):
+    assert broken(steps_of(*steps)) is is_fatal
+
+
+def test_very_many_requests_in_a_row_without_a_finite_logit_are_the_devices_fault_as_well():
+    strangers: Steps = [([f"r{index}"], [0], []) for index in range(64)]
+    assert not broken(strangers[:63])
+    assert broken(strangers)
+    assert not broken([*strangers[:40], (["sound"], [], []), *strangers[40:]])
+
+
+def test_a_step_that_samples_nothing_is_no_sign_of_health():
+    inquiry = Inquiry()
+    for plan in (plan_of([*"abcd"]), plan_of(["chunk"])):
+        plan.samples = [name != "chunk" for name in plan.request_ids]
+        inquiry.came_back(plan, StepResult(1, [[] for _ in plan.request_ids]))
+    result = StepResult(1, [[]] * 4, non_finite=[0, 1, 2, 3])
+    inquiry.came_back(plan_of([*"abcd"]), result)
+    ruling = inquiry.came_back(plan_of([*"abcd"]), result)
+    assert ruling is not None and ruling.is_fatal
+
+
+def test_who_was_in_two_steps_when_the_first_came_back_counts_once():
+    assert not broken(steps_of("ABCD", "ab", "ab"))
+    assert broken(steps_of("ABCD", "ab", "ab", "cd"))
+
+
+def test_rows_whose_rules_leave_no_token_say_nothing_of_the_device():
+    everybody = [*range(8)]
+    assert not broken([([*"abcdefgh"], [], everybody)] * 4)
+    # Neither for nor against it.
+    sound = ([*"abcdz"], [], [])
+    assert broken([sound, ([*"abz"], [0, 1], [2]), (["z"], [], [0]), ([*"cdz"], [0, 1], [2])])

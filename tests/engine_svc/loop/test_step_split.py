@@ -1,0 +1,173 @@
+"""Steps that are too large for one message, and come in several."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from engine_svc.convert import messages
+from engine_svc.core.request import FinishReason
+from engine_svc.core.step import PromptPlaces, TokenLogprobs
+from engine_svc.loop.step_output import MAX_PIECE_BYTES, FinishedRow, StepOutput, Told, UnreadSteps, pieces
+from service_kit.server import INTERNAL
+
+
+def told_of(num_places: int, k: int, *, first: int = 0) -> TokenLogprobs:
+    """What is told of places, each different from the others."""
+    entries = [place * 1000 + entry for place in range(first, first + num_places) for entry in range(k)]
+    return TokenLogprobs(
+        [-1.0 - place for place in range(first, first + num_places)],
+        list(range(first + 1, first + num_places + 1)),
+        k,
+        entries,
+        [-0.5 - entry for entry in entries],
+    )
+
+
+def sizes(found: list[StepOutput]) -> list[int]:
+    """Bytes of the messages that are made of them."""
+    return [messages.to_step(piece, {}).ByteSize() for piece in found]
+
+
+def joined(found: list[StepOutput]) -> StepOutput:
+    """What they say one after the other."""
+    unread = UnreadSteps()
+    for piece in found:
+        assert len(set(piece.handles)) == len(piece.handles)
+        unread.add(piece)
+    return unread.merged()
+
+
+def test_a_step_that_fits_is_left_as_it_is():
+    output = StepOutput(3, [1, 2], [1, 1], [8, 9], told=Told({1: told_of(1, 2)}))
+    assert pieces(output, MAX_PIECE_BYTES) == [output]
+    assert pieces(output, MAX_PIECE_BYTES)[0] is output
+
+
+def test_a_piece_is_far_below_what_a_frontend_takes():
+    assert INTERNAL.max_receive_bytes >= 8 * MAX_PIECE_BYTES
+
+
+def test_one_row_that_is_told_of_the_whole_vocabulary_does_not_make_the_others_as_large():
+    told = Told({5: told_of(1, 900)})
+    output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), told=told)
+    assert messages.to_step(output, {}).ByteSize() > 64 * 7200
+    found = pieces(output, 10_000)
+    assert [(len(piece.handles), piece.step_number) for piece in found] == [(63, 3), (1, 3)]
+    assert found[1].handles == [5] and found[1].token_ids == [5]
+    assert sum(sizes(found)) < 10_000
+
+
+def test_a_row_of_very_many_tokens_is_cut_where_a_step_ended():
+    output = StepOutput(
+        9,
+        [4],
+        [100],
+        list(range(100)),
+        finished=[FinishedRow(0, FinishReason.STOP)],
+        first=[(0, 16)],
+        parts=[(0, [7] * 14 + [2])],
+    )
+    found = pieces(output, 300)
+    assert max(sizes_with_stop(found)) <= 300
+    assert all(piece.num_tokens[0] % 7 == 0 for piece in found[:-1])
+    assert [len(piece.finished) for piece in found] == [0] * (len(found) - 1) + [1]
+    assert [piece.first for piece in found] == [[(0, 16)]] + [[]] * (len(found) - 1)
+    assert [count for piece in found for _, counts in piece.parts for count in counts] == [7] * 14 + [2]
+    assert found[-1].num_tokens[0] > 0
+    assert joined(found) == output
+
+
+def sizes_with_stop(found: list[StepOutput]) -> list[int]:
+    return [messages.to_step(piece, {4: frozenset()}).ByteSize() for piece in found]
+
+
+def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
+    found = pieces(StepOutput(9, [4], [100], list(range(100)), told=Told({4: told_of(100, 3)})), 400)
+    assert max(sizes(found)) <= 400
+    assert [token for piece in found for token in piece.token_ids] == list(range(100))
+    assert joined(found).told == Told({4: told_of(100, 3)})
+
+
+def test_a_prompt_is_told_of_before_the_tokens_that_follow_it():
+    runs = [PromptPlaces(1, told_of(60, 4, first=1)), PromptPlaces(61, told_of(3, 4, first=61))]
+    output = StepOutput(2, [8, 9], [0, 2], [1, 2], first=[(1, 0)], told=Told(prompts={8: runs[1:], 9: runs}))
+    found = pieces(output, 800)
+    assert max(sizes(found)) <= 800
+    (begins,) = [index for index, piece in enumerate(found) if piece.first]
+    prompts = [run for piece in found if piece.told for run in piece.told.prompts.get(9, [])]
+    assert [run.first_position for run in prompts] == sorted(run.first_position for run in prompts)
+    assert [rank for run in prompts for rank in run.told.ranks] == list(range(2, 65))
+    assert all(9 not in piece.handles for piece in found[begins + 1 :])
+    assert [run for piece in found if piece.told for run in piece.told.prompts.get(8, [])] == runs[1:]
+
+
+def test_a_place_that_is_too_large_by_itself_comes_alone():
+    told = Told({4: told_of(3, 100)}, {5: [PromptPlaces(1, TokenLogprobs([], []))]})
+    found = pieces(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], told=told), 500)
+    assert [piece.handles for piece in found] == [[5, 6], [4], [4], [4]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_a_step_has_its_pieces_say_the_same_and_none_is_too_large(seed):
+    rng = random.Random(seed)
+    output, max_bytes = any_output(rng), rng.randrange(600, 3000)
+    found = pieces(output, max_bytes)
+    assert max(sizes(found)) <= max_bytes
+    assert said(found) == said([output])
+
+
+def any_output(rng: random.Random) -> StepOutput:
+    """A step of several rows with anything that a row may have."""
+    output = StepOutput(7, told=Told())
+    assert output.told is not None
+    for row, handle in enumerate(rng.sample(range(1000), 20)):
+        counts = [rng.randrange(1, 9) for _ in range(rng.randrange(8))]
+        num_tokens = sum(counts)
+        output.handles.append(handle)
+        output.num_tokens.append(num_tokens)
+        output.token_ids += [rng.randrange(1000) for _ in range(num_tokens)]
+        if len(counts) > 1:
+            output.parts.append((row, counts))
+        if rng.random() < 0.3:
+            output.first.append((row, rng.randrange(100)))
+        if rng.random() < 0.3:
+            output.finished.append(FinishedRow(row, FinishReason.ERROR, message="x" * rng.randrange(40)))
+        if num_tokens and rng.random() < 0.5:
+            output.told.sampled[handle] = told_of(num_tokens, rng.randrange(5))
+        if rng.random() < 0.3:
+            ends = [1, *sorted(rng.sample(range(2, 90), 3))]
+            k = rng.randrange(5)
+            output.told.prompts[handle] = [
+                PromptPlaces(first, told_of(end - first, k, first=first)) for first, end in pairwise(ends)
+            ]
+    return output
+
+
+def said(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
+    """By handle, all that its request hears, in order."""
+    heard: dict[int, dict[str, list[object]]] = {}
+    for piece in found:
+        start, told = 0, piece.told or Told()
+        rows = [heard.setdefault(handle, defaultdict(list)) for handle in piece.handles]
+        for handle, row, num_tokens in zip(piece.handles, rows, piece.num_tokens, strict=True):
+            for run in told.prompts.get(handle, []):
+                assert not row["tokens"], "a prompt is told of before its request begins"
+                first = run.first_position
+                row["places"] += range(first, first + len(run.told.ranks))
+                row["prompt ranks"] += run.told.ranks
+                row["prompt others"] += run.told.top_token_ids
+            row["tokens"] += piece.token_ids[start : start + num_tokens]
+            start += num_tokens
+            if handle in told.sampled:
+                assert len(told.sampled[handle].ranks) == num_tokens
+                row["ranks"] += told.sampled[handle].ranks
+                row["others"] += told.sampled[handle].top_token_ids
+        for finished in piece.finished:
+            rows[finished.row]["ends"].append((finished.reason, finished.message))
+        for first_row, num_cached_tokens in piece.first:
+            rows[first_row]["cached"].append(num_cached_tokens)
+    return heard

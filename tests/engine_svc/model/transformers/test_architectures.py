@@ -1,0 +1,179 @@
+"""Every architecture through the real scheduler, cache and runner: the tokens and logits of transformers.
+
+With chunked prompts, preemptions and prefix hits, two steps in flight, prompts longer than two windows.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from engine_svc.model.errors import UnsupportedModel
+from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine_svc.model.transformers.core_rig import BLOCK_SIZE, CoreRig
+
+NUM_TOKENS = 64
+MIN_DISTINCT = 20
+NUM_SHARED = 28  # tokens with which two of the prompts begin
+TOLERANCE = 1e-4
+
+NATIVE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen3_moe")
+OTHERS = (
+    "afmoe", "bart", "bigbird_pegasus", "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "ernie4_5_moe",
+    "exaone4", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm4", "gpt2", "gpt_neox", "gpt_oss",
+    "granitemoe", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi",
+    "qwen2_sliding", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+ROADS = [
+    *((family, "transformers") for family in (*NATIVE, *OTHERS)),
+    *((family, "native") for family in NATIVE),
+]
+
+
+def some_prompts(count: int, length: int, *, seed: int, start: list[int] | None = None) -> list[list[int]]:
+    choose = random.Random(seed)
+    shared = start or []
+    return [
+        [*shared, *(choose.randrange(3, VOCAB_SIZE) for _ in range(length - len(shared)))]
+        for _ in range(count)
+    ]
+
+
+def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts of one length and what transformers continues them with, greedily and past any end."""
+    model.generation_config.eos_token_id = None
+    # Untyped: the library's own stubs contradict each other about `generate`.
+    untyped: Any = model
+    return untyped.generate(
+        torch.tensor(prompts), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0,
+        attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+    ).tolist()  # fmt: skip
+
+
+def varied_stream(model: PreTrainedModel, prompts: list[list[int]]) -> list[int]:
+    """The first of the prompts whose continuation has enough distinct ids, with it."""
+    length = len(prompts[0])
+    streams = [each for each in generated(model, prompts) if len(set(each[length:])) >= MIN_DISTINCT]
+    assert streams, "every stream falls into a loop: it would not show a mistake"
+    return streams[0]
+
+
+def references(model: PreTrainedModel) -> dict[str, tuple[int, list[int]]]:
+    """By name: how long the prompt is, and prompt and continuation. "first" and "shares" begin alike."""
+    first = varied_stream(model, some_prompts(8, 33, seed=1))
+    shares = varied_stream(model, some_prompts(8, 37, seed=2, start=first[:NUM_SHARED]))
+    longest = varied_stream(model, some_prompts(8, 46, seed=3))
+    return {"first": (33, first), "shares": (37, shares), "longest": (46, longest)}
+
+
+@torch.inference_mode()
+def worst_difference(
+    rig: CoreRig, model: PreTrainedModel, streams: dict[str, tuple[int, list[int]]]
+) -> float:
+    """Between any logits that the rig computed and those of the eager model at that place."""
+    worst = 0.0
+    for name, (_, stream) in streams.items():
+        expected = model(input_ids=torch.tensor([stream]), use_cache=False).logits[0]
+        for place in range(len(stream) - 1):
+            computed = rig.logits.get((name, place), [])
+            # Places of the shared start may have been computed by the other request alone.
+            assert computed or (name == "shares" and place < NUM_SHARED)
+            for logits in computed:
+                worst = max(worst, float((logits - expected[place]).abs().max()))
+    return worst
+
+
+def run_under_pressure(loaded: LoadedModel, streams: dict[str, tuple[int, list[int]]]) -> CoreRig:
+    """All streams at once, in a pool that cannot hold them, the second when the first's prompt is there."""
+    rig = CoreRig(loaded, max_model_len=46 + NUM_TOKENS, max_num_batched_tokens=8, room=1.25)
+    for name, (length, stream) in streams.items():
+        request = rig.add(name, stream[:length], NUM_TOKENS)
+        while name == "first" and request.num_computed_tokens < length:
+            rig.step()
+    rig.run()
+    return rig
+
+
+@pytest.mark.parametrize(("family", "model_impl"), ROADS)
+def test_tokens_and_logits_are_those_of_transformers(tmp_path: Path, family: str, model_impl: str):
+    model = make_checkpoint(family, tmp_path)
+    loaded = load_model(tmp_path, LoadWishes(num_threads=1, model_impl=model_impl))
+    windows = [group.window for group in loaded.facts.groups if group.window is not None]
+    streams = references(model)
+    rig = run_under_pressure(loaded, streams)
+    assert loaded.road == model_impl
+    assert all(length > max(2 * max(windows, default=0), 3 * BLOCK_SIZE) for length, _ in streams.values())
+    for name, (_, stream) in streams.items():
+        assert rig.requests[name].token_ids == stream
+    assert worst_difference(rig, model, streams) < TOLERANCE
+    assert min(rig.num_chunks, rig.num_preemptions, rig.num_hits) > 0
+
+
+def test_the_windows_are_those_of_the_layers(tmp_path: Path):
+    expected = {
+        "gemma2": [7, None],
+        "gpt_oss": [9, None],
+        "mimo_v2": [None, 7],
+        "mistral": [11, 11],
+        "qwen2_sliding": [None, 9, 9],
+    }
+    for family, windows in expected.items():
+        make_checkpoint(family, tmp_path / family)
+        loaded = load_model(tmp_path / family, LoadWishes(num_threads=1, model_impl="transformers"))
+        assert [shape.window for shape in loaded.facts.kv_shapes] == windows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("bamba", "linear_attention"),
+        ("deepseek_v32", "(indexed|deepseek_sparse)_attention"),
+        ("falcon_mamba", "linear_attention"),
+        ("granitemoehybrid", "linear_attention"),
+        ("jamba", "linear_attention"),
+        ("kimi_linear", "linear_attention"),
+        ("llama4_text", "chunked_attention"),
+        ("mamba", "linear_attention"),
+        ("minimax", "linear_attention"),
+        ("nemotron_h", "linear_attention"),
+        ("qwen3_5_text", "linear_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("zamba2", "hybrid, linear_attention"),
+    ],
+)
+def test_kinds_of_layers_that_attention_cannot_serve_are_refused_unread(
+    tmp_path: Path, model_type: str, kinds: str
+):
+    config = CONFIG_MAPPING[model_type]()
+    config.save_pretrained(tmp_path)
+    name = type(config).__name__.removesuffix("TextConfig").removesuffix("Config")
+    with pytest.raises(UnsupportedModel, match=f"{name}.* has layers of kind {kinds}"):
+        load_model(tmp_path, LoadWishes(num_threads=1))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("falcon", "FalconForCausalLM has 2 layers, but called the attention interface 0 times"),
+        ("bloom", "BloomForCausalLM has 2 layers, but called the attention interface 0 times"),
+        ("gptj", "GPTJForCausalLM has 2 layers, but called the attention interface 0 times"),
+        ("mpt", "MptForCausalLM has 2 layers, but called the attention interface 0 times"),
+        ("mamba2", "Mamba2ForCausalLM has layers of kind linear_attention"),
+        ("bert", "BertLMHeadModel lets tokens see later ones"),
+        ("doge", "DogeForCausalLM adds a mask of its own to attention"),
+        ("lfm2", "Lfm2ForCausalLM has layers of kind conv"),
+        ("moshi", "MoshiForCausalLM forgets all but 9 tokens when it generates"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM has"),
+        ("t5", "T5ForConditionalGeneration is an encoder-decoder"),
+    ],
+)
+def test_models_that_would_run_wrongly_are_refused_by_name(tmp_path: Path, family: str, reason: str):
+    make_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(tmp_path, LoadWishes(num_threads=1))

@@ -1,0 +1,255 @@
+"""The service as a whole over real gRPC: handshake, life signs, loading, draining, death, artefacts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+
+from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import Failure
+from engine_svc.core.artifacts import read_artifacts
+from engine_svc.loop.mailbox import Fail
+from engine_svc.ranks.watch import RankLost
+from tests.engine_svc.fakes import expected_tokens
+from tests.engine_svc.session.service_rig import (
+    LENGTH,
+    ServiceRig,
+    StreamClient,
+    make_entry,
+    make_facts,
+    prompt_of,
+    serving,
+)
+from triptych.engine.v1 import engine_pb2, session_pb2
+
+
+async def test_seq_has_no_gaps_and_hello_ack_has_none():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        client = StreamClient(stub, "f")
+        await client.open()
+        await client.add(*(make_entry(handle) for handle in range(3)), make_entry(9, max_tokens=0))
+        await client.until_ended(0, 1, 2)
+        await client.until(lambda: any(message.HasField("heartbeat") for message in client.heard))
+        assert client.heard[0].HasField("hello_ack")
+        assert [message.seq for message in client.heard] == list(range(len(client.heard)))
+        heartbeat = client.last("heartbeat")
+        assert heartbeat.heartbeat.last_seq == heartbeat.seq - 1
+
+
+async def test_heartbeats_come_while_the_executor_is_blocked():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        client = StreamClient(stub, "f")
+        await client.open()
+        rig.executor.gate.clear()
+        await client.add(make_entry(1))
+        await asyncio.to_thread(rig.executor.wait_for_launches, 1)
+        num_heard = len(client.heard)
+        await client.until(
+            lambda: any(message.heartbeat.step_started_age_ms >= 400 for message in client.heard[num_heard:])
+        )
+        heartbeat = client.last("heartbeat").heartbeat
+        assert (heartbeat.step_number, heartbeat.has_work) == (1, True)
+        assert heartbeat.state == session_pb2.ENGINE_STATE_READY
+        rig.executor.gate.set()
+        await client.until_ended(1)
+
+
+async def test_a_loop_that_raises_says_dead_to_every_session_with_what_is_lost():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        one, two = StreamClient(stub, "one"), StreamClient(stub, "two")
+        await one.open()
+        await two.open()
+        await one.until(lambda: "ready" in one.kinds())
+        await two.until(lambda: "ready" in two.kinds())
+
+        rig.executor.gate.clear()
+        await one.add(make_entry(4, max_tokens=100))
+        await asyncio.to_thread(rig.executor.wait_for_launches, 1)
+        rig.engine.inbox.put(Fail(RuntimeError("secret path")))
+        rig.executor.gate.set()
+        for client, handles in ((one, [4]), (two, [])):
+            await client.until(lambda client=client: client.is_over)
+            dead = client.heard[-1].dead
+            assert (list(dead.handles), dead.exit_code) == (handles, 70)
+            assert "secret" not in dead.reason
+            assert client.error.code() is grpc.StatusCode.UNAVAILABLE
+        assert rig.engine.lifecycle.state is EngineState.FAILED
+        assert rig.engine.failure.exit_code == 70
+        late = StreamClient(stub, "late")
+        await late.open()
+        await late.until(lambda: late.is_over)
+        assert late.kinds()[-1] == "dead"
+
+
+async def test_while_loading_the_engine_answers_and_refuses_adds():
+    rig = ServiceRig()
+    async with serving(rig, load=False) as stub:
+        client = StreamClient(stub, "f")
+        await client.open()
+        await client.add(make_entry(1))
+        await client.until(lambda: 1 in client.rejected)
+        await client.until(lambda: any(message.HasField("heartbeat") for message in client.heard))
+        assert client.heard[0].hello_ack.state == session_pb2.ENGINE_STATE_LOADING
+        assert client.rejected[1].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert client.rejected[1].retry_after_ms > 0
+        assert client.last("heartbeat").heartbeat.load_progress.phase == "start"
+        info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
+        assert (info.engine_id, info.engine_epoch, info.HasField("ready")) == ("engine-a", 7, False)
+        await rig.load()
+        await client.until(lambda: "ready" in client.kinds())
+        await client.add(make_entry(1))
+        await client.until_ended(1)
+        info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
+        assert info.ready == client.last("ready").ready
+        assert info.ready.num_kv_blocks == 64
+
+
+async def test_an_engine_tells_over_how_many_processes_its_model_is_divided():
+    rig = ServiceRig(facts=replace(make_facts(), tensor_parallel_size=2, pipeline_parallel_size=3))
+    async with serving(rig) as stub:
+        ready = (await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())).ready
+        assert (ready.tensor_parallel_size, ready.pipeline_parallel_size, ready.world_size) == (2, 3, 6)
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_and_exits_as_wrong_usage():
+    rig = ServiceRig()
+    rig.load_error = ValueError("folder has no config.json")
+    async with serving(rig, load=False) as stub:
+        client = StreamClient(stub, "f")
+        await client.open()
+        await rig.load()
+        await client.until(lambda: client.is_over)
+        assert client.heard[-1].dead.reason == "folder has no config.json"
+        assert rig.engine.failure.exit_code == 2
+
+
+async def test_how_a_rank_was_lost_is_told_without_what_its_error_says():
+    rig = ServiceRig()
+    rig.load_error = RankLost(1, "raised ValueError", "what was in /a/folder")
+    async with serving(rig, load=False):
+        await rig.load()
+        assert rig.engine.failure == Failure("rank 1 raised ValueError, see the engine's log", 70)
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_running_ones():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        client, idle = StreamClient(stub, "f"), StreamClient(stub, "idle")
+        await client.open()
+        await idle.open()
+        rig.executor.gate.clear()
+        await client.add(make_entry(1, max_tokens=20))
+        await asyncio.to_thread(rig.executor.wait_for_launches, 1)
+        drain = asyncio.create_task(rig.servicer.drain())
+        await client.until(lambda: "draining" in client.kinds())
+        await client.add(make_entry(2))
+        await client.until(lambda: 2 in client.rejected)
+        assert "draining" in client.rejected[2].status.message
+        assert not drain.done()
+        rig.executor.gate.set()
+        await client.until(lambda: client.is_over)
+        await idle.until(lambda: idle.is_over)
+        await drain
+        assert client.tokens[1] == expected_tokens(prompt_of(1), 1, 20)
+        assert client.finished == {1: [LENGTH]}
+        assert (client.error, idle.error) == (None, None)
+        assert rig.engine.lifecycle.state is EngineState.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        ({"frontend_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"session_id": "x" * 200}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"min_peer_revision": 9}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"schema_revision": 0}, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+    ids=["no frontend_id", "long session_id", "newer contract", "older contract"],
+)
+async def test_a_wrong_hello_ends_the_stream(hello, code):
+    rig = ServiceRig()
+    async with serving(rig, load=False) as stub:
+        client = StreamClient(stub, "f")
+        await client.open(**hello)
+        await client.until(lambda: client.is_over)
+        assert client.error.code() is code
+        await rig.load()
+
+
+async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        client = StreamClient(stub, "f")
+        # A field that only the next revision has, number 99, and a feature of its own.
+        hello = session_pb2.Hello.FromString(
+            session_pb2.Hello(
+                frontend_id="f", session_id="s", frontend_epoch=1, schema_revision=2, min_peer_revision=1,
+                features=["resume", "telepathy"],
+            ).SerializeToString() + b"\x9a\x06\x03new"
+        )  # fmt: skip
+        await client.send(engine_pb2.ConnectRequest(hello=hello))
+        client.start_reading()
+        # So has a message of a kind that is not known here.
+        await client.send(engine_pb2.ConnectRequest.FromString(b"\x9a\x06\x03new"))
+        await client.add(make_entry(1, max_tokens=20))
+        await client.until_ended(1)
+        assert client.tokens[1] == expected_tokens(prompt_of(1), 1, 20)
+        ack = client.heard[0].hello_ack
+        assert (ack.schema_revision, list(ack.features)) == (1, ["resume"])
+
+
+async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        call = stub.Connect()
+        await call.write(engine_pb2.ConnectRequest(ack=engine_pb2.Ack()))
+        assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        details = await call.details()
+        assert "ack came" in details
+        assert "this engine has 1" in details
+
+
+async def test_a_newer_process_of_a_frontend_ends_the_older_session():
+    rig = ServiceRig()
+    async with serving(rig) as stub:
+        old, new = StreamClient(stub, "f"), StreamClient(stub, "f")
+        await old.open(session_id="a")
+        await old.until(lambda: "ready" in old.kinds())
+        await new.open(session_id="b", frontend_epoch=2)
+        await old.until(lambda: old.is_over)
+        assert old.error.code() is grpc.StatusCode.ABORTED
+        await new.add(make_entry(1))
+        await new.until_ended(1)
+
+
+async def test_artifacts_come_in_chunks_with_digests(tmp_path):
+    tokenizer = json.dumps({"big": "x" * 2_500_000}).encode()
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer)
+    (tmp_path / "config.json").write_bytes(b"")
+    rig = ServiceRig(artifacts=read_artifacts(tmp_path))
+    # What is served is what was announced, whatever becomes of the folder.
+    (tmp_path / "tokenizer.json").write_bytes(b"another")
+    (tmp_path / "config.json").unlink()
+    async with serving(rig) as stub:
+        chunks = [chunk async for chunk in stub.GetArtifacts(engine_pb2.GetArtifactsRequest())]
+        received: dict[int, bytes] = {}
+        for chunk in chunks:
+            assert chunk.offset == len(received.get(chunk.artifact.kind, b""))
+            received[chunk.artifact.kind] = received.get(chunk.artifact.kind, b"") + chunk.chunk
+        assert received == {
+            session_pb2.ARTIFACT_KIND_TOKENIZER: tokenizer,
+            session_pb2.ARTIFACT_KIND_CONFIG: b"",
+        }
+        digest = hashlib.sha256(tokenizer).hexdigest()
+        assert chunks[0].artifact.sha256 == digest
+        request = engine_pb2.GetArtifactsRequest(known_sha256=[digest])
+        rest = [chunk.artifact.kind async for chunk in stub.GetArtifacts(request)]
+        assert rest == [session_pb2.ARTIFACT_KIND_CONFIG]

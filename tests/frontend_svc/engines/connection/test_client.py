@@ -1,0 +1,383 @@
+"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import pytest
+
+from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
+from service_kit.clock import MonotonicClock
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
+from triptych.api.v1 import model_pb2
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
+
+
+async def test_an_engine_that_starts_later_is_found():
+    engine = FakeEngine(answer("late"))
+    await engine.start()
+    await engine.kill()
+    async with serving(engine, start_engines=False, waits_ready=False) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await engine.start(engine.address)
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "late"
+
+
+async def test_a_loading_engine_gets_nothing_until_it_is_ready():
+    engine = FakeEngine(answer("done"), is_ready=False)
+    async with serving(engine, waits_ready=False) as (client, frontend):
+        await engine.wait(lambda: bool(engine.sessions))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "done"
+        assert engine.sessions[0].hello.frontend_id == frontend.identity.frontend_id
+    assert engine.goodbyes == ["the frontend stops"]
+
+
+class SlowFiles(FakeEngine):
+    """Gives its files once `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.num_asked = 0
+
+    async def GetArtifacts(self, request, context):
+        self.num_asked += 1
+        self._notify()
+        await self.gate.wait()
+        async for response in super().GetArtifacts(request, context):
+            yield response
+
+
+async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_before():
+    engine = SlowFiles()
+    async with serving(engine, waits_ready=False) as (client, frontend):
+        await engine.wait(lambda: engine.num_asked == 1)
+        await engine.kill()
+        engine.is_ready = False
+        engine.gate.set()
+        await engine.start(engine.address)
+        await engine.wait(lambda: engine.num_heartbeats == 2)
+        (engine_client,) = frontend.directory.clients()
+        assert (engine_client.state, engine.num_asked) == (EngineState.LOADING, 1)
+        engine.become_ready()
+        await client.wait_ready()
+
+
+async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        await engine.wait_for_requests(1)
+        engine.has_heartbeat = False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "heartbeat" in (caught.value.details() or "")
+        engine.has_heartbeat = True
+        engine.script = answer("again")
+        await client.wait_ready(is_ready=False)
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "again"
+
+
+async def test_steps_of_many_rows_reach_every_request_in_order():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        calls = [asyncio.ensure_future(read_all(client.generate([5], detokenize=False))) for _ in range(80)]
+        requests = await engine.wait_for_requests(len(calls))
+        engine.step({request: [row] for row, request in enumerate(requests)}, step_number=1)
+        engine.step({request: [row + 1] for row, request in enumerate(requests)}, step_number=2)
+        ends = dict.fromkeys(requests, AT_LENGTH)
+        engine.step(
+            {request: [row + 2] for row, request in enumerate(requests)}, finished=ends, step_number=3
+        )
+        told = [ids for _, _, ids, _ in await asyncio.gather(*calls)]
+    assert sorted(told) == [[row, row + 1, row + 2] for row in range(len(calls))]
+
+
+async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_and_in_order():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        engine.step({request: [5, 6]}, cached={request: 0}, step_number=9)
+        engine.step({request: [7]}, step_number=9)
+        engine.step({request: [8]}, finished={request: AT_LENGTH}, step_number=9)
+        assert (await read_all(call))[2] == [5, 6, 7, 8]
+
+
+async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.skip()
+        engine.step({request: [5]})
+        _, second = await engine.wait_for_requests(2)
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
+
+
+async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(step=step_pb2.Step(handles=b"xyz"))
+        _, second = await engine.wait_for_requests(2)
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
+
+
+async def test_a_draining_engine_finishes_and_gets_no_more():
+    engine = FakeEngine()
+    async with serving(engine, reconnect_window_s=0.0) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
+        await client.wait_ready(is_ready=False)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate())
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        assert (await read_all(call))[2] == [5]
+
+
+async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
+        await client.wait_ready(is_ready=False)
+        engine.become_ready()
+        await client.wait_ready()
+        again = client.generate()
+        _, second = await engine.wait_for_requests(2)
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert [(await read_all(one))[2] for one in (call, again)] == [[5], [6]]
+
+
+async def test_a_dying_engines_last_words_are_known():
+    engine = FakeEngine()
+    async with serving(engine) as (client, frontend):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
+        _, second = await engine.wait_for_requests(2)
+        (engine_client,) = frontend.directory.clients()
+        assert "out of memory" in engine_client.down_reason
+        engine.step({second: [6]}, finished={second: AT_LENGTH})
+        assert (await read_all(call))[2] == [6]
+
+
+async def test_each_loss_of_an_engine_that_served_is_logged_whatever_its_reason(caplog):
+    engine = FakeEngine(answer("x"))
+    async with serving(engine) as (client, _):
+        for num_losses in (1, 2):
+            await read_all(client.generate())
+            engine.die()
+            async with asyncio.timeout(WAIT_S):
+                while caplog.text.count("engine lost") < num_losses:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    assert caplog.text.count("engine lost") == 2
+
+
+async def test_messages_are_acknowledged():
+    engine = FakeEngine(answer("the cat sat on the mat"))
+    async with serving(engine) as (client, _):
+        await read_all(client.generate())
+        await engine.wait(lambda: engine.num_acks > 0)
+
+
+async def test_files_are_fetched_once_for_all_engines_and_sessions():
+    first, second = FakeEngine(answer("x")), FakeEngine(answer("y"), dp_rank=1)
+    await first.start()
+    async with serving(first, start_engines=False) as (client, frontend):
+        await second.start()
+        frontend.directory.tell("more", [second.address])
+        await second.wait(lambda: bool(second.sessions))
+        async with asyncio.timeout(WAIT_S):
+            while (await client.model.GetModel(model_pb2.GetModelRequest())).model.num_engines < 2:
+                pass
+        await second.kill()
+    assert (first.num_downloads, second.num_downloads) == (1, 0)
+
+
+async def test_damaged_files_keep_an_engine_out():
+    engine = FakeEngine(answer("x"))
+    good = engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER]
+    engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = b"{broken"
+    async with serving(engine, waits_ready=False) as (client, _):
+        await engine.wait(lambda: engine.num_connects >= 2)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate())
+        engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER] = good
+        await client.wait_ready()
+
+
+async def test_a_file_that_does_not_have_its_digest_keeps_an_engine_out():
+    class Liar(FakeEngine):
+        async def GetArtifacts(self, request, context):
+            async for response in super().GetArtifacts(request, context):
+                if self.num_downloads < 3:
+                    response.chunk = response.chunk[:-1] + b"!"
+                yield response
+
+    engine = Liar(answer("x"))
+    async with serving(engine) as (client, _):
+        assert engine.num_downloads == 3
+        assert (await read_all(client.generate()))[1] == "x"
+
+
+async def test_the_tokenizer_override_needs_no_tokenizer_from_the_engine(tmp_path):
+    engine = FakeEngine(answer("x"))
+    (tmp_path / "tokenizer.json").write_bytes(engine.files.pop(session_pb2.ARTIFACT_KIND_TOKENIZER))
+    async with serving(engine, tokenizer=str(tmp_path)) as (client, _):
+        assert (await read_all(client.generate()))[1] == "x"
+
+
+async def test_an_abort_by_the_engine_ends_the_stream_with_its_reason():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        record = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)
+        engine.step({request: []}, finished={request: record})
+        _, text, ids, finished = await read_all(call)
+    assert (text, ids, finished.reason) == ("", [], output_pb2.FINISH_REASON_ABORT)
+
+
+async def test_model_defaults_are_read_from_files():
+    engine = FakeEngine(answer("x"), generation_config={"do_sample": False, "max_new_tokens": 7})
+    assert json.loads(engine.files[session_pb2.ARTIFACT_KIND_GENERATION_CONFIG])["max_new_tokens"] == 7
+    async with serving(engine) as (client, _):
+        await read_all(client.generate())
+    assert engine.requests[0].entry.sampling.temperature == 0.0
+    assert engine.requests[0].entry.sampling.max_tokens == 7
+
+
+async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go_on():
+    engine = FakeEngine()
+    async with serving(engine, reconnect_window_s=0.0) as (client, frontend):
+        call = client.generate()
+        await engine.wait_for_requests(1)
+        engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=7, step_started_age_ms=6000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert "hangs" in (caught.value.details() or "")
+        # It is there, it says that it is ready, and gets nothing.
+        await engine.wait(lambda: engine.num_connects >= 2)
+        await engine.wait(lambda: engine.num_heartbeats >= 3)
+        (engine_client,) = frontend.directory.clients()
+        assert engine_client.state is not EngineState.READY
+        engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=8)
+        engine.script = answer("again")
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "again"
+        assert engine.num_connects == 2
+
+
+async def test_an_operator_sees_why_an_engine_is_not_used_and_it_is_logged_once(caplog):
+    newer = FakeEngine(schema_revision=2, min_peer_revision=2)
+    await newer.start()
+    async with serving(FakeEngine(dp_rank=1)) as (client, frontend):
+        frontend.directory.tell("configuration too", [newer.address])
+        async with asyncio.timeout(WAIT_S):
+            while f"engine.{newer.address}.down_reason" not in frontend.status():
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        reason = frontend.status()[f"engine.{newer.address}.down_reason"]
+        assert "engine has contract revision 2, this frontend 1" in str(reason)
+        told = [
+            record for record in caplog.records if "contract revision 2" in str(vars(record).get("reason"))
+        ]
+        assert [record.levelname for record in told] == ["WARNING"]
+    await newer.kill()
+
+
+@pytest.mark.parametrize(
+    "revisions",
+    [{"schema_revision": 2, "min_peer_revision": 2}, {"schema_revision": 0}],
+    ids=["newer", "older"],
+)
+async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(revisions):
+    engine = FakeEngine(**revisions)
+    down = asyncio.Event()
+    client = EngineClient(
+        await engine.start(),
+        FrontendIdentity("f", 1),
+        None,  # type: ignore[arg-type]
+        MonotonicClock(),
+        on_change=lambda client: down.set() if client.state is EngineState.DOWN else None,
+    )
+    client.start()
+    async with asyncio.timeout(WAIT_S):
+        await down.wait()
+    assert (
+        f"engine has contract revision {revisions['schema_revision']}, this frontend 1" in client.down_reason
+    )
+    await client.close()
+    await engine.kill()
+
+
+class _Untold:
+    """A request of which nothing came yet, until it is told that its engine is lost."""
+
+    wants_logprobs = False
+
+    def __init__(self) -> None:
+        self.is_lost = asyncio.Event()
+
+    def lose(self, loss: object) -> None:
+        self.is_lost.set()
+
+
+@pytest.mark.parametrize(
+    "end", [FakeEngine.kill, FakeEngine.leave, FakeEngine.die], ids=lambda end: end.__name__
+)
+async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
+    engine = FakeEngine()
+    async with serving(engine) as (_, frontend):
+        (client,) = frontend.directory.clients()
+        requests = []
+
+        async def add_in_every_turn() -> None:
+            while client.state is EngineState.READY:
+                requests.append(_Untold())
+                client.add([add_pb2.AddEntry(request_id=str(len(requests)))], requests[-1:])
+                await asyncio.sleep(0)
+
+        adding = asyncio.ensure_future(add_in_every_turn())
+        ending = end(engine)
+        if ending is not None:
+            await ending
+        async with asyncio.timeout(WAIT_S):
+            await adding
+            await asyncio.gather(*(request.is_lost.wait() for request in requests))
+    assert requests
+
+
+async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
+    engine = FakeEngine(schema_revision=2)
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        # A message in a field that this contract does not have, and a field in one that it has.
+        request.session.send_bytes(b"\xca\x06\x02hi")
+        request.session.send_bytes(
+            engine_pb2.ConnectResponse(stats=session_pb2.Stats(num_running=1)).SerializeToString()
+            + b"\xc8\x06\x01"
+        )
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        assert (await read_all(call))[2] == [5]

@@ -1,0 +1,78 @@
+"""Packed columns, as they should be and as they should not."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from frontend_svc.engines.connection.columns import MalformedStep, read_step
+from frontend_svc.output.collector import Ending, EndReason
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import step_pb2
+
+
+def u32(*values: int) -> bytes:
+    return array("I", values).tobytes()
+
+
+def test_columns_of_rows_with_and_without_tokens():
+    step = step_pb2.Step(handles=u32(7, 2**32 - 1, 9), num_tokens=bytes([2, 0, 1]), token_ids=u32(1, 2, 3))
+    step.finished.add(row=1, reason=output_pb2.FINISH_REASON_ABORT)
+    step.finished.add(row=2, reason=output_pb2.FINISH_REASON_STOP, stop_token_id=0)
+    step.first.add(row=0, num_cached_tokens=48)
+
+    columns = read_step(step)
+
+    assert list(columns.handles) == [7, 2**32 - 1, 9]
+    assert list(columns.num_tokens) == [2, 0, 1]
+    assert columns.token_ids == [1, 2, 3]
+    assert columns.endings == {1: Ending(EndReason.ABORT), 2: Ending(EndReason.STOP, stop_token_id=0)}
+    assert columns.cached == {0: 48}
+
+
+@pytest.mark.parametrize("reason", EndReason)
+def test_every_reason_of_the_contract_is_known(reason):
+    finished = step_pb2.StepFinished(
+        row=0, reason=output_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    )
+    assert read_step(step_pb2.Step(handles=u32(1), finished=[finished])).endings == {0: Ending(reason)}
+
+
+def test_a_reason_of_a_newer_engine_ends_the_request_and_not_the_stream():
+    finished = step_pb2.StepFinished.FromString(
+        step_pb2.StepFinished(row=0).SerializeToString() + b"\x10\x63"
+    )
+    step = step_pb2.Step(handles=u32(1), finished=[finished])
+    assert read_step(step).endings == {0: Ending(EndReason.ERROR)}
+
+
+def test_wide_counts_and_no_counts():
+    wide = step_pb2.Step(handles=u32(1), num_tokens_wide=u32(300), token_ids=u32(*range(300)))
+    assert list(read_step(wide).num_tokens) == [300]
+    assert list(read_step(step_pb2.Step(handles=u32(1, 2))).num_tokens) == [0, 0]
+    assert list(read_step(step_pb2.Step()).handles) == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        step_pb2.Step(handles=b"123"),
+        step_pb2.Step(handles=u32(1), num_tokens=bytes([1])),
+        step_pb2.Step(handles=u32(1), num_tokens=bytes([1, 1]), token_ids=u32(1, 2)),
+        step_pb2.Step(handles=u32(1), token_ids=u32(1)),
+        step_pb2.Step(handles=u32(1), finished=[step_pb2.StepFinished(row=1, reason=1)]),
+        step_pb2.Step(handles=u32(1), first=[step_pb2.StepFirst(row=5)]),
+        step_pb2.Step(handles=u32(1), finished=[step_pb2.StepFinished(row=0)]),
+        step_pb2.Step(
+            handles=u32(1),
+            num_tokens=bytes([2]),
+            token_ids=u32(1, 2),
+            parts=[step_pb2.StepParts(row=0, num_tokens=[1, 2])],
+        ),
+        step_pb2.Step(handles=u32(1), parts=[step_pb2.StepParts(row=1)]),
+    ],
+)
+def test_columns_that_do_not_fit_are_malformed(step):
+    with pytest.raises(MalformedStep):
+        read_step(step)

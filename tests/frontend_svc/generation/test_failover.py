@@ -1,0 +1,399 @@
+"""Requests that lose their engine: they go on in another one, and their clients get what they would have."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from frontend_svc.generation.failover import MAX_HELD
+from frontend_svc.text.tokenize.id_column import id_column
+from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
+from tests.frontend_svc.fakes import (
+    TOKENIZER,
+    WAIT_S,
+    Client,
+    FakeEngine,
+    FakeRequest,
+    answer,
+    details_of,
+    read_all,
+    serving,
+)
+from tests.frontend_svc.token_source import TokenSource, whole_output
+from triptych.api.v1 import embedding_pb2, generate_pb2, model_pb2, request_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
+
+CASES = {
+    "greedy": {"temperature": 0.0, "seed": 5},
+    "seeded": {"temperature": 1.0, "seed": 12345},
+    "several": {"n": 4, "seed": 99},
+    "stop": {"stop": ["on the mat"], "seed": 6},
+    "withheld": {"stop": [" the mat 日x", "zz"], "seed": 6},
+    "logprobs": {"logprobs": 2, "seed": 31, "n": 2},
+    "prompt": {"prompt_logprobs": 1, "seed": 8},
+    "least": {"min_tokens": 12, "stop": [" the"], "seed": 17},
+    "most": {"max_tokens": 5, "seed": 3},
+    "final": {"output_kind": sampling_pb2.OUTPUT_KIND_FINAL_ONLY, "seed": 4, "n": 2, "logprobs": 0},
+}
+
+
+@dataclass
+class Told:
+    """All that a client was told of one output."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[tuple] = field(default_factory=list)
+    finished: bytes = b""
+
+
+async def read_outputs(call) -> tuple[bytes, dict[int, Told]]:
+    """What the stream of a request says of its prompt and its outputs, with their pieces put together."""
+    prompt = b""
+    outputs: dict[int, Told] = {}
+    async for response in call:
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            told = response.started.prompt_logprobs
+            prompt = repr(
+                (
+                    response.started.num_prompt_tokens,
+                    list(told.token_ids),
+                    [None if math.isnan(one) else one for one in told.logprobs],
+                    list(told.texts),
+                )
+            ).encode()
+            continue
+        event = response.delta if kind == "delta" else response.finished
+        output = outputs.setdefault(event.output_index, Told())
+        assert not output.finished
+        if kind == "finished":
+            event.usage.num_cached_tokens = 0
+            output.finished = event.SerializeToString(deterministic=True)
+            continue
+        output.ids += event.token_ids
+        output.text += event.text
+        told = event.logprobs
+        tops = told.top or [output_pb2.TopLogprobs()] * len(told.token_ids)
+        top = [(list(one.token_ids), list(one.logprobs), list(one.texts)) for one in tops]
+        output.logprobs += zip(told.token_ids, told.logprobs, told.ranks, told.texts, top, strict=True)
+    return prompt, outputs
+
+
+@pytest.mark.parametrize("has_died", [True, False])
+async def test_requests_that_are_cut_anywhere_yield_what_they_would_have(has_died):
+    cuts = {f"{name}:{cut}": cut for name in CASES for cut in range(-1, 15)}
+    source = TokenSource(
+        lambda request: None if request.entry.attempt else cuts.get(request.entry.external_request_id)
+    )
+    first, second = FakeEngine(source), FakeEngine(source, dp_rank=1, is_ready=False)
+    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, frontend):
+        undisturbed = {name: await read_outputs(client.generate(**asked)) for name, asked in CASES.items()}
+        calls = {
+            request_id: client.generate(request_id=request_id, **CASES[request_id.split(":")[0]])
+            for request_id in cuts
+        }
+        await first.wait_for_requests(17 * sum(asked.get("n", 1) for asked in CASES.values()))
+        second.become_ready()
+        await client.until_engines_are_ready(2)
+        (first.die if has_died else first.leave)()
+        wrong = [
+            request_id
+            for request_id, call in calls.items()
+            if await read_outputs(call) != undisturbed[request_id.split(":")[0]]
+        ]
+        assert frontend.status()["num_moved_requests"] > len(CASES)
+        assert frontend.status()["num_quarantined_requests"] == 0
+    assert wrong == []
+    assert source.faults == []
+
+
+async def until_sampled(client: Client, request_id: str, num_tokens: int) -> None:
+    """Wait until the frontend has so many tokens of a request."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            told = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
+            if told.usage.num_completion_tokens == num_tokens:
+                return
+
+
+async def test_what_is_sent_again_is_the_request_as_it_was_and_the_output_so_far():
+    source = TokenSource(lambda request: None if request.entry.attempt else 3)
+    first, second = FakeEngine(source), FakeEngine(source, dp_rank=1, is_ready=False)
+    asked = {
+        "seed": 5, "max_tokens": 30, "min_tokens": 11, "frequency_penalty": 0.5, "bad_words": ["dog"],
+        "cache_salt": "salt", "priority": 3,
+    }  # fmt: skip
+    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
+        stream = aiter(client.generate("the cat", request_id="mine", timeout=WAIT_S, **asked))
+        await until_sampled(client, "mine", 3)
+        second.become_ready()
+        await client.until_engines_are_ready(2)
+        first.die()
+        (moved,) = await second.wait_for_requests(1)
+        started_at = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id="mine"))
+        (usage,) = [one.finished.usage async for one in stream if one.HasField("finished")]
+    (origin,) = first.requests
+    before, after = origin.entry, moved.entry
+    assert moved.output == whole_output(before)[0][:3]
+    assert (before.attempt, after.attempt, started_at.num_attempts) == (0, 1, 2)
+    assert (before.is_suspect, after.is_suspect) == (False, True)
+    assert after.age_ms >= before.age_ms
+    assert 0 < after.remaining_ms <= before.remaining_ms
+    assert usage.num_cached_tokens == 16
+    for entry in (before, after):
+        for name in ("handle", "attempt", "is_suspect", "output_token_ids", "age_ms", "remaining_ms"):
+            entry.ClearField(name)
+    assert before == after
+
+
+async def test_outputs_of_a_group_that_have_ended_are_not_sent_again():
+    source = TokenSource(
+        lambda request: (None, 2, None, 0)[request.entry.group_index] if not request.entry.attempt else None
+    )
+    first, second = FakeEngine(source), FakeEngine(source, dp_rank=1, is_ready=False)
+    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
+        call = client.generate(n=4, seed=1, request_id="mine")
+        requests = await first.wait_for_requests(4)
+        await until_sampled(
+            client, "mine", 2 + sum(len(whole_output(requests[index].entry)[0]) for index in (0, 2))
+        )
+        second.become_ready()
+        await client.until_engines_are_ready(2)
+        first.die()
+        outputs = (await read_outputs(call))[1]
+    assert [request.entry.group_index for request in second.requests] == [1, 3]
+    whole = {one.entry.group_index: whole_output(one.entry)[0] for one in first.requests}
+    assert {index: output.ids for index, output in outputs.items()} == whole
+
+
+async def test_a_restart_of_the_only_engine_costs_no_request():
+    source = TokenSource(lambda request: None if request.entry.attempt else 2)
+    engine = FakeEngine(source)
+    async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
+        running = [client.generate(seed=seed) for seed in range(3)]
+        await engine.wait_for_requests(3)
+        await engine.kill()
+        await client.wait_ready(is_ready=False)
+        engine.script = TokenSource()
+        new = [client.generate(seed=seed) for seed in range(3)]
+        async with asyncio.timeout(WAIT_S):
+            while frontend.failover.num_held < 6:
+                await client.wait_ready(is_ready=False)
+        await engine.start(engine.address)
+        outputs = [(await read_outputs(call))[1] for call in (*running, *new)]
+    assert outputs[:3] == outputs[3:]
+    assert frontend.failover.num_held == 0
+    assert source.faults == []
+
+
+async def test_without_any_engine_for_the_reconnect_window_requests_end_with_the_loss():
+    engine = FakeEngine(TokenSource(lambda request: 2))
+    async with serving(engine, reconnect_window_s=0.3) as (client, _):
+        call = client.generate()
+        await engine.wait_for_requests(1)
+        await engine.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        with pytest.raises(grpc.aio.AioRpcError) as new:
+            await read_all(client.generate())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "ENGINE_LOST" in details_of(caught.value)
+    assert "RetryInfo" in details_of(caught.value)
+    assert "NO_ENGINE_READY" in details_of(new.value)
+
+
+async def test_new_requests_that_wait_for_an_engine_have_a_limit_and_all_others_are_served():
+    engine = FakeEngine()
+    async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
+        await engine.kill()
+        await client.wait_ready(is_ready=False)
+        calls = [client.generate([5, 6]) for _ in range(MAX_HELD)]
+        async with asyncio.timeout(WAIT_S):
+            while frontend.failover.num_held < MAX_HELD:
+                await client.wait_ready(is_ready=False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate([5, 6]))
+        engine.script = answer("back")
+        await engine.start(engine.address)
+        assert {(await read_all(call))[1] for call in calls} == {"back"}
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "RetryInfo" in details_of(caught.value)
+
+
+async def test_a_frontend_that_never_saw_an_engine_answers_at_once():
+    async with serving(FakeEngine(is_ready=False), waits_ready=False) as (client, frontend):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert frontend.failover.num_held == 0
+    assert "NO_ENGINE_READY" in details_of(caught.value)
+
+
+async def test_abort_cancel_and_deadline_end_a_request_that_waits():
+    engine = FakeEngine(TokenSource(lambda request: 2))
+    async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
+        aborted = client.generate(request_id="mine", n=2)
+        late = client.generate(timeout=3.0)
+        gone = client.generate()
+        await engine.wait_for_requests(4)
+        # A kill loses what is not written yet, and nobody computes it again.
+        told, num_told = aiter(aborted), 0
+        while num_told < 4:
+            num_told += len((await anext(told)).delta.token_ids)
+        await engine.kill()
+        async with asyncio.timeout(WAIT_S):
+            while frontend.failover.num_held < 3:
+                await client.wait_ready(is_ready=False)
+        gone.cancel()
+        await client.request.Abort(request_pb2.AbortRequest(request_id="mine"))
+        outputs = (await read_outputs(told))[1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(late)
+        async with asyncio.timeout(WAIT_S):
+            await frontend.drain()
+        assert frontend.failover.num_held == 0
+        assert frontend.status()["num_suspect_requests"] == 0
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    ends = [generate_pb2.Finished.FromString(one.finished) for one in outputs.values()]
+    assert [end.reason for end in ends] == [output_pb2.FINISH_REASON_ABORT] * 2
+    assert [end.usage.num_completion_tokens for end in ends] == [2, 2]
+
+
+async def test_three_moves_are_the_most():
+    source = TokenSource(lambda request: 1)
+
+    def yield_one_and_die(engine: FakeEngine, request: FakeRequest) -> None:
+        source(engine, request)
+        engine.die()
+
+    engines = [FakeEngine(yield_one_and_die, dp_rank=rank) for rank in range(2)]
+    async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(seed=1))
+        assert frontend.status()["num_moved_requests"] == 3
+    assert "ENGINE_LOST" in details_of(caught.value)
+    assert sorted(request.entry.attempt for engine in engines for request in engine.requests) == [0, 1, 2, 3]
+    assert source.faults == []
+
+
+async def test_a_poison_request_kills_two_engines_and_nobody_else_notices():
+    poison = TOKENIZER.encode("dog").ids
+    # Before anyone dies half of the innocent have begun and the others have not.
+    source = TokenSource(lambda request: None if deaths else 2 * (request.entry.request_seed % 2))
+    deaths: list[FakeEngine] = []
+
+    def die_of_poison(engine: FakeEngine, request: FakeRequest) -> None:
+        if request.prompt == poison:
+            deaths.append(engine)
+            engine.die()
+        else:
+            source(engine, request)
+
+    engines = [FakeEngine(die_of_poison, dp_rank=rank) for rank in range(3)]
+    async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
+        await client.until_engines_are_ready(3)
+        innocent = [client.generate("the cat", seed=seed) for seed in range(16)]
+        async with asyncio.timeout(WAIT_S):
+            while sum(len(engine.requests) for engine in engines) < 16:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate("dog"))
+        (survivor,) = [engine for engine in engines if engine not in deaths]
+        for request in [one for one in survivor.requests if not one.entry.attempt]:
+            request.entry.output_token_ids = id_column(
+                whole_output(request.entry)[0][: 2 * (request.entry.request_seed % 2)]
+            )
+            source(survivor, request)
+        outputs = [(await read_outputs(call))[1][0].ids for call in innocent]
+        assert frontend.status()["num_quarantined_requests"] == 1
+        assert frontend.status()["num_suspect_requests"] == 0
+    seen = {
+        request.entry.request_seed: whole_output(request.entry)[0]
+        for one in engines
+        for request in one.requests
+    }
+    assert outputs == [seen[seed] for seed in range(16)]
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "QUARANTINED" in details_of(caught.value)
+    assert len(deaths) == 2
+    assert source.faults == []
+
+
+async def test_what_has_begun_goes_on_where_the_model_is_the_very_same_alone():
+    source = TokenSource(lambda request: None if request.entry.attempt else request.entry.request_seed)
+    first = FakeEngine(source, fingerprint="f")
+    other = FakeEngine(source, fingerprint="other", dp_rank=1, is_ready=False)
+    same = FakeEngine(source, fingerprint="f", dp_rank=2, is_ready=False)
+    async with serving(first, other, same, reconnect_window_s=WAIT_S) as (client, frontend):
+        begun, fresh = client.generate(seed=2), client.generate(seed=0)
+        await first.wait_for_requests(2)
+        other.become_ready()
+        await client.until_engines_are_ready(2)
+        await first.kill()
+        await read_all(fresh)
+        assert frontend.failover.num_held == 1
+        same.become_ready()
+        await read_all(begun)
+    assert [request.entry.request_seed for request in other.requests] == [0]
+    assert [request.entry.request_seed for request in same.requests] == [2]
+    assert source.faults == []
+
+
+async def test_requests_end_once_the_budget_for_sending_again_is_empty():
+    source = TokenSource(lambda request: None if request.entry.attempt else 1)
+    engines = [FakeEngine(source, dp_rank=rank) for rank in range(2)]
+    async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        while frontend.failover.budget.take():
+            pass
+        call = client.generate(data_parallel_rank=0)
+        await engines[0].wait_for_requests(1)
+        engines[0].die()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "RETRY_BUDGET_EMPTY" in details_of(caught.value)
+    assert "RetryInfo" in details_of(caught.value)
+
+
+async def test_pooling_goes_on_elsewhere_too():
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1], inline=b"\0\0\x80?")
+    tasks = ("embed",)
+    first = FakeEngine(supported_tasks=tasks)
+    second = FakeEngine(
+        lambda engine, request: engine.pool(request, tensor), supported_tasks=tasks, dp_rank=1, is_ready=False
+    )
+    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
+        inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(5)]
+        call = client.embedding.Embed(embedding_pb2.EmbedRequest(inputs=inputs), timeout=WAIT_S)
+        answered = asyncio.ensure_future(call)
+        await first.wait_for_requests(5)
+        second.become_ready()
+        await client.until_engines_are_ready(2)
+        first.die()
+        response = await answered
+    assert [one.inline for one in response.embeddings] == [tensor.inline] * 5
+    assert [request.entry.attempt for request in second.requests] == [1] * 5
+
+
+async def test_a_move_is_an_event_of_the_requests_span():
+    setup_telemetry("frontend", instance="0", log_level="error")
+    trace_id, parent = "4bf92f3577b34da6a3ce929d0e0e4737", "00f067aa0ba902b7"
+    source = TokenSource(lambda request: None if request.entry.attempt else 2)
+    first, second = FakeEngine(source), FakeEngine(source, dp_rank=1, is_ready=False)
+    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
+        call = client.generate(metadata=(("traceparent", f"00-{trace_id}-{parent}-01"),))
+        await first.wait_for_requests(1)
+        second.become_ready()
+        await client.until_engines_are_ready(2)
+        first.die()
+        await read_all(call)
+    spans = recent_spans(trace_id)
+    shutdown_telemetry()
+    root = next(span for span in spans if span.name == "request")
+    assert [name for name, _ in root.events] == ["moved"]

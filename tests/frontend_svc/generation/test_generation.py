@@ -1,0 +1,400 @@
+"""Requests through a real frontend to fake engines: outputs, ends, aborts, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+
+import grpc
+import pytest
+
+from frontend_svc.build import Frontend
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.tracing import RequestTrace
+from frontend_svc.output.collector import Output, OutputKind
+from frontend_svc.text.prompt import RequestPrompt
+from service_kit.errors import DeadlineExceeded
+from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
+from tests.frontend_svc.fakes import (
+    AT_LENGTH,
+    EOS_ID,
+    MAX_MODEL_LEN,
+    TOKENIZER,
+    WAIT_S,
+    Client,
+    FakeEngine,
+    FakeRequest,
+    answer,
+    details_of,
+    make_request,
+    read_all,
+    serving,
+)
+from triptych.api.v1 import inference_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import engine_pb2, step_pb2
+
+REPETITION = output_pb2.FINISH_REASON_REPETITION
+TEXT = " sat on the mat 日本 😀."
+
+
+async def test_stream_is_started_then_deltas_then_finished():
+    engine = FakeEngine(answer(TEXT))
+    async with serving(engine) as (client, _):
+        started, text, ids, finished = await read_all(
+            client.generate(request_id="mine", return_prompt_token_ids=True)
+        )
+
+    prompt = TOKENIZER.encode("the cat").ids
+    assert (started.request_id, started.model, started.num_cached_tokens) == ("mine", "tiny", 16)
+    assert (started.num_prompt_tokens, list(started.prompt_token_ids)) == (len(prompt), prompt)
+    assert text == TEXT
+    assert ids == [*TOKENIZER.encode(TEXT).ids, EOS_ID]
+    assert finished.reason == output_pb2.FINISH_REASON_STOP
+    assert finished.stop_match.eos == EOS_ID
+    usage = finished.usage
+    assert (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens) == (
+        len(prompt),
+        16,
+        len(ids),
+    )
+
+
+async def test_the_engine_gets_a_complete_request():
+    engine = FakeEngine(answer("x"), generation_config={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    async with serving(engine) as (client, _):
+        await read_all(
+            client.generate(top_p=0.5, stop_token_ids=[3], priority=-5, cache_salt="salt", timeout=600)
+        )
+        await read_all(client.generate([5, 6], seed=2**64 - 1, max_tokens=9, stop=["zzz"]))
+    first, second = (request.entry for request in engine.requests)
+
+    assert first.sampling.temperature == pytest.approx(0.6)
+    assert (first.sampling.top_k, first.sampling.top_p) == (20, 0.5)
+    assert first.sampling.max_tokens == MAX_MODEL_LEN - len(engine.requests[0].prompt)
+    assert (list(first.sampling.stop_token_ids), first.priority, first.cache_salt) == ([3], -5, "salt")
+    assert 500_000 < first.remaining_ms <= 601_000
+    assert len(first.request_id) == 32
+    assert first.request_seed != 0
+    assert (second.request_seed, second.sampling.max_tokens) == (2**64 - 1, 9)
+    assert engine.requests[1].prompt == [5, 6]
+    assert not second.sampling.stop
+
+
+async def test_unary_answers_once_with_everything():
+    async with serving(FakeEngine(answer(TEXT))) as (client, _):
+        request = inference_pb2.GenerateUnaryRequest(request=make_request("the cat"))
+        response = await client.inference.GenerateUnary(request, timeout=WAIT_S)
+    (output,) = response.outputs
+    assert output.text == TEXT
+    assert output.reason == output_pb2.FINISH_REASON_STOP
+    assert response.started.num_cached_tokens == 16
+    assert response.usage.num_completion_tokens == len(output.token_ids)
+
+
+async def test_cumulative_and_final_only_outputs():
+    async with serving(FakeEngine(answer("the cat sat"))) as (client, _):
+        cumulative = [
+            response.delta.text
+            async for response in client.generate(output_kind=sampling_pb2.OUTPUT_KIND_CUMULATIVE)
+            if response.WhichOneof("event") == "delta"
+        ]
+        final = [
+            response.WhichOneof("event")
+            async for response in client.generate(output_kind=sampling_pb2.OUTPUT_KIND_FINAL_ONLY)
+        ]
+    assert cumulative[-1] == "the cat sat"
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(cumulative))
+    assert final == ["started", "delta", "finished"]
+
+
+async def test_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate(stop=["mat"])
+        (request,) = await engine.wait_for_requests(1)
+        ids = TOKENIZER.encode(TEXT).ids
+        for token_id in ids:
+            engine.step({request: [token_id]})
+        _, text, _, finished = await read_all(call)
+        await engine.wait(lambda: request.abort_reason is not None)
+    assert text == " sat on the "
+    assert finished.stop_match.string == "mat"
+    assert request.abort_reason == engine_pb2.ABORT_REASON_STOP_STRING
+
+
+async def test_output_that_repeats_itself_ends_whole_and_with_a_reason_of_its_own():
+    ids = [*TOKENIZER.encode("the cat").ids, 7, 7]
+    detection = sampling_pb2.RepetitionDetection(max_pattern_size=1, min_count=2)
+
+    def repeat(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: ids}, finished={request: step_pb2.StepFinished(reason=REPETITION)})
+
+    engine = FakeEngine(repeat)
+    async with serving(engine) as (client, _):
+        _, text, token_ids, finished = await read_all(client.generate(repetition_detection=detection))
+        request = inference_pb2.GenerateUnaryRequest(
+            request=make_request("x", repetition_detection=detection)
+        )
+        response = await client.inference.GenerateUnary(request, timeout=WAIT_S)
+    asked = [request.entry.sampling.repetition_detection for request in engine.requests]
+    assert [(one.max_pattern_size, one.min_count) for one in asked] == [(1, 2), (1, 2)]
+    assert (token_ids, finished.reason) == (ids, REPETITION)
+    assert finished.stop_match == output_pb2.StopMatch()
+    (output,) = response.outputs
+    assert (output.text, list(output.token_ids), output.reason) == (text, ids, REPETITION)
+
+
+async def test_cancel_before_the_first_token_aborts():
+    engine = FakeEngine()
+    async with serving(engine) as (client, frontend):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        call.cancel()
+        await engine.wait(lambda: request.abort_reason is not None)
+        assert frontend.draining.num_open == 0
+        # What the engine had sent before it knew is dropped.
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        other = client.generate()
+        requests = await engine.wait_for_requests(2)
+        engine.step({requests[1]: [5]}, finished={requests[1]: AT_LENGTH})
+        await read_all(other)
+    assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
+
+
+async def test_cancel_in_the_middle_aborts():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        engine.step({request: [5, 6]})
+        assert (await call.read()).WhichOneof("event") == "started"
+        call.cancel()
+        await engine.wait(lambda: request.abort_reason is not None)
+
+
+async def test_deadline_aborts_with_its_reason():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate(timeout=2.0)
+        (request,) = await engine.wait_for_requests(1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        await engine.wait(lambda: request.abort_reason is not None)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < request.entry.remaining_ms < 2500
+    assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
+
+
+async def test_a_deadline_that_the_engine_sees_first_is_no_finished_stream():
+    def abort(engine, request):
+        engine.step(
+            {request: []}, finished={request: step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)}
+        )
+
+    engine = FakeEngine(abort)
+    async with serving(engine) as (_, frontend):
+        for remaining_s, num_sent in (([-0.001], 0), ([0.0005, 0.0002], 1), ([1.0, -0.001], 2)):
+            with pytest.raises(DeadlineExceeded):
+                await first_output(frontend, remaining_s)
+            assert len(engine.requests) == num_sent
+        output = await first_output(frontend, [2.0, 1.0])
+        assert output.is_last
+    assert engine.requests[0].entry.remaining_ms == 1
+
+
+async def first_output(frontend: Frontend, remaining_s: list[float]) -> Output:
+    """What a caller gets whose time goes down like this."""
+    left = itertools.chain(remaining_s, itertools.repeat(remaining_s[-1]))
+    caller = Caller("x", "", "", lambda: next(left))
+    trace = RequestTrace("x", "", "")
+    request = make_request()
+    async with frontend.generation.open(
+        request, RequestPrompt(request), caller, OutputKind.DELTA, trace
+    ) as opened:
+        return await opened.next()
+
+
+async def test_cancel_at_many_phases_leaves_nothing():
+    engine = FakeEngine(answer(TEXT))
+    async with serving(engine) as (client, frontend):
+        for num_reads in range(12):
+            call = client.generate(prompt=[5 + num_reads])
+            for _ in range(num_reads):
+                await call.read()
+            call.cancel()
+        # One that is left alone still works.
+        assert (await read_all(client.generate()))[1] == TEXT
+        async with asyncio.timeout(WAIT_S):
+            await frontend.drain()
+
+
+async def test_a_lost_engine_ends_its_requests_with_unavailable_and_a_time_to_retry():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        calls = [client.generate() for _ in range(3)]
+        requests = await engine.wait_for_requests(3)
+        engine.step({requests[0]: [5]})
+        await engine.kill()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "RetryInfo" in details_of(caught.value)
+        await client.wait_ready(is_ready=False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # It comes back where it was, and so do we.
+        engine.script = answer("back")
+        await engine.start(engine.address)
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "back"
+
+
+async def test_a_slow_reader_is_ended_and_aborted():
+    engine = FakeEngine()
+    # Flow control then holds 64 KiB for a client that does not read.
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    async with (
+        serving(engine, slow_reader_s=0.05) as (_, frontend),
+        grpc.aio.insecure_channel(frontend.address, options=small_window) as channel,
+    ):
+        call = Client(channel).generate()
+        (request,) = await engine.wait_for_requests(1)
+        ids = TOKENIZER.encode(" organization" * 250).ids[:250]
+        for _ in range(400):
+            engine.step({request: ids})
+        await engine.wait(lambda: request.abort_reason is not None)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    assert request.abort_reason == engine_pb2.ABORT_REASON_SLOW_CONSUMER
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_duplicate_id_in_flight_is_refused_and_free_afterwards():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        first = client.generate(request_id="x")
+        await engine.wait_for_requests(1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(request_id="x"))
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        engine.step({engine.requests[0]: [5]}, finished={engine.requests[0]: AT_LENGTH})
+        await read_all(first)
+        engine.script = answer("y")
+        assert (await read_all(client.generate(request_id="x")))[1] == "y"
+
+
+async def test_a_full_queue_is_refused_until_a_first_token_came():
+    engine = FakeEngine()
+    async with serving(engine, max_queued_requests=1) as (client, _):
+        first = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "RetryInfo" in details_of(caught.value)
+        engine.step({request: [5]})
+        await first.read()
+        engine.script = answer("y")
+        assert (await read_all(client.generate()))[1] == "y"
+        first.cancel()
+        await engine.wait(lambda: request.abort_reason is not None)
+
+
+def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
+    """A script that takes no request."""
+    rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
+    rejected.status.code = code.value[0]
+    rejected.status.message = "not now"
+    request.session.send(add_rejected=rejected)
+
+
+async def test_an_engines_refusal_reaches_the_client_as_its_status():
+    engine = FakeEngine(refuse)
+    async with serving(engine) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "not now")
+    assert "RetryInfo" in details_of(caught.value)
+    assert len(engine.requests) == 1
+
+
+async def test_a_request_that_one_engine_cannot_take_now_goes_to_another():
+    engines = [FakeEngine(answer(TEXT), dp_rank=0), FakeEngine(answer(TEXT), dp_rank=1)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        engines[0].script = refuse
+        for _ in range(4):
+            assert (await read_all(client.generate(seed=3)))[1] == TEXT
+    assert len(engines[0].requests) > 0
+    assert len(engines[1].requests) == 4
+    resent = {request.entry.request_id: request.entry for request in engines[1].requests}
+    for refused in engines[0].requests:
+        again = resent[refused.entry.request_id]
+        assert (refused.entry.attempt, again.attempt, again.is_suspect) == (0, 1, False)
+        assert again.request_seed == refused.entry.request_seed
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_a_request_is_sent_to_each_engine_once_and_only_where_that_may_help(code):
+    engines = [FakeEngine(dp_rank=rank) for rank in range(3)]
+    for engine in engines:
+        engine.script = functools.partial(refuse, code=code)
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+    assert caught.value.code() is code
+    num_sent = sorted(len(engine.requests) for engine in engines)
+    assert num_sent == ([1, 1, 1] if code is grpc.StatusCode.UNAVAILABLE else [0, 0, 1])
+
+
+async def test_draining_finishes_streams_and_refuses_new_ones():
+    engine = FakeEngine()
+    async with serving(engine) as (client, frontend):
+        running = client.generate()
+        (request,) = await engine.wait_for_requests(1)
+        drain = asyncio.ensure_future(frontend.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not drain.done()
+        engine.step({request: [5]}, finished={request: AT_LENGTH})
+        await read_all(running)
+        await asyncio.wait_for(drain, WAIT_S)
+
+
+async def test_spans_join_the_clients_trace_and_ids_come_back():
+    setup_telemetry("frontend", instance="0", log_level="error")
+    trace_id, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    metadata = (("traceparent", f"00-{trace_id}-{parent}-01"), ("x-request-id", "abc"))
+    engine = FakeEngine(answer(TEXT))
+    async with serving(engine) as (client, _):
+        call = client.generate(metadata=metadata, temperature=0.5)
+        started, *_ = await read_all(call)
+        told = dict(await call.initial_metadata())
+        assert (told["x-request-id"], told["x-trace-id"]) == ("abc", trace_id)
+        engine.script = None
+        aborted = client.generate(metadata=metadata)
+        await engine.wait_for_requests(2)
+        aborted.cancel()
+        await engine.wait(lambda: engine.requests[1].abort_reason is not None)
+    spans = recent_spans(trace_id)
+    shutdown_telemetry()
+
+    assert started.request_id == "abc"
+    root = next(span for span in spans if span.name == "request")
+    assert root.parent_span_id == parent
+    assert root.attributes["triptych.request_id"] == "abc"
+    assert root.attributes["gen_ai.request.model"] == "tiny"
+    assert root.attributes["gen_ai.usage.output_tokens"] == str(len(TOKENIZER.encode(TEXT).ids) + 1)
+    children = {span.name for span in spans if span.parent_span_id == root.span_id}
+    assert children == {"tokenize", "detokenize"}
+    assert engine.requests[0].entry.trace_context.traceparent == f"00-{trace_id}-{root.span_id}-01"
+    second = [span for span in spans if span.name == "request"][1]
+    assert [name for name, _ in second.events] == ["aborted"]

@@ -1,0 +1,295 @@
+"""Chat templates render as Hugging Face's tokenizers render them, within a sandbox."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from frontend_svc.text.chat.template import (
+    CHATML_FALLBACK,
+    MAX_TEMPLATE_CHARS,
+    PLAIN_FALLBACK,
+    ChatTemplate,
+    read_special_tokens,
+    read_templates,
+)
+from frontend_svc.text.tokenize.text_files import TextRefused
+from tests.frontend_svc.text.chat.chat_templates import BY_FAMILY, GEMMA, QWEN_3
+from tests.frontend_svc.tokenizers import byte_level_tokenizer
+
+WITH_CALLS = [family for family in BY_FAMILY if family not in ("gemma", "zephyr")]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather & more: <b>très</b> 'bien' 日本",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "where"},
+                "days": {"type": "array", "items": {"type": "integer"}},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+            },
+            "required": ["city"],
+        },
+    },
+}
+ASKED = [{"role": "user", "content": "  What's up, 世界? <>&\n"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "Not much. "}]
+LONGER = [{"role": "system", "content": "Be brief."}, *ANSWERED, {"role": "user", "content": "And now?"}]
+ARGUMENTS = {"city": "Zürich", "days": [1, 2]}
+CALLED = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "They want the weather.",
+        "tool_calls": [
+            {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+        ],
+    },
+    {"role": "tool", "content": '{"t": 5}', "tool_call_id": "call12345", "name": "weather"},
+]
+THOUGHT = [*ASKED, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi"}]
+CONVERSATIONS = {
+    "one question": {"messages": ASKED, "add_generation_prompt": True},
+    "answered": {"messages": ANSWERED},
+    "with a system": {"messages": LONGER, "add_generation_prompt": True},
+    "tools": {"messages": ASKED, "tools": [WEATHER, WEATHER], "add_generation_prompt": True},
+    "a call": {"messages": CALLED, "tools": [WEATHER], "add_generation_prompt": True},
+    "thought": {"messages": THOUGHT},
+    "no thinking": {
+        "messages": ASKED,
+        "add_generation_prompt": True,
+        "arguments": {"enable_thinking": False, "reasoning_effort": "high", "date_string": "1 May"},
+    },
+    "continued": {"messages": ANSWERED, "continue_final_message": True},
+}
+
+
+def template(source: str, **special: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, special or SPECIAL)
+
+
+def render(source: str, conversation: dict[str, object], *, max_chars: int = 100_000) -> str:
+    return template(source).render(conversation, max_chars=max_chars)
+
+
+def say(source: str, content: object = "hi", **more: object) -> str:
+    return render(source, {"messages": [{"role": "user", "content": content}], **more})
+
+
+def rendered_by_transformers(source: str, conversation: dict[str, object]) -> str | None:
+    """What the library renders, or None for what it, or the template, refuses."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), **SPECIAL)
+    conversation = copy.deepcopy(conversation)
+    try:
+        rendered = tokenizer.apply_chat_template(
+            conversation["messages"],
+            tools=conversation.get("tools"),
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=conversation.get("add_generation_prompt", False),
+            continue_final_message=conversation.get("continue_final_message", False),
+            **conversation.get("arguments", {}),
+        )
+        return str(rendered)
+    except (TemplateError, TypeError, ValueError):
+        return None
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_the_prompt_is_that_of_transformers(family, kind):
+    source, conversation = BY_FAMILY[family], CONVERSATIONS[kind]
+    if family == "deepseek" and kind == "a call":
+        # This family's template takes the arguments of a call as text only.
+        conversation = copy.deepcopy(conversation)
+        call = conversation["messages"][1]["tool_calls"][0]["function"]
+        call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+    expected = rendered_by_transformers(source, conversation)
+    if expected is None:
+        with pytest.raises(TextRefused):
+            render(source, CONVERSATIONS[kind])
+    else:
+        assert render(source, CONVERSATIONS[kind]) == expected
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_every_family_is_compared_on_prompts_and_not_on_refusals_alone(family):
+    prompts = [rendered_by_transformers(BY_FAMILY[family], one) for one in CONVERSATIONS.values()]
+    assert sum(prompt is not None for prompt in prompts) >= 6
+
+
+@pytest.mark.parametrize("family", WITH_CALLS)
+def test_arguments_of_a_call_may_be_text_or_an_object(family):
+    conversation = copy.deepcopy(CONVERSATIONS["a call"])
+    function = conversation["messages"][1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(ARGUMENTS, ensure_ascii=False)
+    prompt = render(BY_FAMILY[family], conversation)
+    assert prompt == render(BY_FAMILY[family], CONVERSATIONS["a call"])
+    assert "Zürich" in prompt
+
+
+def test_arguments_that_are_no_json_are_refused():
+    conversation = copy.deepcopy(CONVERSATIONS["a call"])
+    conversation["messages"][1]["tool_calls"][0]["function"]["arguments"] = "{"
+    with pytest.raises(TextRefused, match="arguments of a tool call of message 1 are not JSON"):
+        render(QWEN_3, conversation)
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+LOOPS_ALWAYS = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"
+LOOPS_BY_A_NAME = (
+    "{% macro show(body) %}{% for part in body %}[{{ part.text }}]{% endfor %}{% endmacro %}"
+    "{% set content = messages[0]['content'] %}{{ show(content) }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "prompt"),
+    [
+        ("{{ messages[0].content }}", PARTS, "one\ntwo"),
+        ("{{ messages[0].content }}", PARTS[:1], "one"),
+        ("{{ messages[0].content }}", [], ""),
+        (LOOPS_ALWAYS, PARTS, "[one][two]"),
+        (LOOPS_ALWAYS, "one", "[one]"),
+        (LOOPS_BY_A_NAME, PARTS, "[one][two]"),
+        (LOOPS_BY_A_NAME, "one", "[one]"),
+        (GEMMA, PARTS, "<s><start_of_turn>user\nonetwo<end_of_turn>\n"),
+        (GEMMA, "one", "<s><start_of_turn>user\none<end_of_turn>\n"),
+    ],
+)
+def test_content_comes_as_the_template_reads_it(source, content, prompt):
+    assert say(source, content) == prompt
+
+
+def test_parts_that_are_no_text_are_for_templates_that_go_through_parts():
+    picture = [{"type": "image"}, *PARTS]
+    assert (
+        say("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", picture)
+        == "image text text "
+    )
+    with pytest.raises(TextRefused, match="message 0 has more than text"):
+        say("{{ messages[0].content }}", picture)
+
+
+def test_the_last_part_of_text_is_what_is_continued():
+    source = LOOPS_ALWAYS + "<end>"
+    assert say(source, PARTS, continue_final_message=True) == "[one][two"
+
+
+def test_continuing_and_opening_an_answer_exclude_each_other():
+    with pytest.raises(TextRefused, match="exclude each other"):
+        say("x", continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(TextRefused, match="does not show the last message"):
+        say("{{ messages[0].content|upper }}", continue_final_message=True)
+
+
+def test_templates_have_names_and_that_for_tools_is_used_with_tools():
+    config = {"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}
+    both = ChatTemplate(read_templates(config, ""), {})
+    assert both.render({"messages": ASKED}, max_chars=10) == "d"
+    assert both.render({"messages": ASKED, "tools": []}, max_chars=10) == "d"
+    assert both.render({"messages": ASKED, "tools": [WEATHER]}, max_chars=10) == "t"
+    only_named = ChatTemplate(read_templates({"chat_template": {"rag": "r"}}, ""), {})
+    with pytest.raises(TextRefused, match="none of the model's chat templates is the default one: rag"):
+        only_named.render({"messages": ASKED}, max_chars=10)
+
+
+def test_the_file_of_that_name_counts_before_the_configuration():
+    assert read_templates({"chat_template": "old"}, "new") == {"default": "new"}
+    assert read_templates({"chat_template": "old"}, "") == {"default": "old"}
+    assert read_templates({}, "") == {}
+
+
+def test_special_tokens_are_texts_or_objects():
+    config = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "unk_token": None,
+        "extra_special_tokens": {"image_token": "<image>"},
+    }
+    assert read_special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
+
+
+def test_a_client_s_own_template_is_used_in_place_of_the_model_s():
+    assert say("mine", chat_template="{{ messages[0].content }}") == "hi"
+
+
+def test_arguments_reach_the_template_but_do_not_change_the_conversation():
+    assert say("{{ colour }}", arguments={"colour": "red"}) == "red"
+    with pytest.raises(TextRefused, match="must not be named messages"):
+        say("{{ colour }}", arguments={"messages": []})
+
+
+def test_chatml_without_a_template():
+    conversation = {"messages": LONGER[:2], "add_generation_prompt": True}
+    assert render(CHATML_FALLBACK, conversation) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n  What's up, 世界? <>&\n<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_lines_without_a_template():
+    conversation = {"messages": LONGER, "add_generation_prompt": True}
+    assert render(PLAIN_FALLBACK, conversation) == (
+        "<s>system: Be brief.\nuser:   What's up, 世界? <>&\n\n"
+        "assistant: Not much. \nuser: And now?\nassistant:"
+    )
+    assert (
+        template(PLAIN_FALLBACK, x="").render({"messages": ANSWERED[1:]}, max_chars=99)
+        == "assistant: Not much. \n"
+    )
+    continued = {"messages": ANSWERED[1:], "continue_final_message": True}
+    assert render(PLAIN_FALLBACK, continued) == "<s>assistant: Not much. "
+
+
+@pytest.mark.parametrize("fallback", [CHATML_FALLBACK, PLAIN_FALLBACK])
+@pytest.mark.parametrize("kind", ["tools", "a call"])
+def test_without_a_template_tools_are_refused(fallback, kind):
+    with pytest.raises(TextRefused, match="has no chat template"):
+        render(fallback, CONVERSATIONS[kind])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ messages.append(1) }}",
+        "{{ range(1000000000)|list }}",
+        "{{ dict.__class__.__base__ }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(__init__=1) }}",
+        "{{ ''.format.__self__.x }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ 1 / 0 }}",
+        "{{ missing.name }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 'a' + 1 }}",
+    ],
+)
+def test_what_leaves_the_sandbox_or_goes_wrong_is_refused(source):
+    with pytest.raises(TextRefused):
+        say(source)
+
+
+def test_size_of_templates_and_of_prompts_is_limited():
+    with pytest.raises(TextRefused, match=rf"must have at most {MAX_TEMPLATE_CHARS}"):
+        say("x" * (MAX_TEMPLATE_CHARS + 1))
+    assert render("xxxx", {"messages": ASKED}, max_chars=4) == "xxxx"
+    with pytest.raises(TextRefused, match="more than 3 characters"):
+        render("xxxx", {"messages": ASKED}, max_chars=3)
+
+
+@pytest.mark.parametrize("messages", [None, [], ["x"], [{"role": "user", "content": 5}]])
+def test_what_is_no_conversation_is_refused(messages):
+    with pytest.raises(TextRefused):
+        render("{{ messages }}", {"messages": messages})

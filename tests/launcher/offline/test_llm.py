@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.llm import LLM, EngineDead, SamplingParams
+from launcher.services import embedded_model
+from service_kit.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable, Unimplemented
+from tests.launcher.offline.llm_rig import frontend_process
+from tests.system.checkpoints import make_checkpoint
+
+OPTIONS = {"num_threads": 1, "num_kv_blocks": 256, "device": "cpu"}
+PROMPTS = [
+    "the quick brown fox",
+    [5, 6, 7, 8, 9],
+    "river bank",
+    {"prompt_token_ids": [100, 200, 300]},
+    {"prompt": "jumps over the lazy dog and runs along the river"},
+]
+KINDS = ("in-process", "child", "remote")
+STREAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=40),
+    "seeded": SamplingParams(temperature=1.0, seed=7, max_tokens=40),
+    "two outputs": SamplingParams(temperature=1.0, seed=7, max_tokens=20, n=2),
+    "logprobs": SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, prompt_logprobs=2),
+    "no text": SamplingParams(temperature=0.0, max_tokens=5, detokenize=False),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint") / "llama")
+
+
+@pytest.fixture(scope="module")
+def llms(checkpoint: Path) -> Iterator[dict[str, LLM]]:
+    with (
+        frontend_process(
+            str(checkpoint), "--num-threads=1", "--num-kv-blocks=256", "--device=cpu"
+        ) as address,
+        LLM("", engine="remote", address=address) as remote,
+        LLM(checkpoint, engine="child", **OPTIONS) as child,
+        LLM(checkpoint, engine="in-process", **OPTIONS) as in_process,
+    ):
+        yield {"remote": remote, "child": child, "in-process": in_process}
+
+
+def _comparable(results):
+    # What is cached depends on what ran before.
+    blank = {"request_id": "", "num_cached_tokens": 0, "usage": None}
+    return [dataclasses.replace(result, **blank) for result in results]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_the_three_transports_give_equal_results(llms: dict[str, LLM], stream: str) -> None:
+    results = {kind: llms[kind].generate(PROMPTS, STREAMS[stream], progress=False) for kind in KINDS}
+    assert (
+        _comparable(results["in-process"]) == _comparable(results["child"]) == _comparable(results["remote"])
+    )
+    for result in results["in-process"]:
+        assert len(result.outputs) == (STREAMS[stream].n or 1)
+        assert all(len(output.token_ids) == STREAMS[stream].max_tokens for output in result.outputs)
+    ids = {token_id for one in results["child"] for output in one.outputs for token_id in output.token_ids}
+    assert len(ids) >= 20
+
+
+def test_the_most_logprobs_are_those_of_the_engine(checkpoint: Path) -> None:
+    wish = SamplingParams(temperature=0.0, max_tokens=2, logprobs=30, ignore_eos=True)
+    with LLM(checkpoint, engine="in-process", max_logprobs=40, **OPTIONS) as llm:
+        places = llm.generate("river bank", wish, progress=False)[0].outputs[0].logprobs or ()
+    assert [len(place.top) for place in places] == [30, 30]
+
+
+def test_the_transports_cut_at_the_same_stop_string(llms: dict[str, LLM]) -> None:
+    whole = llms["in-process"].generate("river bank", STREAMS["greedy"], progress=False)[0]
+    stop = whole.text[8:11]
+    params = dataclasses.replace(STREAMS["greedy"], stop=stop)
+    results = [llms[kind].generate("river bank", params, progress=False)[0] for kind in KINDS]
+    for result in results:
+        output = result.outputs[0]
+        assert (output.finish_reason, output.stop) == ("stop", stop)
+        assert output.text == whole.text[: whole.text.index(stop)]
+        ids = list(output.token_ids)
+        assert ids == list(whole.outputs[0].token_ids[: len(ids)])
+        # Up to the token that completes the stop string, and none behind it.
+        text_of = llms["in-process"].detokenize
+        assert stop in text_of(ids)
+        assert stop not in text_of(ids[:-1])
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+
+
+def test_a_result_has_everything_about_its_prompt(llms: dict[str, LLM]) -> None:
+    for kind in KINDS:
+        result = llms[kind].generate("river bank", STREAMS["logprobs"], progress=False)[0]
+        assert result.prompt == "river bank"
+        assert list(result.prompt_token_ids) == llms[kind].tokenize("river bank")
+        assert result.usage.num_prompt_tokens == len(result.prompt_token_ids)
+        assert result.usage.num_completion_tokens == 5
+        first, *others = result.prompt_logprobs or ()
+        assert first.logprob is None
+        assert all(place.logprob is not None and place.logprob < 0 for place in others)
+        output = result.outputs[0]
+        places = output.logprobs or ()
+        assert [place.token_id for place in places] == list(output.token_ids)
+        assert all(place.rank == 1 and len(place.top) == 3 for place in places)
+        assert output.cumulative_logprob == pytest.approx(sum(place.logprob or 0.0 for place in places))
+        assert "".join(place.text for place in places) == output.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM], kind: str) -> None:
+    none, five = (
+        SamplingParams(temperature=0.0, max_tokens=length, logprobs=count, ignore_eos=True)
+        for length, count in ((8, 0), (3, 5))
+    )
+    alone = llms[kind].generate([[5, 6, 7]], none, progress=False)[0].outputs[0]
+    together = llms[kind].generate([[5, 6, 7], [8, 9, 10]], [none, five], progress=False)
+    assert alone.logprobs == together[0].outputs[0].logprobs
+    assert [len(place.top) for place in alone.logprobs or ()] == [0] * 8
+    assert [len(place.top) for place in together[1].outputs[0].logprobs or ()] == [5] * 3
+
+
+# Row 116.
+def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(
+    llms: dict[str, LLM], checkpoint: Path
+) -> None:
+    one = SamplingParams(temperature=1.0, top_k=1, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+    told = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
+    for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
+        with LLM(checkpoint, engine="in-process", logprobs_mode=mode, **OPTIONS) as llm:
+            told[mode] = llm.generate("river bank", one, progress=False)[0].outputs[0]
+    assert len({output.token_ids for output in told.values()}) == 1
+    values = {mode: [place.logprob for place in output.logprobs or ()] for mode, output in told.items()}
+    # All but the likeliest token are cut away.
+    assert values["processed_logprobs"] == [0.0] * 6
+    assert all(value is not None and value < 0.0 for value in values["raw_logprobs"])
+    assert values["raw_logits"] == values["processed_logits"] != values["raw_logprobs"]
+    assert all(value is not None and value > 0.0 for value in values["raw_logits"])
+
+
+# B-19.
+def test_rules_that_leave_no_token_end_their_request_alone_however_often(llms: dict[str, LLM]) -> None:
+    llm = llms["child"]
+    barred = SamplingParams(
+        n=2, temperature=1.0, seed=1, max_tokens=8, min_tokens=4, allowed_token_ids=[9], stop_token_ids=[9]
+    )
+    end = ("error", (), "the request's own rules leave no token to choose")
+    for _ in range(4):
+        for result in llm.generate([[5, 6, 7, 8]] * 3, barred, progress=False):
+            ends = [(each.finish_reason, each.token_ids, each.error_message) for each in result.outputs]
+            assert ends == [end] * 2
+    assert len(llm.generate([[5, 6, 7, 8]], STREAMS["greedy"], progress=False)[0].outputs[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_in_the_order_of_the_prompts_whoever_ends_first(llms: dict[str, LLM], kind: str) -> None:
+    prompts = [[5 + index, 6, 7] for index in range(60)]
+    lengths = [40 - 13 * index % 37 for index in range(60)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
+    results = llms[kind].generate(prompts, params, progress=False)
+    assert [list(result.prompt_token_ids) for result in results] == prompts
+    assert [len(result.outputs[0].token_ids) for result in results] == lengths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(
+    llms: dict[str, LLM], kind: str
+) -> None:
+    prompts: list = [[5, 6]] * 9
+    prompts[4] = [5, 512]
+    with pytest.raises(InvalidArgument, match=r"prompts\[4\] has the token id 512, must be in 0\.\.511"):
+        llms[kind].generate(prompts, progress=False)
+    prompts[4] = [5] * 512
+    with pytest.raises(InvalidArgument, match=r"prompts\[4\] has 512 tokens, the model takes 511"):
+        llms[kind].generate(prompts, progress=False)
+    prompts[4] = [5, 7]
+    assert len(llms[kind].generate(prompts, SamplingParams(max_tokens=1), progress=False)) == 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_parameter_is_told_with_its_field(llms: dict[str, LLM], kind: str) -> None:
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=3.0)]
+    with pytest.raises(InvalidArgument, match=r"prompts\[1\].*top_p"):
+        llms[kind].generate([[5], [6]], params, progress=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_refused_by_name(llms: dict[str, LLM], kind: str) -> None:
+    with pytest.raises(ServiceError, match="adapter") as raised:
+        llms[kind].generate("river", adapters="mine", progress=False)
+    assert isinstance(raised.value, Unimplemented | InvalidArgument)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_generating_model_cannot_do_is_refused_with_what_it_can(
+    llms: dict[str, LLM], kind: str
+) -> None:
+    llm = llms[kind]
+    for task, call in {
+        "embed": lambda: llm.embed("a"),
+        "token_embed": lambda: llm.encode("a"),
+        "classify": lambda: llm.classify("a"),
+        "score": lambda: llm.score("a", "b"),
+    }.items():
+        with pytest.raises(FailedPrecondition, match=f"does not support {task}; it supports: generate"):
+            call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_becomes_tokens_and_back(llms: dict[str, LLM], kind: str) -> None:
+    token_ids = llms[kind].tokenize("the old stone bridge")
+    assert len(token_ids) > 1
+    assert llms[kind].detokenize(token_ids) == "the old stone bridge"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_prompts_than_fit_at_once_are_all_answered(llms: dict[str, LLM], kind: str) -> None:
+    prompts = [[index % 500, index // 500] for index in range(1500)]
+    results = llms[kind].generate(prompts, SamplingParams(temperature=0.0, max_tokens=2), progress=False)
+    assert [list(result.prompt_token_ids) for result in results] == prompts
+
+
+def test_an_engine_that_is_killed_raises_in_every_call_then_and_after(checkpoint: Path) -> None:
+    others = _children()
+    with LLM(checkpoint, engine="child", **OPTIONS) as llm:
+        own = _children() - others
+        raised: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                llm.generate([[5, 6]] * 50, SamplingParams(max_tokens=500), progress=False)
+            except EngineDead as error:
+                raised.append(error)
+
+        callers = [threading.Thread(target=ask) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        llm.generate([[5]], SamplingParams(max_tokens=3), progress=False)
+        for pid in own:
+            os.kill(pid, signal.SIGKILL)
+        for caller in callers:
+            caller.join(30)
+        assert len(raised) == 2
+        assert all("SIGKILL" in str(error) for error in raised)
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            llm.generate([[5]], progress=False)
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            llm.tokenize("river")
+
+
+@pytest.mark.parametrize("kind", ["in-process", "child"])
+def test_closing_leaves_no_thread_no_process_and_no_descriptor(checkpoint: Path, kind: str) -> None:
+    def use() -> None:
+        with LLM(checkpoint, engine=kind, **OPTIONS) as llm:
+            llm.generate(PROMPTS, SamplingParams(max_tokens=3), progress=False)
+        llm.close()
+
+    # What is made once and kept by libraries is no leak.
+    use()
+    threads, children, descriptors = set(threading.enumerate()), _children(), _descriptors()
+    use()
+    for thread in set(threading.enumerate()) - threads:
+        # What only waited for the process that is gone now may still be on its way out.
+        thread.join(10)
+        assert not thread.is_alive(), thread
+    assert _children() == children
+    ended_by = time.monotonic() + 30
+    # gRPC closes its sockets in threads of its own, and tells nobody.
+    while _descriptors() > descriptors and time.monotonic() < ended_by:
+        time.sleep(0.01)
+    assert _descriptors() <= descriptors
+
+
+def test_an_engine_in_this_process_needs_no_sockets(checkpoint: Path) -> None:
+    before = _sockets()
+    with LLM(checkpoint, **OPTIONS) as llm:
+        llm.generate([5, 6], SamplingParams(max_tokens=3), progress=False)
+        # An event loop wakes itself through a pair of its own.
+        assert len(_sockets() - before) <= 2
+
+
+def test_a_closed_facade_refuses_calls(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, **OPTIONS)
+    llm.close()
+    with pytest.raises(ServiceError, match="closed"):
+        llm.tokenize("river")
+
+
+@pytest.mark.parametrize("kind", ["in-process", "child"])
+def test_a_model_that_cannot_be_loaded_is_told_in_words_for_people(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
+    with pytest.raises(EngineDead):
+        LLM(tmp_path, engine=kind, **OPTIONS)
+
+
+def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
+    with pytest.raises(InvalidArgument, match="max_num_seq"):
+        LLM("folder", max_num_seq=3)
+    with pytest.raises(InvalidArgument, match="block-size is 0"):
+        LLM("folder", block_size=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"engine": "elsewhere"},
+        {"engine": "remote"},
+        {"engine": "child", "address": "127.0.0.1:1"},
+        {"engine": "remote", "address": "127.0.0.1:1", "block_size": 16},
+        {"engine": "remote", "address": "127.0.0.1:1", "tokenizer": "file"},
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments: dict) -> None:
+    with pytest.raises(InvalidArgument):
+        LLM("folder", **arguments)
+
+
+def test_a_frontend_that_is_not_there_is_told_in_time() -> None:
+    with pytest.raises(Unavailable, match="no frontend was reached"):
+        LLM("", engine="remote", address="127.0.0.1:1", start_timeout_s=0.2)
+
+
+def test_a_conversation_has_the_same_answer_by_every_transport() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    conversation = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
+    model = embedded_model()
+    with (
+        frontend_process(str(model), "--num-threads=1", "--num-kv-blocks=256", "--device=cpu") as address,
+        LLM("", engine="remote", address=address) as remote,
+        LLM(model, engine="child", **OPTIONS) as child,
+        LLM(model, engine="in-process", **OPTIONS) as in_process,
+    ):
+        results = [llm.chat(conversation, params, progress=False)[0] for llm in (remote, child, in_process)]
+    assert _comparable(results) == _comparable([results[0]] * 3)
+    assert len(set(results[0].outputs[0].token_ids)) >= 20
+    assert "fox" in results[0].text
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _sockets() -> set[str]:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(descriptor.readlink()))
+        except FileNotFoundError:
+            continue  # That of the listing itself.
+    return {link for link in links if link.startswith("socket:")}

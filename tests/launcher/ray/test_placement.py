@@ -1,0 +1,181 @@
+"""Engines on hosts of a cluster: who is started again, where, how often, and what a stop does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from launcher.ray.config import parse_place
+from launcher.ray.placement import EngineDied, EnginePlace, HostLost, Placement
+from launcher.serve.supervisor import StartTimeout, SupervisorLimits
+
+LIMITS = SupervisorLimits(startup_s=5.0, stop_s=5.0, max_restarts=2, restart_delay_s=0.0)
+LIMIT_S = 10.0
+
+
+class FakeHost:
+    """A host whose engine ends when the test says so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.flags: list[list[str]] = []
+        self.refusal = ""
+        self.is_dismissed = False
+        self.started = asyncio.Event()
+        self._end: asyncio.Future[int] | None = None
+
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+        if self.refusal:
+            raise EngineDied(self.refusal)
+        self.flags.append(flags)
+        self._end = asyncio.get_running_loop().create_future()
+        self.started.set()
+        return EnginePlace(f"10.0.0.9:{4000 + len(self.flags)}", "127.0.0.1:1", "node", 1, "")
+
+    async def ended(self) -> int:
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def drain(self, limit_s: float) -> int:
+        self.end(0)
+        return 0
+
+    async def dismiss(self) -> None:
+        self.is_dismissed = True
+
+    def end(self, status: int) -> None:
+        assert self._end is not None
+        self.started.clear()
+        if not self._end.done():
+            self._end.set_result(status)
+
+    def lose(self) -> None:
+        assert self._end is not None
+        self._end.set_exception(HostLost("the node died"))
+
+
+class FakeCluster:
+    """As many hosts as are asked for; `refusal` is what their engines end with."""
+
+    def __init__(self) -> None:
+        self.hosts: list[FakeHost] = []
+        self.refusal = ""
+        self.provided = asyncio.Event()
+
+    async def provide(self, name: str, index: int) -> FakeHost:
+        host = FakeHost(name)
+        host.refusal = self.refusal
+        self.hosts.append(host)
+        self.provided.set()
+        return host
+
+
+class Rig:
+    """A placement over a fake cluster; every engine is ready at once, or never."""
+
+    def __init__(self, num_engines: int = 1, *, is_ready: bool = True, limits=LIMITS) -> None:
+        self.cluster = FakeCluster()
+        self.lines: list[str] = []
+        self.changed = asyncio.Event()
+        self._is_ready = is_ready
+        self.placement = Placement(
+            parse_place(["--coordinator=10.0.0.1:50071", f"--num-engines={num_engines}"]),
+            self.cluster,
+            await_ready=self._await_ready,
+            report=self.lines.append,
+            on_change=self.changed.set,
+            limits=limits,
+        )
+
+    async def _await_ready(self, service: str, address: str) -> None:
+        assert service == "engine"
+        if not self._is_ready:
+            await asyncio.Event().wait()
+
+    async def running(self) -> asyncio.Task[None]:
+        await self.placement.start()
+        return asyncio.ensure_future(self.placement.keep_running())
+
+    async def changes(self) -> None:
+        self.changed.clear()
+        await asyncio.wait_for(self.changed.wait(), LIMIT_S)
+
+
+async def test_an_engine_that_died_starts_again_on_its_host_and_port() -> None:
+    rig = Rig()
+    running = await rig.running()
+    (host,) = rig.cluster.hosts
+    host.end(-9)
+    await rig.changes()
+    assert len(rig.cluster.hosts) == 1
+    assert ["--port=4001" in flags for flags in host.flags] == [False, True]
+    assert any("was killed by signal 9; starts again" in line for line in rig.lines)
+    running.cancel()
+
+
+async def test_an_engine_whose_host_is_lost_starts_again_on_another_with_a_new_port() -> None:
+    rig = Rig()
+    running = await rig.running()
+    rig.cluster.hosts[0].lose()
+    await rig.changes()
+    assert len(rig.cluster.hosts) == 2
+    assert "--port=0" in rig.cluster.hosts[1].flags[0]
+    running.cancel()
+
+
+async def test_an_engine_that_was_drained_is_not_started_again_and_gives_its_place_back() -> None:
+    rig = Rig(num_engines=2)
+    running = await rig.running()
+    first, second = rig.cluster.hosts
+    first.end(0)
+    second.end(0)
+    await asyncio.wait_for(running, LIMIT_S)
+    assert [host.is_dismissed for host in rig.cluster.hosts] == [True, True]
+    assert [len(host.flags) for host in rig.cluster.hosts] == [1, 1]
+
+
+async def test_an_engine_that_keeps_dying_ends_the_placement() -> None:
+    rig = Rig()
+    running = await rig.running()
+    for _ in range(LIMITS.max_restarts):
+        rig.cluster.hosts[0].end(1)
+        await rig.changes()
+    rig.cluster.hosts[0].end(1)
+    with pytest.raises(EngineDied, match="engine-0 exited with code 1 after 2 restarts"):
+        await asyncio.wait_for(running, LIMIT_S)
+
+
+async def test_restarts_that_fail_count_as_well() -> None:
+    rig = Rig()
+    running = await rig.running()
+    rig.cluster.refusal = "engine-0 exited with code 2"
+    rig.cluster.hosts[0].lose()
+    with pytest.raises(EngineDied, match="after 2 restarts"):
+        await asyncio.wait_for(running, LIMIT_S)
+    assert sum("did not start" in line for line in rig.lines) == LIMITS.max_restarts
+
+
+async def test_an_engine_that_dies_while_it_loads_ends_the_start() -> None:
+    rig = Rig(is_ready=False)
+    starting = asyncio.ensure_future(rig.placement.start())
+    await rig.cluster.provided.wait()
+    await rig.cluster.hosts[0].started.wait()
+    rig.cluster.hosts[0].end(2)
+    with pytest.raises(EngineDied, match="exited with code 2 while it was starting"):
+        await asyncio.wait_for(starting, LIMIT_S)
+
+
+async def test_a_start_that_takes_too_long_says_which_engine_is_late() -> None:
+    rig = Rig(is_ready=False, limits=SupervisorLimits(startup_s=0.01))
+    with pytest.raises(StartTimeout, match=r"engine-0 \(loading\)"):
+        await rig.placement.start()
+
+
+async def test_a_stop_drains_every_engine_and_says_how_each_ended() -> None:
+    rig = Rig(num_engines=2)
+    running = await rig.running()
+    await rig.placement.stop()
+    await asyncio.wait_for(running, LIMIT_S)
+    assert rig.lines[-2:] == ["engine-0 exited with code 0", "engine-1 exited with code 0"]
+    assert all(host.is_dismissed for host in rig.cluster.hosts)

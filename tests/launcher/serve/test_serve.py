@@ -1,0 +1,249 @@
+"""The verb `serve` with the real services and the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.arguments import parse_serve
+from launcher.serve.serve import plan_stack
+from tests.launcher.fakes import children_of, triptych
+
+_START_LIMIT_S = 180
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running `triptych serve`: its process, what it wrote when ready, what it printed so far."""
+
+    process: asyncio.subprocess.Process
+    ready: dict[str, Any]
+    banner: str
+
+    @property
+    def url(self) -> str:
+        """The frontend."""
+        return f"grpc://{self.ready['grpc']}"
+
+    def pid_of(self, service: str) -> int:
+        """The process of a service."""
+        return next(int(one["pid"]) for one in self.ready["processes"] if one["service"] == service)
+
+
+@asynccontextmanager
+async def serving(ready_file: Path, *flags: str) -> AsyncIterator[Stack]:
+    """`triptych serve` with the embedded model, ready."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        "serve",
+        "--port=0",
+        f"--ready-file={ready_file}",
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        # The banner comes after the ready file, when everything is ready.
+        banner = await asyncio.wait_for(process.stdout.readuntil(b"triptych complete"), _START_LIMIT_S)
+        yield Stack(process, json.loads(ready_file.read_text()), banner.decode())
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.communicate(), 60)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of that id is there and not a corpse."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def workers_of(parent: int) -> list[int]:
+    """The frontends that share the port of a frontend that only looks after them."""
+    return children_of(parent, "frontend")
+
+
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [((), ["--num-kv-blocks=640"]), (("--num-kv-blocks=9",), []), (("--kv-cache-memory=1GiB",), [])],
+)
+def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_another(
+    flags: tuple[str, ...], added: list[str]
+) -> None:
+    stack = plan_stack(parse_serve(list(flags)))
+    assert stack.engine is not None
+    engine, alone = stack.engine(2), stack.flags(stack.engine(2), 3, 0)
+    assert [flag for flag in stack.flags(engine, 3, 640) if flag not in alone] == added
+    assert stack.flags(stack.coordinator, 3, 640) == stack.flags(stack.coordinator, 3, 0)
+
+
+async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
+    async with serving(tmp_path / "ready.json") as stack:
+        processes = stack.ready["processes"]
+        assert [(one["service"], one["index"]) for one in processes] == [
+            ("coordinator", 0),
+            ("engine", 0),
+            ("frontend", 0),
+        ]
+        assert stack.ready["http"] is None
+        assert stack.ready["grpc"] == processes[2]["address"]
+        assert len({one["address"] for one in processes} | {one["admin_address"] for one in processes}) == 6
+        assert f"grpc://{stack.ready['grpc']}" in stack.banner
+        assert "buf curl --protocol grpc" in stack.banner
+
+        assert (await triptych("health", "--url", stack.url)).exit_code == 0
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        answered = await triptych("complete", "--url", stack.url, *question)
+        answer = json.loads(answered.out)
+        assert len(answer["token_ids"]) == answer["usage"]["num_completion_tokens"] == 5
+
+        second = await triptych("serve", "--port", stack.ready["grpc"].rpartition(":")[2])
+        assert second.exit_code == 2
+        assert f"is in use by pid {stack.pid_of('frontend')} (" in second.err
+
+        stack.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(stack.process.wait(), 60) == 0
+        assert not [one["service"] for one in processes if is_running(one["pid"])]
+        assert not (tmp_path / "ready.json").exists()
+
+
+async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_so(tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file) as stack:
+        os.kill(stack.pid_of("frontend"), signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        again = json.loads(ready_file.read_text())
+        assert again["grpc"] == stack.ready["grpc"]
+        assert (await triptych("health", "--url", stack.url)).exit_code == 0
+
+
+async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file) as stack:
+        killed = stack.pid_of("engine")
+        os.kill(killed, signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        before, after = stack.ready["processes"], json.loads(ready_file.read_text())["processes"]
+        assert [one["address"] for one in after] == [one["address"] for one in before]
+        pids = zip(before, after, strict=True)
+        assert [one["service"] for one, other in pids if one["pid"] != other["pid"]] == ["engine"]
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+                # The frontend may be about to dial it.
+                assert "UNAVAILABLE" in answered.err
+        assert len(json.loads(answered.out)["token_ids"]) == 5
+
+
+async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(
+    tmp_path: Path,
+) -> None:
+    ready_file = tmp_path / "ready.json"
+    async with serving(ready_file, "--workers=2") as stack:
+        frontend = stack.pid_of("frontend")
+        workers = workers_of(frontend)
+        assert len(workers) == 2
+        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+        # A stack is ready when one worker is; the next connection may be the other's.
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+                assert "UNAVAILABLE" in answered.err
+        assert len(json.loads(answered.out)["token_ids"]) == 5
+
+        os.kill(frontend, signal.SIGKILL)
+        while json.loads(ready_file.read_text()) == stack.ready:
+            await triptych("health", "--url", stack.url)
+        again = json.loads(ready_file.read_text())
+        assert again["grpc"] == stack.ready["grpc"]
+        async with asyncio.timeout(_START_LIMIT_S):
+            while (health := await triptych("health", "--url", stack.url)).exit_code:
+                assert health.out == "NOT_SERVING\n"
+        assert not [pid for pid in workers if is_running(pid)]
+        [restarted] = [one["pid"] for one in again["processes"] if one["service"] == "frontend"]
+        workers = workers_of(restarted)
+        assert len(workers) == 2
+
+        stack.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(stack.process.wait(), 60) == 0
+        assert not [pid for pid in workers if is_running(pid)]
+
+
+async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
+    outcome = await triptych("serve", str(tmp_path), "--port=0")
+    assert outcome.exit_code == 1
+    death = outcome.err.partition("[serve] engine-0 (pid ")[2].splitlines()[0]
+    assert "exited with code 2 while it was starting: triptych engine: " in death
+    assert "it has no config.json" in death
+
+
+async def test_a_frontend_that_cannot_start_is_named_with_its_reason() -> None:
+    outcome = await triptych("serve", "--port=0", "--tokenizer=/nowhere")
+    assert outcome.exit_code == 1
+    death = outcome.err.partition("[serve] frontend-0 (pid ")[2].splitlines()[0]
+    assert "exited with code 2 while it was starting: triptych frontend: " in death
+    assert "/nowhere" in death
+
+
+async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={tmp_path / 'ready'}"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    # Its first line: it still has seconds of loading before it.
+    await asyncio.wait_for(process.stderr.readuntil(b"[engine-0]"), _START_LIMIT_S)
+    [engine] = children_of(process.pid, "engine")
+    os.kill(engine, signal.SIGKILL)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert f"[serve] engine-0 (pid {engine}) was killed by SIGKILL while it was starting: " in err.decode()
+    assert not (tmp_path / "ready").exists()
+    assert not children_of(process.pid, "")
+
+
+async def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+    async with serving(tmp_path / "ready.json") as stack:
+        ends = [os.pidfd_open(int(one["pid"])) for one in stack.ready["processes"]]
+        stack.process.kill()
+        for end in ends:
+            # Readable once the process has ended.
+            assert select.select([end], [], [], 30)[0] == [end]
+            os.close(end)
+
+
+async def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
+    for host in ("no-such-host.invalid", "192.0.2.1"):
+        outcome = await triptych("serve", "--host", host)
+        assert outcome.exit_code == 2
+        assert f"cannot listen on {host}: " in outcome.err
+
+
+async def test_a_model_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    outcome = await triptych("serve", str(tmp_path / "no-such-model"), "--port=0")
+    assert outcome.exit_code == 2
+    assert "no-such-model is not a folder" in outcome.err
+
+
+async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        outcome = await triptych("serve", "--port", str(holder.getsockname()[1]))
+    assert outcome.exit_code == 2
+    assert f"is in use by pid {os.getpid()} (" in outcome.err

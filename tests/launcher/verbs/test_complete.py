@@ -1,0 +1,148 @@
+"""The verb `complete` against a frontend that answers what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from launcher.verbs.complete import Completion, SamplingValue, request_of
+from service_kit.errors import InvalidArgument
+from tests.launcher.fakes import fake_frontend, triptych
+
+
+def completion(
+    prompt: str | None = "hi", ids: str | None = None, **sampling: SamplingValue | None
+) -> Completion:
+    return Completion(
+        url="grpc://127.0.0.1:1",
+        prompt=prompt,
+        prompt_token_ids=ids,
+        model="",
+        request_id="",
+        sampling=sampling,
+        as_json=False,
+        stream=False,
+        timeout_s=None,
+    )
+
+
+async def test_plain_mode_prints_the_text() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi")
+    assert (outcome.exit_code, outcome.out) == (0, "hello world\n")
+    assert served.frontend.requests[0].prompt == "hi"
+
+
+async def test_json_is_one_object_under_the_trace_the_server_was_told() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt-token-ids", "7,8,9", "--json")
+    [line] = outcome.out.splitlines()
+    answer = json.loads(line)
+    trace_id = answer.pop("trace_id")
+    assert answer == {
+        "request_id": "made-here",
+        "prompt_token_ids": [7, 8, 9],
+        "token_ids": [5, 6],
+        "text": "hello world",
+        "finish_reason": "stop",
+        "stop_match": None,
+        "prompt_logprobs": [],
+        "logprobs": [],
+        "cumulative_logprob": None,
+        "error_message": "",
+        "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_completion_tokens": 2},
+    }
+    assert re.fullmatch(r"[0-9a-f]{32}", trace_id)
+    assert served.frontend.metadata[0]["traceparent"].split("-")[1] == trace_id
+
+
+async def test_json_stream_is_one_object_an_event() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", "--json", "--stream")
+    events = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [event["event"] for event in events] == ["started", "delta", "delta", "finished"]
+    assert [event.get("text") for event in events] == [None, "hello", " world", None]
+    assert events[-1]["finish_reason"] == "stop"
+
+
+async def test_sampling_flags_are_the_fields_of_the_api_and_nothing_else_is_set() -> None:
+    flags = ["--max-tokens", "3", "--temperature", "0", "--stop", "a,b", "--stop", "c", "--ignore-eos"]
+    async with fake_frontend() as served:
+        await triptych("complete", "--url", served.url, "--prompt", "hi", *flags)
+    sampling = served.frontend.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, list(sampling.stop)) == (3, 0.0, ["a,b", "c"])
+    assert sampling.ignore_eos
+    assert {field.name for field, _ in sampling.ListFields()} == {
+        "max_tokens",
+        "temperature",
+        "stop",
+        "ignore_eos",
+    }
+
+
+@pytest.mark.parametrize(
+    "flags", [["--stop-token-ids", "1,2,3"], ["--stop-token-ids=1", "--stop-token-ids", "2,3"]]
+)
+async def test_lists_of_ids_are_written_as_a_prompt_of_ids_is(flags: list[str]) -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", *flags)
+    assert outcome.exit_code == 0
+    assert list(served.frontend.requests[0].sampling.stop_token_ids) == [1, 2, 3]
+
+
+async def test_a_character_that_the_terminal_does_not_have_is_no_error() -> None:
+    async with fake_frontend(text=" w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld") as served:
+        arguments = ["complete", "--url", served.url, "--prompt", "hi"]
+        outcome = await triptych(*arguments, environment={"PYTHONIOENCODING": "ascii"})
+    assert (outcome.exit_code, outcome.out) == (0, "hello w?rld\n")
+
+
+async def test_an_interrupt_cancels_the_request() -> None:
+    async with fake_frontend(hangs=True) as served:
+        asked = asyncio.ensure_future(
+            triptych("complete", "--url", served.url, "--prompt", "hi", interrupt_after=b"hello")
+        )
+        await asyncio.wait_for(served.frontend.cancelled.wait(), 30)
+        assert (await asked).exit_code == 130
+
+
+async def test_a_refusal_exits_1_with_status_message_and_field() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", "--temperature", "3")
+    assert (outcome.exit_code, outcome.out) == (1, "")
+    assert outcome.err.splitlines() == [
+        "INVALID_ARGUMENT: temperature is 3, the range is 0..2",
+        "  sampling.temperature: temperature is 3, the range is 0..2",
+    ]
+
+
+async def test_a_server_that_is_not_there_exits_1_and_says_so() -> None:
+    outcome = await triptych("complete", "--url", "grpc://127.0.0.1:1", "--prompt", "hi")
+    assert outcome.exit_code == 1
+    assert outcome.err.startswith("UNAVAILABLE: ")
+
+
+def test_unset_sampling_stays_unset() -> None:
+    request = request_of(completion(seed=None, top_k=5))
+    assert not request.sampling.HasField("seed")
+    assert request.sampling.top_k == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (completion(prompt=None), "input"),
+        (completion(prompt="a", ids="1"), "input"),
+        (completion(prompt=None, ids="1,x"), "token_ids.ids"),
+        (completion(prompt=None, ids="-1"), "token_ids.ids"),
+        (completion(seed=-1), "sampling.seed"),
+        (completion(stop_token_ids=["1,x"]), "sampling.stop_token_ids"),
+    ],
+)
+def test_what_no_request_can_hold_is_refused_by_field(wrong: Completion, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        request_of(wrong)
+    assert [name for name, _ in refused.value.violations] == [field]
