@@ -172,7 +172,16 @@ class Scheduler:
 
     def withdraw(self, now: float) -> None:
         """Take back every step in flight, as none yields anything; its requests compute its tokens anew."""
-        withdraw_steps(self._in_flight, self._roster, self._kv_cache, self._hooks, now)
+        withdrawn = self._in_flight.withdraw()
+        self._roster.release_again(withdrawn.released)
+        # The last first: the request that gives way is mostly the next to be admitted again.
+        for request in reversed(self._roster.running.copy()):
+            if request in withdrawn.rows:
+                preempt_settled(self._roster, request, now)
+        # After the releases: a block that one request fills may have been taken over by another already.
+        self._kv_cache.disown([*withdrawn.block_ids, *self._kv_cache.take_registered()])
+        for hook in self._hooks:
+            hook.on_withdraw()
         # Nobody is to wait for tokens that never come.
         self._updated_step_number = self._step_number
 
@@ -397,25 +406,6 @@ class Scheduler:
         if request.chunks:
             begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
             self._roster.unblock(request, INPUT)
-
-
-def withdraw_steps(
-    in_flight: StepsInFlight, roster: Roster, kv_cache: KVCache, hooks: Sequence[SchedulerHook], now: float
-) -> None:
-    """Queue the requests of all steps in flight again, without blocks, the first admitted before the others.
-
-    What these steps were to compute can not be found any more; what was computed before them still can.
-    """
-    withdrawn = in_flight.withdraw()
-    roster.release_again(withdrawn.released)
-    # The last first: whoever gives way is mostly the next to be taken again.
-    for request in reversed(roster.running.copy()):
-        if request in withdrawn.rows:
-            preempt_settled(roster, request, now)
-    # Behind the releases: a block that one request fills may have been taken over by another already.
-    kv_cache.disown([*withdrawn.block_ids, *kv_cache.take_registered()])
-    for hook in hooks:
-        hook.on_withdraw()
 
 
 def preempt_settled(roster: Roster, request: Request, now: float) -> None:
