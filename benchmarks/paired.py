@@ -28,6 +28,8 @@ _PROBES = Path(__file__).resolve().parent / "probes"
 _NATIVE = Path("kernels/triptych_kernels/cpu")
 _TURN_LIMIT_S = 180.0
 _BUILD_LIMIT_S = 600.0
+# From fewer rounds no interval of the median has a confidence of 95 %.
+_MIN_ROUNDS = 6
 
 Metrics = dict[str, float]
 _Record = Mapping[str, list[dict[str, float]]]
@@ -85,7 +87,8 @@ class Comparison:
             "ratio": interval.estimate,
             "low": interval.low,
             "high": interval.high,
-            "falls_short": interval.falls_short(bound, higher_is_better=self.higher_is_better),
+            "falls_short": len(ratios) >= _MIN_ROUNDS
+            and interval.falls_short(bound, higher_is_better=self.higher_is_better),
             "base_rounds": list(self.base),
             "head_rounds": list(self.head),
         }
@@ -295,7 +298,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("base", metavar="BASE", help="git revision, or folder of a checkout")
     parser.add_argument("head", metavar="HEAD", help="as BASE")
     parser.add_argument("scenario", metavar="SCENARIO", choices=SCENARIOS, help=", ".join(SCENARIOS))
-    parser.add_argument("--rounds", type=int, default=15, help="alternations")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help=f"alternations; no verdict from fewer than {_MIN_ROUNDS}"
+    )
     parser.add_argument("--bound", type=float, default=0.02, help="how much worse HEAD may be")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--model", type=Path, help="checkpoint folder; without it a random Llama of 14 M")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -22,11 +23,10 @@ _NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run of a benchmark found."""
-
     benchmark: str
     settings: Mapping[str, Value]
     rows: Sequence[Row]
+    shortfalls: Sequence[str] = ()  # promises that were not kept, in words
 
     def write(self, path: Path) -> None:
         """Write the report with the commit and the machine it was made on."""
@@ -89,8 +89,19 @@ def machine() -> dict[str, Value]:
     return facts | {package: _version_of(package) for package in _PACKAGES}
 
 
+def print_tables(rows: Sequence[Row]) -> None:
+    """Print a table for each group of rows with the same columns, without lists and empty columns."""
+    for columns, group in itertools.groupby(rows, key=tuple):
+        table = list(group)
+        shown = [
+            name
+            for name in columns
+            if any(not isinstance(row[name], list) and row[name] is not None for row in table)
+        ]
+        print_table([{name: row[name] for name in shown} for row in table])
+
+
 def print_table(rows: Sequence[Row]) -> None:
-    """Print rows of the same columns, aligned."""
     columns = list(rows[0])
     cells = [columns, *([_shown(row[column]) for column in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
@@ -101,8 +112,6 @@ def print_table(rows: Sequence[Row]) -> None:
 def _shown(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
-    if isinstance(value, list):
-        return " ".join(f"{each:.0f}" for each in value)
     return "-" if value is None else str(value)
 
 

@@ -44,7 +44,7 @@ def modules_below(*folders: str) -> list[str]:
     "modules",
     [
         ["tests.conftest", *modules_below("tests/gpu", "tests/kernels/triton")],
-        ["benchmarks.gpu", "benchmarks.kernels"],
+        ["benchmarks.__main__", "benchmarks.scenarios.gpu", "benchmarks.scenarios.kernels"],
         ["engine_svc.engine", "engine_svc.step", "engine_svc.sampling_params", "engine_svc.request"],
         modules_below("engine_svc/runner", "engine_svc/model", "engine_svc/scheduler", "engine_svc/cache"),
     ],

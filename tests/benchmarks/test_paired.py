@@ -33,11 +33,12 @@ def test_the_interval_holds_the_median_and_depends_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("head", "higher_is_better", "falls_short"),
     [
-        ([95, 96, 95, 94, 95], True, True),
-        ([95, 96, 95, 99, 101], True, False),  # The interval reaches beyond the bound.
-        ([120, 121, 119, 120, 120], True, False),  # Better.
-        ([105, 104, 106, 105, 105], False, True),
-        ([101, 101, 101, 101, 101], False, False),  # Worse within the bound.
+        ([95, 96, 95, 94, 95, 95], True, True),
+        ([95, 96, 95, 99, 101, 99], True, False),  # The interval reaches beyond the bound.
+        ([120, 121, 119, 120, 120, 121], True, False),  # Better.
+        ([105, 104, 106, 105, 105, 104], False, True),
+        ([101, 101, 101, 101, 101, 101], False, False),  # Worse within the bound.
+        ([80, 80, 80, 80, 80], True, False),  # Too few rounds for an interval of 95 %.
     ],
 )
 def test_a_metric_falls_short_where_its_whole_interval_is_beyond_the_bound(
