@@ -54,7 +54,9 @@ def run(options: argparse.Namespace) -> Report:
         models = options.model
         if models is None:
             models = [Path(folder, "M1")]
-            make_checkpoint(models[0], CheckpointShape(), dtype=torch.bfloat16, seed=0)
+            make_checkpoint(
+                models[0], CheckpointShape(max_position_embeddings=4_096), dtype=torch.bfloat16, seed=0
+            )
         for model in models:
             with start_contestants(model, options) as contestants:
                 for contestant in contestants:
