@@ -56,9 +56,9 @@ def outputs_of(record: StreamRecord) -> list[OutputSeen]:
 def _append(output: OutputSeen, delta) -> None:
     output.token_ids += delta.token_ids
     output.text += delta.text
-    told = delta.logprobs
-    output.logprobs += zip(told.token_ids, told.logprobs, told.ranks, strict=True)
-    output.top += [(tuple(top.token_ids), tuple(top.logprobs)) for top in told.top]
+    logprobs = delta.logprobs
+    output.logprobs += zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True)
+    output.top += [(tuple(top.token_ids), tuple(top.logprobs)) for top in logprobs.top]
 
 
 class Oracle:
