@@ -108,7 +108,7 @@ test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_
 		tests/gpu tests/kernels/triton $(ARGS)
 
 bench-gpu:  ## an 8B-shaped model and all kernels on a CUDA device, against its limits: make bench-gpu
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks gpu --json benchmarks/results/gpu.json $(ARGS)
 
 # The kernels for AVX-512 and AMX, those instructions in plain C++: for who changes them on a CPU without.
 EMULATED := build/emulated
@@ -130,5 +130,5 @@ mutants: setup  ## break scheduler and cache on purpose; the tests must notice: 
 simulate: setup  ## random lives of an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
 	$(BIN)/python -m tests.simulation $(ARGS)
 
-bench: setup  ## the serving smoke benchmark: make bench ARGS="--json out.json"
-	$(BIN)/python -m benchmarks.serve_smoke $(ARGS)
+bench: setup  ## a scenario of benchmarks/, of which --help has a list: make bench ARGS="serve --json out.json"
+	$(BIN)/python -m benchmarks $(or $(ARGS),--help)

@@ -1,1 +1,4 @@
-"""One script a question; each prints a table and takes `--json FILE` for `benchmarks.report`."""
+"""`python -m benchmarks` lists and runs scenarios, `python -m benchmarks.paired` compares two versions.
+
+Scenarios share a runner (`__main__`), a report (`report.py`), a plot (`plot.py`) and processes (`rig/`).
+"""

@@ -1,10 +1,13 @@
-"""The form in which every benchmark writes its figures. Knows no benchmark."""
+"""What every benchmark does with its results: percentiles, intervals, tables, JSON. Knows no benchmark."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+import random
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +18,15 @@ Value = str | int | float | bool | None | list[float]
 Row = Mapping[str, Value]
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "triton")
+_NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run of a benchmark found."""
-
     benchmark: str
     settings: Mapping[str, Value]
     rows: Sequence[Row]
+    shortfalls: Sequence[str] = ()  # promises that were not kept, in words
 
     def write(self, path: Path) -> None:
         """Write the report with the commit and the machine it was made on."""
@@ -35,6 +38,35 @@ class Report:
             "rows": [dict(row) for row in self.rows],
         }
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate, and the interval that holds it with 95 % confidence."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def falls_short(self, bound: float, *, higher_is_better: bool) -> bool:
+        """Whether a ratio is worse than 1 by more than `bound` in the whole interval."""
+        return self.high < 1 - bound if higher_is_better else self.low > 1 + bound
+
+
+def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """The median of the values with its percentile bootstrap interval, a function of the seed."""
+    choose = random.Random(seed)
+    medians = sorted(statistics.median(choose.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
+    return Interval(
+        statistics.median(values), medians[int(0.025 * _NUM_RESAMPLES)], medians[int(0.975 * _NUM_RESAMPLES)]
+    )
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that so many percent of the values do not exceed, interpolated between neighbours."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def current_commit() -> str:
@@ -57,8 +89,19 @@ def machine() -> dict[str, Value]:
     return facts | {package: _version_of(package) for package in _PACKAGES}
 
 
+def print_tables(rows: Sequence[Row]) -> None:
+    """Print a table for each group of rows with the same columns, without lists and empty columns."""
+    for columns, group in itertools.groupby(rows, key=tuple):
+        table = list(group)
+        shown = [
+            name
+            for name in columns
+            if any(not isinstance(row[name], list) and row[name] is not None for row in table)
+        ]
+        print_table([{name: row[name] for name in shown} for row in table])
+
+
 def print_table(rows: Sequence[Row]) -> None:
-    """Print rows of the same columns, aligned."""
     columns = list(rows[0])
     cells = [columns, *([_shown(row[column]) for column in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
@@ -69,8 +112,6 @@ def print_table(rows: Sequence[Row]) -> None:
 def _shown(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
-    if isinstance(value, list):
-        return " ".join(f"{each:.0f}" for each in value)
     return "-" if value is None else str(value)
 
 

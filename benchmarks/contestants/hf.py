@@ -8,7 +8,6 @@ from benchmarks.contestants.jobs import Prompts, serve
 
 
 def main() -> None:
-    """Serve jobs with transformers on one thread."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -23,10 +22,10 @@ def main() -> None:
         longest = max(map(len, prompts))
         rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        wishes = GenerationConfig(
+        config = GenerationConfig(
             max_new_tokens=num_output_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-        output = model.generate(rows, attention_mask=mask, generation_config=wishes)
+        output = model.generate(rows, attention_mask=mask, generation_config=config)
         return [output.shape[1] - longest] * len(prompts)
 
     serve("hf", generate)

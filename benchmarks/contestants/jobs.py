@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 # Ids that every vocabulary compared here has, and that are no special tokens.
 _FIRST_ID, _END_ID = 10, 16_000
@@ -46,8 +46,3 @@ def serve(name: str, generate: Callable[[Prompts, int], list[int]]) -> None:
         if counts != [job.num_output_tokens] * len(prompts):
             raise SystemExit(f"{name} generated {counts} tokens instead of {job.num_output_tokens} each")
         print(json.dumps({"seconds": seconds}), flush=True)
-
-
-def line_of(job: Job) -> str:
-    """The job as a line of input."""
-    return json.dumps(asdict(job)) + "\n"

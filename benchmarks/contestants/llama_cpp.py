@@ -82,7 +82,6 @@ class Context:
 
 
 def main() -> None:
-    """Serve jobs with llama.cpp on one thread."""
     context = Context(sys.argv[1], int(sys.argv[2]))
     serve("llama.cpp", context.generate)
 

@@ -1,36 +1,46 @@
-"""python -m benchmarks.contestants.triptych MODEL [--flag value ...]: the engine without its services.
+"""python -m benchmarks.contestants.triptych MODEL DTYPE CORE [NAME=VALUE...]: our engine by `LLM.generate`.
 
-The real loop, scheduler, cache and runner, with the flags of the engine; only the wire is left out.
+NAME=VALUE are further options of the engine, e.g. `steps_in_flight=1`.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import sys
 import threading
 
 from benchmarks.contestants.jobs import Prompts, serve
-from benchmarks.engine_core import LocalEngine
+from launcher.llm import LLM, SamplingParams
+
+_KV_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Serve jobs with the engine that the command line describes."""
-    engine = LocalEngine.start(sys.argv[1:])
+    model, dtype, core, *options = sys.argv[1:]
+    pairs = dict(option.split("=", 1) for option in options)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        num_threads=1,
+        max_model_len=2176,
+        max_num_batched_tokens=4096,
+        kv_cache_memory=_KV_BYTES,
+        **{name: json.loads(value) for name, value in pairs.items()},
+    )
     for thread in threading.enumerate():
         if thread.name == "model" and thread.native_id is not None:
-            os.sched_setaffinity(thread.native_id, {int(os.environ["TRIPTYCH_BENCHMARK_CORE"])})
-    numbers = itertools.count()
+            os.sched_setaffinity(thread.native_id, {int(core)})
 
     def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
-        names = [f"r{next(numbers)}" for _ in prompts]
-        outputs = engine.generate(dict(zip(names, prompts, strict=True)), num_output_tokens)
-        return [len(outputs[name]) for name in names]
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
+        return [len(result.outputs[0].token_ids) for result in results]
 
     try:
         serve("triptych", generate)
     finally:
-        engine.stop()
+        llm.close()
 
 
 if __name__ == "__main__":

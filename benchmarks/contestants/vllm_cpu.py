@@ -27,9 +27,9 @@ def main() -> None:
     )
 
     def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
-        wishes = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = llm.generate(inputs, wishes, use_tqdm=False)
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     serve(f"vllm-cpu-{mode}", generate)

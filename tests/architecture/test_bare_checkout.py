@@ -44,7 +44,7 @@ def modules_below(*folders: str) -> list[str]:
     "modules",
     [
         ["tests.conftest", *modules_below("tests/gpu", "tests/kernels/triton")],
-        ["benchmarks.gpu", "benchmarks.kernels"],
+        ["benchmarks.__main__", "benchmarks.scenarios.gpu", "benchmarks.scenarios.kernels"],
         [
             "engine_svc.loop.engine",
             "engine_svc.core.step",

@@ -1,29 +1,22 @@
-"""The frontend's measurement: goals, kept rows, and a small run of real processes."""
+"""The frontend's measurement: its promises, and a small run of real processes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 
-from benchmarks.frontend import Goal, kept_rows
-from benchmarks.frontend_processes import clients, frontend, synthetic_engine
+from benchmarks.rig.frontend import clients, frontend, synthetic_engine
+from benchmarks.scenarios.frontend import shortfalls
 
 WAIT_S = 60.0
 
 
-def test_a_goal_is_missed_by_what_is_above_it_in_its_own_part() -> None:
-    goal = Goal("cpu", "us", 60.0)
-    rows = [{"part": "cpu", "us": 60.0}, {"part": "cpu", "us": 60.1}, {"part": "lag", "other": 99.0}]
-    assert goal.misses(rows) == ["cpu: us is 60.10, the goal is at most 60"]
-
-
-def test_rows_of_other_parts_stay_where_they_are_of_the_same_commit(tmp_path: Path) -> None:
-    path = tmp_path / "frontend.json"
-    assert kept_rows(path, "abc", ["cpu"]) == []
-    path.write_text(json.dumps({"commit": "abc", "rows": [{"part": "cpu"}, {"part": "lag"}]}))
-    assert kept_rows(path, "abc", ["cpu"]) == [{"part": "lag"}]
-    assert kept_rows(path, "abd", ["cpu"]) == []
+def test_what_is_above_the_promise_of_its_own_part_is_named() -> None:
+    rows = [
+        {"part": "cpu", "frontend_us_per_token": 60.0},
+        {"part": "cpu", "frontend_us_per_token": 60.1},
+        {"part": "lag", "loop_lag_p99_ms": 2.0},
+    ]
+    assert shortfalls(rows) == ["cpu: frontend_us_per_token is 60.10, at most 60 is promised"]
 
 
 async def test_streams_chats_and_long_prompts_run_through_a_real_frontend() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.gpu import decode_floor_ms, main, measure_prefill, prefill_floor_ms
-from benchmarks.gpu_model import RandomDecoder, blocks_of, decode_plans, prefill_plan
-from benchmarks.gpu_steps import idle_shares, time_decode, time_prefill
-from benchmarks.gpu_text import write_markdown
+from benchmarks.__main__ import main
+from benchmarks.scenarios.gpu import decode_floor_ms, measure_prefill, prefill_floor_ms
+from benchmarks.scenarios.gpu.model import RandomDecoder, blocks_of, decode_plans, prefill_plan
+from benchmarks.scenarios.gpu.steps import idle_shares, time_decode, time_prefill
 from triptych_kernels import REFERENCE
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_the_floor_of_a_prompt_multiplies_by_the_head_once(decoder):
     assert two - one == pytest.approx(1e-3 * (layers + 4 * 2 * 4 * 8 * 2))
 
 
-def test_every_planned_step_yields_a_token_a_row(decoder):
+def test_every_planned_step_has_a_token_a_row(decoder):
     runner = decoder.runner(num_rows=3, num_blocks=3 * blocks_of(46), graph_sizes=[])
     for plan in decode_plans(num_rows=3, context=40, num_steps=5):
         result = runner.execute(plan).result()
@@ -97,17 +97,8 @@ def test_idle_is_what_no_interval_covers():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so_and_measures_nothing(tmp_path, capsys):
-    assert main(["--out", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["gpu", "--json", str(tmp_path / "gpu.json")])
+    assert ended.value.code == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_has_a_table_for_every_part_with_rows(tmp_path):
-    page = tmp_path / "gpu.md"
-    parts = {"decode": [{"batch": 1, "step_ms": 4.25, "gap_percent": None}], "kernels": []}
-    write_markdown(page, "abc", {"gpu": "X"}, parts)
-    text = page.read_text()
-    assert "| 1 | 4.25 | - |" in text
-    assert "| gpu | X |" in text
-    assert "Kernels" not in text
-    assert "commit abc" in text

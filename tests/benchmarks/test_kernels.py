@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.kernel_cases import CaseMaker, DecoderShape
-from benchmarks.kernels import measure_all
+from benchmarks.scenarios.kernels import measure_all
+from benchmarks.scenarios.kernels.cases import CaseMaker, DecoderShape
 from triptych_kernels import REFERENCE, Ops
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_every_op_of_the_table_is_measured():
     }
 
 
-def test_a_row_tells_times_and_ratios():
+def test_a_row_has_times_and_ratios():
     rows = list(measure_all(SHAPE, REFERENCE, CPU, torch.float32, num_repeats=1))
     assert len({tuple(row) for row in rows}) == 1
     by_op = {row["op"]: row for row in rows}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.report import Report, machine, print_table
+import pytest
+
+from benchmarks.report import Report, machine, percentile, print_tables
 
 
 def test_a_report_has_the_five_parts(tmp_path):
@@ -23,6 +25,14 @@ def test_the_machine_names_its_cores_and_packages():
     assert facts["torch"]
 
 
-def test_a_table_has_a_line_for_each_row_under_its_columns(capsys):
-    print_table([{"streams": 1, "ratio": 0.5}, {"streams": 32, "ratio": None}])
-    assert capsys.readouterr().out.splitlines() == ["streams  ratio", "      1   0.50", "     32      -"]
+def test_rows_of_the_same_columns_are_a_table_without_empty_columns(capsys):
+    print_tables([{"streams": 1, "ratio": 0.5, "peer": None}, {"streams": 32, "ratio": None, "peer": None}])
+    print_tables([{"part": "a"}, {"other": 2}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["streams  ratio", "      1   0.50", "     32      -", "part", "   a", "other", "    2"]
+
+
+def test_percentiles_lie_between_neighbours():
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([1.0, 2.0, 3.0], 50) == 2.0
+    assert percentile([0.0, 10.0], 99) == pytest.approx(9.9)

@@ -1,7 +1,7 @@
 """What must hold after a fault, read off what clients, processes and logs have to show. Knows no fault.
 
-How long things take is measured by benchmarks/failover.py, on a machine that does nothing else. The limits of
-time are so wide here that what is late has not worked at all, or in another way than it should.
+How long things take is measured by `python -m benchmarks chaos`, on a machine that does nothing else. The
+limits of time are so wide here that what is late has not worked at all, or in another way than it should.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import grpc
 
-from benchmarks.failover_history import num_repeats, outputs_of
-from benchmarks.failover_load import StreamRecord
-from benchmarks.failover_processes import ServiceProcess, log_instant
-from benchmarks.failover_runs import moved_requests, stale_outputs
-from benchmarks.load import percentile
+from benchmarks.report import percentile
+from benchmarks.rig.history import num_repeats, outputs_of
+from benchmarks.rig.processes import ServiceProcess, log_instant
+from benchmarks.rig.streams import StreamRecord
+from benchmarks.rig.watch import moved_requests, stale_outputs
 from tests.chaos.scene import Check, Scene
 from triptych.common.v1 import output_pb2
 

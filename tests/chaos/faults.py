@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.failover_faults import FaultMissed
-from benchmarks.failover_processes import ServiceProcess
+from benchmarks.rig.faults import FaultMissed
+from benchmarks.rig.processes import ServiceProcess
 from tests.chaos.fault_plugin import EngineFault, strikes
 from tests.chaos.proxy import Direction, TcpProxy
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.failover_processes import ServiceProcess
+from benchmarks.rig.processes import ServiceProcess
 
 _POLL_S = 0.1
 # A connection that is being renewed has two sockets for a moment; what grows shows over many requests.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from benchmarks import failover_faults as faults
-from benchmarks.failover_faults import FaultMissed
-from benchmarks.failover_processes import StartFailed
+from benchmarks.rig import faults
+from benchmarks.rig.faults import FaultMissed
+from benchmarks.rig.processes import StartFailed
 from frontend_svc.generation.failover import MAX_MOVES
 from tests.chaos import checks
 from tests.chaos.fault_plugin import EngineFault

@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from benchmarks.failover_faults import FaultMissed
-from benchmarks.failover_history import Oracle
-from benchmarks.failover_load import Case, Load, StreamRecord
-from benchmarks.failover_processes import ServiceProcess
-from benchmarks.failover_runs import MIN_IN_FLIGHT, Calibration, moved_requests, placed
+from benchmarks.rig.faults import FaultMissed
+from benchmarks.rig.history import Oracle
+from benchmarks.rig.processes import ServiceProcess
+from benchmarks.rig.streams import Case, Load, StreamRecord
+from benchmarks.rig.watch import MIN_IN_FLIGHT, Calibration, moved_requests, placed
 from tests.chaos.fault_plugin import MARKER_PLACE, EngineFault
 from tests.chaos.stacks import Stack, StackPlan, Stacks, cases_with_marks, keep_logs
 

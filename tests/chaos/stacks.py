@@ -11,10 +11,10 @@ from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.failover_history import Oracle, order_violations
-from benchmarks.failover_load import Case, Load, StreamRecord, make_cases
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess
-from benchmarks.failover_runs import Calibration, calibrate
+from benchmarks.rig.history import Oracle, order_violations
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
+from benchmarks.rig.streams import Case, Load, StreamRecord, make_cases
+from benchmarks.rig.watch import Calibration, calibrate
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
 from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_PLACE, EngineFault, write_distribution

@@ -9,7 +9,7 @@ import random
 import grpc.aio
 import pytest
 
-from benchmarks.failover_load import FIRST_MARKER_ID, FIRST_PLAIN_ID, Load, engine_ids
+from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Load, engine_ids
 from tests.chaos.scenarios import STANDARD
 from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
 from tests.chaos.stacks import Stack, Stacks, cases_with_marks

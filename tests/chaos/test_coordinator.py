@@ -1,6 +1,6 @@
 """The coordinator dies, stands still, is flooded or cut off, and no client notices. Gaps are printed.
 
-How long gaps may be is measured by benchmarks/coordinator_outage.py, on a machine that does nothing else.
+How long gaps may be is measured by `python -m benchmarks chaos`, on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks import failover_faults as faults
-from benchmarks.coordinator_outage import FAULTS
-from benchmarks.coordinator_outage_rig import (
+from benchmarks.rig import faults
+from benchmarks.rig.history import Oracle
+from benchmarks.rig.outage import (
+    FAULTS,
     NUM_ENGINES,
     Rig,
     engine_flags,
@@ -25,9 +26,8 @@ from benchmarks.coordinator_outage_rig import (
     rig,
     stretch,
 )
-from benchmarks.failover_history import Oracle
-from benchmarks.failover_load import Load, make_cases
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess, StartFailed
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, StartFailed
+from benchmarks.rig.streams import Load, make_cases
 from service_kit.channel import open_channel
 from tests.chaos.faults import partition
 from tests.chaos.proxy import Direction, TcpProxy

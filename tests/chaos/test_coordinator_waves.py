@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from benchmarks import failover_faults as faults
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess
+from benchmarks.rig import faults
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from service_kit.channel import open_channel
 from tests.system.checkpoints import make_checkpoint
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc

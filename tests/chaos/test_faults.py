@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import failover_faults
-from benchmarks.failover_faults import FaultMissed
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess
+from benchmarks.rig import faults as process_faults
+from benchmarks.rig.faults import FaultMissed
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from tests.chaos import faults
 from tests.chaos.fault_plugin import EngineFault
 from tests.chaos.proxy import Direction, TcpProxy
@@ -27,7 +27,7 @@ async def ended(tmp_path: Path):
         yield process
 
 
-@pytest.mark.parametrize("strike", [failover_faults.kill, failover_faults.stop, failover_faults.terminate])
+@pytest.mark.parametrize("strike", [process_faults.kill, process_faults.stop, process_faults.terminate])
 async def test_a_signal_to_nobody_is_an_error(strike, ended: ServiceProcess) -> None:
     with pytest.raises(FaultMissed):
         await strike(ended)
@@ -38,9 +38,9 @@ async def test_a_process_that_was_not_stopped_cannot_go_on(tmp_path: Path) -> No
         process = fleet.add(ServicePlan("coordinator", 0))
         await fleet.start()
         with pytest.raises(FaultMissed):
-            await failover_faults.resume(process)
-        await failover_faults.stop(process)
-        await failover_faults.resume(process)
+            await process_faults.resume(process)
+        await process_faults.stop(process)
+        await process_faults.resume(process)
 
 
 async def test_an_engine_without_ranks_has_none_to_kill(ended: ServiceProcess) -> None:

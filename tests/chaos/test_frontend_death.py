@@ -10,9 +10,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from benchmarks import failover_faults as faults
-from benchmarks.failover_load import Load, StreamRecord
-from benchmarks.failover_processes import ServiceProcess
+from benchmarks.rig import faults
+from benchmarks.rig.processes import ServiceProcess
+from benchmarks.rig.streams import Load, StreamRecord
 from tests.chaos.scenarios import STANDARD
 from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
 from tests.chaos.stacks import Stack, Stacks, cases_with_marks

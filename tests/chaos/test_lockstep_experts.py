@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
 
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess, log_instant
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, log_instant
 from service_kit.channel import open_channel
 from tests.system.checkpoints import MAX_POSITIONS, VOCAB_SIZE, make_checkpoint
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc

@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from benchmarks import failover_faults as faults
-from benchmarks.failover_processes import Fleet, ServicePlan, ServiceProcess, free_port, log_instant
+from benchmarks.rig import faults
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, free_port, log_instant
 from service_kit.channel import open_channel
 from tests.system.checkpoints import VOCAB_SIZE, make_checkpoint
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from benchmarks.failover_faults import terminate
-from benchmarks.failover_load import Case, Load
-from benchmarks.failover_processes import ServiceProcess
+from benchmarks.rig.faults import terminate
+from benchmarks.rig.processes import ServiceProcess
+from benchmarks.rig.streams import Case, Load
 from tests.chaos.scenarios import STANDARD
 from tests.chaos.scene import NUM_STREAMS, NUM_TOKENS
 from tests.chaos.stacks import Stack, Stacks, cases_with_marks, keep_logs

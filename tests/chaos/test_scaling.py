@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoint import make_mixture
-from benchmarks.failover_load import make_cases
-from benchmarks.scaling_runs import broken_promises, record_undisturbed, scale_under_load
-from benchmarks.scaling_stack import ServedStack
+from benchmarks.rig.streams import make_cases
 from service_kit.channel import open_channel
+from tests.chaos.scaling import broken_promises, record_undisturbed, scale_under_load
+from tests.chaos.served import ServedStack
 from tests.chaos.stacks import keep_logs
 
 pytestmark = pytest.mark.chaos
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.chaos
 _SIZES = (4, 2)
 _NUM_STREAMS = 8
 _NUM_TOKENS = 48
-# How soon an engine that came serves is measured by benchmarks/scaling.py: so much later it does not serve.
+# A machine that runs other tests is slower: only what comes much later than it should is a failure.
 _SLOWER = 10.0
 
 

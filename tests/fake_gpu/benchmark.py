@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 from dataclasses import replace
 
 import torch
 
-from benchmarks import device_timing, gpu, gpu_steps
+from benchmarks.scenarios import gpu
+from benchmarks.scenarios.gpu import steps
+from benchmarks.scenarios.kernels import timing
 from tests.benchmarks.test_gpu import tiny_llama
 
 KERNELS = ("linear", "experts", "norm", "kv_write", "attention", "sample", "penalise", "lora")
 
 
-def test_decode_prompts_and_every_kernel_are_measured(monkeypatch, tmp_path):
+def test_decode_prompts_and_every_kernel_are_measured(monkeypatch):
     shape = replace(
         gpu.GPU_SHAPE,
         hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=500,
@@ -26,20 +28,18 @@ def test_decode_prompts_and_every_kernel_are_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "_NUM_STEPS", 9)
     monkeypatch.setattr(gpu, "_NUM_LEAD_IN", 2)
     monkeypatch.setattr(gpu, "_SPARE_BYTES", 0)
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: device_timing.copy_bandwidth(device, 1 << 16))
-    monkeypatch.setattr(
-        gpu, "matmul_rate", lambda device, dtype: device_timing.matmul_rate(device, dtype, 64)
-    )
-    monkeypatch.setattr(device_timing, "_FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: timing.copy_bandwidth(device, 1 << 16))
+    monkeypatch.setattr(gpu, "matmul_rate", lambda device, dtype: timing.matmul_rate(device, dtype, 64))
+    monkeypatch.setattr(timing, "_FLUSH_BYTES", 1 << 10)
     # A build for CPUs has no generators of a GPU, and traces none.
     host_generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device: host_generator("cpu"))
-    monkeypatch.setattr(gpu_steps, "_idle_shares", lambda runner, plans: (None, None))
-    arguments = ["--out", str(tmp_path), "--num-layers", "2", "--batches", "1", "3", "--context", "20"]
-    assert gpu.main([*arguments, "--num-repeats", "1"]) == 0
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    monkeypatch.setattr(steps, "_idle_shares", lambda runner, plans: (None, None))
+    parser = argparse.ArgumentParser()
+    gpu.add_options(parser)
+    arguments = ["--num-layers", "2", "--batches", "1", "3", "--context", "20", "--num-repeats", "1"]
+    rows = gpu.run(parser.parse_args(arguments)).rows
     assert [row["batch"] for row in rows if row["part"] == "decode" and row["step_ms"] > 0] == [1, 3]
     assert [row["prompt"] for row in rows if row["part"] == "prefill" and row["prefill_ms"] > 0] == [20, 40]
     measured = " ".join(row["op"] for row in rows if row["part"] == "kernels" and row["ours_us"] is not None)
     assert all(kernel in measured for kernel in KERNELS)
-    assert "not run" not in (tmp_path / "gpu.md").read_text().lower()

@@ -21,9 +21,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.failover_load import Load, make_cases
-from benchmarks.failover_processes import free_port, is_engine_key
-from benchmarks.failover_runs import placed
+from benchmarks.rig.processes import free_port, is_engine_key
+from benchmarks.rig.streams import Load, make_cases
+from benchmarks.rig.watch import placed
 from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_cases import CaseMaker, DecoderShape
+from benchmarks.scenarios.kernels.cases import CaseMaker, DecoderShape
 from triptych_kernels import AttentionBatch, Ops
 from triptych_kernels.triton import triton_ops
 

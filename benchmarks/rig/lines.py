@@ -1,0 +1,109 @@
+"""Processes that answer one line of JSON with one line of JSON. Imports nothing that a peer might lack."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+Line = dict[str, Any]
+
+_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+_END_S = 30.0
+
+
+class LineProcessFailed(Exception):
+    """A process ended before it had answered."""
+
+
+class LineProcess:
+    """A process of a measurement. Its first line is there before the constructor returns: `facts`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cores: set[int] | None = None,
+        end_s: float = _END_S,
+    ) -> None:
+        self._name, self._end_s = " ".join(command), end_s
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_REPOSITORY,
+            env={**os.environ, **(environment or {})},
+            # Threads that libraries start at their import inherit the cores.
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        )
+        self.pid = self._process.pid
+        try:
+            self.facts = self._read()
+        except LineProcessFailed:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its input; kill it where it does not end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(self._end_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def ask(self, **command: Any) -> Line:
+        """The answer to one command. Raises LineProcessFailed."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise LineProcessFailed(f"{self._name} has ended") from error
+        return self._read()
+
+    def _read(self) -> Line:
+        """The next line that is an answer: peers print other things too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: Line = json.loads(line)
+                return answer
+        raise LineProcessFailed(f"{self._name} ended with {self._process.wait()} and gave no answer")
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this checkout."""
+    return [sys.executable, "-m", name, *arguments]
+
+
+def send_line(line: Line) -> None:
+    print(json.dumps(line), flush=True)
+
+
+async def answer_lines(answer: Callable[[Line], Awaitable[Line]]) -> None:
+    """In the process: answer each line of the standard input until it ends."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        send_line(await answer(json.loads(line)))

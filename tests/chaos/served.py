@@ -1,0 +1,178 @@
+"""A `triptych serve` that is scaled by its command line, and what its processes log. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.rig.processes import log_instant
+
+_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+_ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))
+_START_LIMIT_S = 180.0
+_STOP_LIMIT_S = 60.0
+_LEAVE_LIMIT_S = 60.0
+_POLL_S = 0.05
+_LINE = re.compile(r"\[(?P<name>[a-z]+-\d+)\] (?P<text>\{.*)")
+_READY = re.compile(r"\[serve\] (?P<name>engine-\d+) READY at \S+ \(pid (?P<pid>\d+)\)")
+_LEFT = re.compile(r"\[serve\] (?P<name>engine-\d+) \(pid \d+\) (?P<ending>.*) and is not started again")
+
+
+class ServeFailed(Exception):
+    """The stack has ended, or has not done what it had to in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOutcome:
+    """What `triptych admin ADDRESS scale` came to."""
+
+    exit_code: int
+    lines: tuple[str, ...]
+    took_s: float
+
+
+class ServedStack:
+    """One `triptych serve`, from its start to the end of the block. Its output goes to a file."""
+
+    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+        self.log_file = folder / "serve.log"
+        self._ready_file = folder / "ready.json"
+        self._flags = flags
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> ServedStack:
+        with self.log_file.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "launcher.cli",
+                "serve",
+                "--port=0",
+                f"--ready-file={self._ready_file}",
+                "--log-format=json",
+                *self._flags,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                cwd=_REPOSITORY,
+            )
+        try:
+            await self._until(self._ready_file.exists, _START_LIMIT_S, "ready")
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    @property
+    def address(self) -> str:
+        return str(self._ready()["grpc"])
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines its launcher runs that were ready."""
+        return sum(process["service"] == "engine" for process in self._ready()["processes"])
+
+    def process(self, service: str) -> dict[str, Any]:
+        """The first process of a service: its pid and addresses."""
+        processes = self._ready()["processes"]
+        return next(process for process in processes if process["service"] == service)
+
+    async def scale(self, size: int, *, timeout_s: float = 120.0) -> ScaleOutcome:
+        """Change the number of engines and wait for the command's end."""
+        admin = self.process("coordinator")["admin_address"]
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "launcher.cli",
+            "admin",
+            admin,
+            "scale",
+            str(size),
+            f"--timeout={timeout_s:g}",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=_environment(),
+            cwd=_REPOSITORY,
+        )
+        out, _ = await asyncio.wait_for(process.communicate(), timeout_s + _STOP_LIMIT_S)
+        lines = tuple(out.decode().splitlines())
+        return ScaleOutcome(process.returncode or 0, lines, loop.time() - began_at)
+
+    async def until_left(self, num_engines: int) -> list[str]:
+        """Wait until so many engines have left for good; how each of them ended, with its name."""
+        await self._until(lambda: len(self._left()) >= num_engines, _LEAVE_LIMIT_S, "without its leavers")
+        return self._left()
+
+    def ready_instants(self) -> dict[str, float]:
+        """When each engine logged that it was READY, by its id, in s since 1970; in order of that."""
+        logged: dict[str, float] = {}
+        instants: dict[str, float] = {}
+        for line in self.log_file.read_text(errors="replace").splitlines():
+            if found := _READY.match(line):
+                # As an engine calls itself whose port the kernel has chosen.
+                engine_id = f"{socket.gethostname()}:pid-{found['pid']}"
+                instants[engine_id] = logged.pop(found["name"])
+            elif (found := _LINE.match(line)) and '"READY"' in line:
+                record = json.loads(found["text"])
+                if record.get("msg") == "READY":
+                    logged[found["name"]] = log_instant(record)
+        return instants
+
+    def log_records(self, message: str) -> list[dict]:
+        """The records of that message which its processes have logged, in order."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        records = [json.loads(found["text"]) for line in lines if (found := _LINE.match(line))]
+        return [record for record in records if record.get("msg") == message]
+
+    def _left(self) -> list[str]:
+        text = self.log_file.read_text(errors="replace")
+        return [f"{found['name']} {found['ending']}" for found in _LEFT.finditer(text)]
+
+    def _ready(self) -> dict:
+        ready: dict = json.loads(self._ready_file.read_text())
+        return ready
+
+    async def _until(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                # Another process has no event to wait for.
+                while not holds():
+                    if self._process is None or self._process.returncode is not None:
+                        raise ServeFailed(f"serve ended before it was {what}: {self._tail()}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise ServeFailed(f"serve is not {what} after {limit_s:g} s: {self._tail()}") from error
+
+    def _tail(self) -> str:
+        return self.log_file.read_text(errors="replace")[-3000:]
+
+    async def _stop(self) -> None:
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_ROOTS)}
