@@ -24,9 +24,9 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.loader import LoadedModel, LoadWishes, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.kv_tensors import KVSizing, KVTensors
-from launcher.tiny_model.corpus import Example, held_out_questions, held_out_stories
-from launcher.tiny_model.tokenizer import END
-from launcher.tiny_model.train import WEIGHTS_FOLDER
+from tools.tiny_model.corpus import Example, held_out_questions, held_out_stories
+from tools.tiny_model.tokenizer import END
+from tools.tiny_model.train import WEIGHTS_FOLDER
 from triptych_kernels import AttentionBatch
 
 SEED = 4_242

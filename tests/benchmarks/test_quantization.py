@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.quantization import FORMS, Quality, compare, held_out_texts, main, measure
-from launcher.tiny_model.train import WEIGHTS_FOLDER
+from tools.tiny_model.train import WEIGHTS_FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from launcher.tiny_model.corpus import (
+from tools.tiny_model.corpus import (
     held_out_questions,
     held_out_stories,
     outside_prompts,
     training_examples,
 )
-from launcher.tiny_model.stories import Topic, tell_story
-from launcher.tiny_model.words import has_held_out_pair, nouns_in, portion, with_article
+from tools.tiny_model.stories import Topic, tell_story
+from tools.tiny_model.words import has_held_out_pair, nouns_in, portion, with_article
 
 
 @pytest.mark.parametrize("stream", [training_examples, held_out_questions, held_out_stories, outside_prompts])

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from launcher.tiny_model.questions import Question, draw_question
-from launcher.tiny_model.small_talk import draw_fact, draw_greeting, draw_outside, draw_sum
-from launcher.tiny_model.stories import Topic, draw_topic, draw_topics, tell_story
-from launcher.tiny_model.words import has_held_out_pair, nouns_in
+from tools.tiny_model.questions import Question, draw_question
+from tools.tiny_model.small_talk import draw_fact, draw_greeting, draw_outside, draw_sum
+from tools.tiny_model.stories import Topic, draw_topic, draw_topics, tell_story
+from tools.tiny_model.words import has_held_out_pair, nouns_in
 
 
 @dataclass(frozen=True, slots=True)

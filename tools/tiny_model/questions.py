@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.tiny_model.words import (
+from tools.tiny_model.words import (
     ADJECTIVES,
     ANIMALS,
     COLOURS,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from launcher.tiny_model.corpus import Example
+from tools.tiny_model.corpus import Example
 
 VOCABULARY_SIZE = 2048
 END = "<|end|>"

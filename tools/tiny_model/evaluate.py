@@ -1,4 +1,4 @@
-"""The figures of the embedded model's card: `python -m launcher.tiny_model.evaluate`. Knows no training."""
+"""The figures of the embedded model's card: `python -m tools.tiny_model.evaluate`. Knows no training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launcher.tiny_model.corpus import (
+from tools.tiny_model.corpus import (
     Example,
     held_out_questions,
     held_out_stories,
     outside_prompts,
     training_examples,
 )
-from launcher.tiny_model.train import WEIGHTS_FOLDER
+from tools.tiny_model.train import WEIGHTS_FOLDER
 
 _SEED = 4_242
 _MAX_NEW_TOKENS = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from launcher.tiny_model.first_heads import give_first_heads
+from tools.tiny_model.first_heads import give_first_heads
 
 _LENGTH = 24
 

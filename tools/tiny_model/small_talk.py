@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from launcher.tiny_model.questions import Question
-from launcher.tiny_model.words import (
+from tools.tiny_model.questions import Question
+from tools.tiny_model.words import (
     ANIMALS,
     COLOUR_OF,
     HOME_OF,

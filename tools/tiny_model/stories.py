@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from launcher.tiny_model.words import (
+from tools.tiny_model.words import (
     ADJECTIVES,
     ANIMALS,
     CHARACTERS,

@@ -1,4 +1,4 @@
-"""Train the embedded model from nothing: `python -m launcher.tiny_model.train --output FOLDER`.
+"""Train the embedded model from nothing: `python -m tools.tiny_model.train --output FOLDER`.
 
 The text, the tokenizer and the weights follow from `Settings` alone. Knows no serving.
 """
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launcher.tiny_model.corpus import training_examples
-from launcher.tiny_model.first_heads import give_first_heads
-from launcher.tiny_model.tokenizer import END, PAD, VOCABULARY_SIZE, encode_example, learn_tokenizer, token_id
+from launcher.services import embedded_model
+from tools.tiny_model.corpus import training_examples
+from tools.tiny_model.first_heads import give_first_heads
+from tools.tiny_model.tokenizer import END, PAD, VOCABULARY_SIZE, encode_example, learn_tokenizer, token_id
 
-WEIGHTS_FOLDER = Path(__file__).parent / "weights"
+WEIGHTS_FOLDER = embedded_model()
 _TOKENIZER_EXAMPLES = 40_000
 _BATCHES_SORTED_TOGETHER = 64
 _ROPE_THETA = 10_000.0

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from launcher.tiny_model.corpus import Example, Turn, training_examples
-from launcher.tiny_model.tokenizer import END, encode_example, learn_tokenizer
-from launcher.tiny_model.train import Settings, draw_batches, train
+from tools.tiny_model.corpus import Example, Turn, training_examples
+from tools.tiny_model.tokenizer import END, encode_example, learn_tokenizer
+from tools.tiny_model.train import Settings, draw_batches, train
 
 _SMALL = Settings(num_steps=2, tokens_per_step=128, hidden_size=32, num_layers=2, intermediate_size=64)
 
