@@ -11,91 +11,6 @@ from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tokens
 COMMON = tokens(48)  # three full blocks
 
 
-def test_37_the_first_prompt_fills_blocks_in_order_and_hashes_the_full_ones():
-    small = SmallCache(11)
-    first = request("a", [*COMMON, *tokens(7, 100)])
-    assert small.admit(first)
-    assert table_of(first) == [1, 2, 3, 4]
-    assert small.hashes_of(first) == [*first.block_hashes, None]
-    assert len(set(first.block_hashes)) == 3
-    assert small.ref_counts_of(first) == [1, 1, 1, 1]
-
-
-def test_38_a_second_prompt_shares_the_blocks_of_the_common_beginning():
-    small = SmallCache(11)
-    first, second = request("a", [*COMMON, *tokens(7, 100)]), request("b", [*COMMON, *tokens(5, 200)])
-    assert small.admit(first)
-    assert small.admit(second)
-    assert second.num_cached_tokens == 48
-    assert table_of(second) == [1, 2, 3, 5]
-    assert small.ref_counts_of(second) == [2, 2, 2, 1]
-    assert small.cache.num_free_blocks == 5
-    assert (small.cache.prefix_queries, small.cache.prefix_hits) == (55 + 53, 48)
-
-
-def _cache_after_two_shared_prompts() -> SmallCache:
-    small = SmallCache(11)
-    first, second = request("a", [*COMMON, *tokens(7, 100)]), request("b", [*COMMON, *tokens(5, 200)])
-    small.admit(first)
-    small.admit(second)
-    small.cache.release(first)
-    small.cache.release(second)
-    return small
-
-
-def test_39_freed_blocks_are_reused_unhashed_first_and_hashed_tail_first():
-    small = _cache_after_two_shared_prompts()
-    assert small.pool.free_block_ids == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
-
-
-def test_40_cached_blocks_are_taken_again_and_evicted_in_order():
-    small = _cache_after_two_shared_prompts()
-    third = request("c", [*COMMON, *tokens(5, 300)])
-    assert small.admit(third)
-    assert table_of(third) == [1, 2, 3, 5]
-    small.cache.release(third)
-    stranger = request("d", tokens(160, 1000))
-    assert small.admit(stranger)
-    assert table_of(stranger) == [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
-    assert small.pool.free_block_ids == []
-    assert small.pool.find(third.block_hashes[0]) is None
-
-
-def test_41_growth_takes_a_block_only_when_the_last_is_full():
-    small = SmallCache(11)
-    growing = request("a", tokens(55))
-    assert small.admit(growing)
-    assert small.append(growing, tokens(4, 100)) == []
-    assert small.append(growing, tokens(19, 200)) == [5]
-    assert small.hashes_of(growing) == [*growing.block_hashes, None]
-    assert len(growing.block_hashes) == 4
-
-
-def test_42_the_blocks_of_the_longest_gone_request_are_evicted_first():
-    small = SmallCache(11)
-    first, second = request("a", tokens(87)), request("b", tokens(48, 1000))
-    assert small.admit(first)
-    assert small.admit(second)
-    small.cache.release(first)
-    small.cache.release(second)
-    assert small.pool.free_block_ids == [6, 10, 5, 4, 3, 2, 1, 9, 8, 7]
-    sharing = request("c", [*tokens(32), *tokens(3, 2000)])
-    assert small.admit(sharing)
-    assert table_of(sharing) == [1, 2, 6]
-    assert small.cache.num_free_blocks == 7
-
-
-def test_43_a_hit_protects_its_blocks_from_the_rest_of_the_same_prompt():
-    small = SmallCache(3)
-    first = request("a", tokens(32))
-    assert small.admit(first)
-    small.cache.release(first)
-    second = request("b", [*tokens(16), *tokens(16, 500)])
-    assert small.admit(second)
-    assert second.num_cached_tokens == 16
-    assert table_of(second) == [1, 2]
-
-
 def test_44_a_partial_block_has_no_hash_even_where_a_full_one_was():
     small = SmallCache(2)
     first = request("a", tokens(16))
@@ -167,15 +82,6 @@ def test_47_who_skips_the_lookup_still_leaves_blocks_for_others():
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (48, 0)
 
 
-@pytest.mark.parametrize(("salt", "num_cached"), [("tenant", 48), ("other", 0), ("", 0)])
-def test_48_only_equal_salts_share(salt: str, num_cached: int):
-    small = SmallCache(11)
-    assert small.admit(request("a", [*COMMON, 1], salt="tenant"))
-    second = request("b", [*COMMON, 2], salt=salt)
-    assert small.admit(second)
-    assert second.num_cached_tokens == num_cached
-
-
 def test_48_extra_keys_and_spans_part_requests_like_the_salt():
     small = SmallCache(30)
     image = (ContentSpan(20, 8, "image"),)
@@ -201,16 +107,6 @@ def test_the_fingerprint_of_the_model_is_in_the_hashes():
     assert hashed[0].block_hashes != hashed[1].block_hashes
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_cached"), [(1, 0), (16, 0), (17, 16), (47, 32), (48, 32), (49, 48), (64, 48)]
-)
-def test_at_least_one_token_is_computed(num_tokens: int, num_cached: int):
-    small = SmallCache(11)
-    assert small.admit(request("a", COMMON))
-    second = request("b", tokens(num_tokens))
-    assert small.cache.match_prefix(second).num_tokens == num_cached
-
-
 def test_the_search_ends_at_the_first_miss():
     small = SmallCache(20)
     first = request("a", [*tokens(32), *tokens(32, 500)])
@@ -223,16 +119,6 @@ def test_the_search_ends_at_the_first_miss():
     # The third and fourth block are there, but behind the one that is missing.
     assert small.cache.match_prefix(again).num_tokens == 16
     assert small.pool.find(first.block_hashes[3]) == 4
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_cached"),
-    [(15, 0), (17, 0), (32, 0), (33, 16), (37, 16), (48, 16), (49, 32), (80, 32)],
-)
-def test_55_the_last_match_can_be_given_up(num_tokens: int, num_cached: int):
-    small = SmallCache(20, drop_last_matched_block=True)
-    assert small.admit(request("a", COMMON))
-    assert small.cache.match_prefix(request("b", tokens(num_tokens))).num_tokens == num_cached
 
 
 @pytest.mark.parametrize(
@@ -269,17 +155,6 @@ def test_61_no_slot_lies_behind_the_longest_sequence():
     assert small.admit(ahead)
     assert len(table_of(ahead)) == 3
     assert small.append(ahead, tokens(3, 5)) == []
-
-
-def test_reset_waits_until_nobody_holds_a_block():
-    small = SmallCache(11)
-    first = request("a", COMMON)
-    assert small.admit(first)
-    assert not small.cache.reset()
-    assert small.cache.match_prefix(request("b", COMMON)).num_tokens == 32
-    small.cache.release(first)
-    assert small.cache.reset()
-    assert small.cache.match_prefix(request("c", COMMON)).num_tokens == 0
 
 
 def test_reset_forgets_the_hit_rate_and_a_refused_one_does_not():

@@ -79,21 +79,6 @@ def test_58_of_a_complete_chunk_the_later_blocks_are_free_first():
     assert small.pool.free_block_ids == [8, 9, 6, 5, 4, 3, 2, 1]
 
 
-def test_57_what_was_given_back_is_not_given_back_again():
-    small = _small(WINDOW, num_blocks=10)
-    running = request("a", tokens(5))
-    assert small.admit(running)
-    small.append(running, [99])
-    assert small.pool.free_block_ids == [4, 5, 6, 7, 8, 9, 1]
-    small.append(running, [99])
-    assert small.pool.free_block_ids == [5, 6, 7, 8, 9, 1]
-    small.append(running, [99])
-    assert table_of(running) == [0, 0, 3, 4]
-    assert small.pool.free_block_ids == [5, 6, 7, 8, 9, 1, 2]
-    small.cache.release(running)
-    assert small.pool.free_block_ids == [5, 6, 7, 8, 9, 1, 2, 4, 3]
-
-
 @pytest.mark.parametrize(
     ("num_in_flight", "num_released"), [(0, 4), (1, 3), (2, 3), (3, 2), (4, 2), (6, 1), (7, 0), (11, 0)]
 )
@@ -187,17 +172,6 @@ def test_56_the_beginning_is_found_where_the_rest_is_gone():
         assert small.cache.match_prefix(request("b", tokens(13))).num_tokens == num_cached
 
 
-def test_56_what_only_an_earlier_window_read_is_found_after_it_was_given_back():
-    small = _small(WINDOW)
-    running = request("a", tokens(12))
-    assert small.admit(running)
-    small.append(running, [99])
-    assert table_of(running) == [0, 0, 0, 0, 5, 6, 7]
-    second = request("b", tokens(7))
-    assert small.admit(second)
-    assert table_of(second) == [0, 2, 3, 8]
-
-
 @pytest.mark.parametrize(("held", "is_admitted"), [([1, 2, 3], True), ([1, 2, 3, 4], False)])
 def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitted: bool):
     small = _small(WINDOW, num_blocks=7)
@@ -211,15 +185,6 @@ def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitt
     assert small.admit(second) is is_admitted
     assert table_of(second) == ([0, 0, 0, 0, 5, 6, 4] if is_admitted else [])
     assert small.pool.free_block_ids == ([] if is_admitted else free)
-
-
-def test_a_matched_block_that_somebody_holds_costs_nothing():
-    small = _small(WINDOW, num_blocks=8)
-    assert small.admit(request("a", tokens(12)))
-    second = request("b", tokens(13))
-    assert small.pool.free_block_ids == [7]
-    assert small.admit(second)
-    assert table_of(second) == [0, 0, 0, 0, 5, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,6 @@ def test_pausing_admissions_lets_the_running_go_on():
     assert granted(stage.step()) == {"b": 8}
 
 
-# Row 167.
-def test_pausing_admissions_keeps_the_preempted_waiting():
-    stage = Stage(num_blocks=7, block_size=4, enable_prefix_caching=False)
-    stage.add(*(request(name, 8) for name in "abc"))
-    stage.step()
-    stage.scheduler.set_pause(PauseState.NEW)
-    assert stage.step().preempted == ["c"]
-    stage.scheduler.abort(["a"], now=3.0)
-    assert granted(stage.step()) == {"b": 1}
-    assert stage.scheduler.waiting_ids == ["c"]
-    stage.scheduler.set_pause(PauseState.NONE)
-    assert granted(stage.step()) == {"b": 1, "c": 9}
-
-
 def test_pausing_all_plans_nothing_until_resumed():
     stage = Stage()
     stage.add(request("a", 8))
@@ -109,17 +95,3 @@ def test_with_nobody_running_the_prefix_cache_is_reset_at_once():
     assert stage.scheduler.reset_prefix_cache(now=2.0)
     stage.add(request("b", 20, salt="same"))
     assert granted(stage.step()) == {"b": 20}
-
-
-# Behaviour 22.
-def test_nothing_is_left_when_all_is_done():
-    stage = Stage()
-    requests = [request(f"r{index}", 10) for index in range(5)]
-    stage.add(*requests)
-    stage.step_until_idle()
-    assert stage.scheduler.num_unfinished == 0
-    assert (stage.scheduler.running_ids, stage.scheduler.waiting_ids) == ([], [])
-    assert stage.cache.num_used_blocks == 0
-    assert all(stage.pool.ref_count(block_id) == 0 for block_id in range(1000))
-    assert all(done.is_finished and not done.block_tables for done in requests)
-    assert stage.schedule().request_ids == []

@@ -174,17 +174,3 @@ def test_any_workload_of_requests_that_fit_alone_ends(policy: str, seed: int):
     assert requests
     assert all(done.is_finished and done.num_output_tokens > 0 for done in requests)
     assert stage.cache.num_used_blocks == 0
-
-
-def test_two_long_prompts_of_equal_rank_that_do_not_fit_together_both_end():
-    stage = Stage(
-        policy="priority",
-        num_blocks=9,
-        reserve_full_prompt=False,
-        enable_prefix_caching=False,
-        long_prefill_token_threshold=16,
-    )
-    requests = [request(name, 100, max_tokens=4) for name in "ab"]
-    stage.add(*requests)
-    stage.step_until_idle(200)
-    assert [one.num_output_tokens for one in requests] == [4, 4]

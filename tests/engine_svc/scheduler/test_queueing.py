@@ -7,16 +7,6 @@ from tests.engine_svc.scheduler.doubles import Compiler, Loader
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
 
-# Behaviour 1.
-def test_added_requests_wait_in_order():
-    stage = Stage()
-    for index in range(10):
-        stage.add(request(f"r{index}", 8))
-        assert stage.scheduler.stats().num_waiting == index + 1
-        assert stage.scheduler.num_unfinished == index + 1
-    assert stage.scheduler.waiting_ids == [f"r{index}" for index in range(10)]
-
-
 # Behaviour 2.
 def test_an_aborted_request_leaves_the_queue_with_one_final_output():
     stage = Stage()
@@ -39,19 +29,6 @@ def test_aborting_unknown_finished_and_repeated_ids_does_nothing():
     assert stage.scheduler.abort(["a"], now=0.0) == []
 
 
-# Behaviour 3.
-def test_all_small_prompts_are_admitted_in_order_of_arrival():
-    stage = Stage()
-    stage.add(*(request(f"r{index}", 8 + index) for index in range(10)))
-    plan = stage.schedule()
-    assert [admitted.request_id for admitted in plan.admitted] == [f"r{index}" for index in range(10)]
-    assert plan.num_tokens == [8 + index for index in range(10)]
-    assert plan.num_computed_tokens == [0] * 10
-    assert plan.new_block_ids == [[[1 + index]] for index in range(9)] + [[[10, 11]]]
-    assert stage.scheduler.running_ids == plan.request_ids
-    assert stage.scheduler.waiting_ids == []
-
-
 # Row 183.
 def test_an_abort_while_running_frees_blocks_at_once_and_the_row_with_the_next_plan():
     stage = Stage()
@@ -61,14 +38,6 @@ def test_an_abort_while_running_frees_blocks_at_once_and_the_row_with_the_next_p
     assert stage.cache.num_used_blocks == 1
     assert stage.schedule().released == ["a"]
     assert stage.scheduler.running_ids == ["b"]
-
-
-def test_a_result_for_an_aborted_request_is_ignored():
-    stage = Stage()
-    stage.add(request("a", 8), request("b", 8))
-    plan = stage.schedule()
-    stage.scheduler.abort(["a"], now=1.0)
-    assert [output.request_id for output in stage.update(plan)] == ["b"]
 
 
 def test_90_an_abort_that_races_the_final_token_ends_as_abort_and_leaves_nothing():
@@ -151,65 +120,6 @@ def test_a_blocked_request_can_be_aborted():
     assert stage.scheduler.num_unfinished == 0
 
 
-# Behaviour 20, row 190.
-def test_stats_tell_running_waiting_and_blocked_apart():
-    stage = Stage(max_num_batched_tokens=100)
-    stage.add(*(request(f"r{index}", 50) for index in range(3)))
-    stage.add(*(request(f"b{index}", 8, blockers=["one"]) for index in range(2)))
-    stage.schedule()
-    stats = stage.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_blocked) == (2, 1, 2)
-    assert stats.num_waiting_tokens == 50 + 2 * 8
-    assert (stats.num_used_blocks, stats.num_total_blocks) == (8, 999)
-    assert stats.max_rows == 2
-
-
-# Behaviour 18, row 171. Ours is one order, not two queues: the place is that of arrival.
-def test_who_was_blocked_enters_in_the_order_of_arrival():
-    stage = Stage()
-    stage.add(
-        request("compiled", 8, blockers=["compile"]),
-        request("loaded", 8, blockers=["load"]),
-        request("streamed", 8, blockers=["more"]),
-        request("tail", 8),
-    )
-    assert stage.scheduler.stats().num_blocked == 3
-    stage.scheduler.unblock("streamed", "more")
-    stage.scheduler.unblock("loaded", "load")
-    stage.scheduler.unblock("compiled", "compile")
-    assert stage.scheduler.waiting_ids == ["compiled", "loaded", "streamed", "tail"]
-    assert stage.step().request_ids == ["compiled", "loaded", "streamed", "tail"]
-
-
-# Behaviour 18, row 170, while they are still blocked.
-def test_who_is_blocked_holds_up_nobody():
-    stage = Stage()
-    stage.add(
-        request("compiled", 8, blockers=["compile"]),
-        request("loaded", 8, blockers=["load"]),
-        request("tail", 8),
-    )
-    assert stage.step().request_ids == ["tail"]
-    stage.scheduler.unblock("loaded", "load")
-    assert stage.step().request_ids == ["tail", "loaded"]
-    assert stage.scheduler.waiting_ids == ["compiled"]
-
-
-# Behaviour 19.
-def test_with_one_place_the_first_that_was_blocked_has_it_and_the_others_keep_theirs():
-    stage = Stage(max_num_seqs=1)
-    stage.add(
-        request("g1", 8, blockers=["compile"]),
-        request("g2", 8, blockers=["compile"]),
-        request("remote", 8, blockers=["load"]),
-        request("tail", 8),
-    )
-    for request_id, name in (("remote", "load"), ("g2", "compile"), ("g1", "compile")):
-        stage.scheduler.unblock(request_id, name)
-    assert stage.step().request_ids == ["g1"]
-    assert stage.scheduler.waiting_ids == ["g2", "remote", "tail"]
-
-
 # Row 172.
 def test_who_becomes_ready_is_planned_in_the_next_step():
     stage = Stage(hooks=[Compiler("a")])
@@ -219,13 +129,6 @@ def test_who_becomes_ready_is_planned_in_the_next_step():
     stage.scheduler.unblock("a", Compiler.NAME)
     assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (True, 0)
     assert stage.step().request_ids == ["a"]
-
-
-def test_unblocking_by_another_name_leaves_a_request_blocked():
-    stage = Stage()
-    stage.add(request("a", 8, blockers=["one"]))
-    stage.scheduler.unblock("a", "two")
-    assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (False, 1)
 
 
 # Behaviour 28.

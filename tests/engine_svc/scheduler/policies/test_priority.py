@@ -13,61 +13,11 @@ from tests.engine_svc.scheduler.fakes import Stage, granted, request
 CONFIG = SchedulerConfig(max_model_len=64)
 
 
-# Behaviour 14.
-def test_the_most_urgent_are_admitted_first():
-    stage = Stage(policy="priority", max_num_seqs=2)
-    stage.add(*(request(f"r{index}", 8, priority=priority) for index, priority in enumerate([3, 1, 2, 0])))
-    assert stage.step().request_ids == ["r3", "r1"]
-    assert stage.scheduler.waiting_ids == ["r2", "r0"]
-
-
-# Behaviour 15.
-def test_equal_priorities_are_taken_by_arrival():
-    stage = Stage(policy="priority", max_num_seqs=1)
-    arrivals = enumerate([3.0, 1.0, 2.0])
-    stage.add(*(request(f"r{index}", 8, max_tokens=1, arrival_at=arrival) for index, arrival in arrivals))
-    assert [stage.step().request_ids for _ in range(3)] == [["r1"], ["r2"], ["r0"]]
-
-
 # Rows 152 and 169.
 def test_equal_arrivals_are_taken_by_id():
     stage = Stage(policy="priority")
     stage.add(request("r10", 8), request("r9", 8), request("r1", 8))
     assert stage.step().request_ids == ["r1", "r10", "r9"]
-
-
-# Behaviour 16.
-def test_the_least_urgent_gives_way():
-    stage = Stage(policy="priority", num_blocks=6, reserve_full_prompt=False)
-    low, high = request("low", 32, priority=5), request("high", 32, priority=0)
-    stage.add(low)
-    assert granted(stage.step()) == {"low": 32}
-    stage.add(high)
-    assert granted(stage.step()) == {"low": 1, "high": 32}
-    assert [len(one.block_tables[0].block_ids) for one in (low, high)] == [3, 2]
-    plan = stage.step()
-    assert plan.preempted == ["low"]
-    assert granted(plan) == {"high": 1}
-    assert len(high.block_tables[0].block_ids) == 3
-
-
-# Behaviour 17.
-def test_a_victim_already_planned_gives_its_tokens_back_and_nobody_is_skipped():
-    meter = Meter()
-    stage = Stage(policy="priority", num_blocks=6, block_size=4, budgets=[meter])
-    # The victim to be stands first; whoever follows must not be passed over when it leaves the list.
-    stage.add(request("victim", 5, priority=9))
-    stage.step()
-    stage.add(request("full", 4, priority=1), request("next", 5, priority=5))
-    stage.step()
-    assert stage.scheduler.running_ids == ["victim", "full", "next"]
-    plan = stage.schedule()
-    assert plan.preempted == ["victim"]
-    assert granted(plan) == {"full": 1, "next": 1}
-    assert (meter.spent, meter.given_back) == ({"full": 1, "next": 1}, {"victim": 1})
-    assert len(plan.new_block_ids) == len(plan.samples) == len(plan.num_computed_tokens) == 2
-    assert plan.released == ["victim"]
-    assert [output.request_id for output in stage.update(plan)] == ["full", "next"]
 
 
 def test_what_a_victim_was_to_compute_is_never_found_in_the_cache():
