@@ -96,27 +96,6 @@ async def test_aborting_every_even_request_leaves_the_odd_ones_whole():
         assert list(client.last("already_finished").already_finished.handles) == list(range(10))
 
 
-async def test_a_hundred_streams_cancelled_leave_nothing_and_their_handles_can_be_used_again():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
-        await added(rig, client, *(make_entry(handle, max_tokens=100) for handle in range(100)), hold_at=20)
-        await client.until(lambda: sum(map(len, client.tokens.values())) > 200)
-        await client.abort(*range(100))
-        await client.flush()
-        rig.executor.gate.set()
-        await client.until_ended(*range(100))
-        assert client.finished == {handle: [ABORT] for handle in range(100)}
-        load = await stub.GetLoad(engine_pb2.GetLoadRequest())
-        assert (load.stats.num_running, load.stats.num_waiting, load.stats.num_used_blocks) == (0, 0, 0)
-        client.finished.clear()
-        client.tokens.clear()
-        await client.add(make_entry(5, max_tokens=4))
-        await client.until_ended(5)
-        assert client.tokens[5] == expected_tokens(prompt_of(5), 5, 4)
-
-
 async def test_two_hundred_cancels_at_random_moments_end_each_request_once_and_leave_no_block():
     rig, rng = ServiceRig(), random.Random(4)
     async with serving(rig) as stub:

@@ -106,16 +106,6 @@ async def test_bad_input_is_refused_by_name_beside_running_streams():
     assert len(engine.requests) == 8
 
 
-async def test_what_the_engines_sampler_serves_goes_to_the_engine():
-    engine = FakeEngine(answer("x"))
-    async with serving(engine) as (client, _):
-        await read_all(client.generate(n=1, min_p=0.5, presence_penalty=-1.0, allowed_token_ids=[4, 5]))
-    (request,) = engine.requests
-    sampling = request.entry.sampling
-    assert (sampling.min_p, sampling.presence_penalty) == (0.5, -1.0)
-    assert list(sampling.allowed_token_ids) == [4, 5]
-
-
 async def test_a_request_of_very_many_parts_is_refused_before_it_is_read():
     # Two bytes each on the wire, some 200 and a microsecond each once they are read.
     batch = inference_pb2.GenerateBatchRequest(requests=[generate_pb2.GenerateRequest()] * 140_000)

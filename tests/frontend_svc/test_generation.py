@@ -109,7 +109,7 @@ async def test_cumulative_and_final_only_outputs():
     assert final == ["started", "delta", "finished"]
 
 
-async def test_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
+async def test_84_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
     engine = FakeEngine()
     async with serving(engine) as (client, _):
         call = client.generate(stop=["mat"])
@@ -161,30 +161,6 @@ async def test_cancel_before_the_first_token_aborts():
         engine.step({requests[1]: [5]}, finished={requests[1]: AT_LENGTH})
         await read_all(other)
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
-
-
-async def test_cancel_in_the_middle_aborts():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        call = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        engine.step({request: [5, 6]})
-        assert (await call.read()).WhichOneof("event") == "started"
-        call.cancel()
-        await engine.wait(lambda: request.abort_reason is not None)
-
-
-async def test_deadline_aborts_with_its_reason():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        call = client.generate(timeout=2.0)
-        (request,) = await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(call)
-        await engine.wait(lambda: request.abort_reason is not None)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < request.entry.remaining_ms < 2500
-    assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 
 async def test_a_deadline_that_the_engine_sees_first_is_no_finished_stream():
@@ -274,37 +250,6 @@ async def test_a_slow_reader_is_ended_and_aborted():
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_duplicate_id_in_flight_is_refused_and_free_afterwards():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        first = client.generate(request_id="x")
-        await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate(request_id="x"))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        engine.step({engine.requests[0]: [5]}, finished={engine.requests[0]: AT_LENGTH})
-        await read_all(first)
-        engine.script = answer("y")
-        assert (await read_all(client.generate(request_id="x")))[1] == "y"
-
-
-async def test_a_full_queue_is_refused_until_a_first_token_came():
-    engine = FakeEngine()
-    async with serving(engine, max_queued_requests=1) as (client, _):
-        first = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate())
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "RetryInfo" in details_of(caught.value)
-        engine.step({request: [5]})
-        await first.read()
-        engine.script = answer("y")
-        assert (await read_all(client.generate()))[1] == "y"
-        first.cancel()
-        await engine.wait(lambda: request.abort_reason is not None)
-
-
 def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
     """A script that takes no request."""
     rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
@@ -351,22 +296,6 @@ async def test_a_request_is_sent_to_each_engine_once_and_only_where_that_may_hel
     assert caught.value.code() is code
     num_sent = sorted(len(engine.requests) for engine in engines)
     assert num_sent == ([1, 1, 1] if code is grpc.StatusCode.UNAVAILABLE else [0, 0, 1])
-
-
-async def test_draining_finishes_streams_and_refuses_new_ones():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
-        running = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        drain = asyncio.ensure_future(frontend.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not drain.done()
-        engine.step({request: [5]}, finished={request: AT_LENGTH})
-        await read_all(running)
-        await asyncio.wait_for(drain, WAIT_S)
 
 
 async def test_spans_join_the_clients_trace_and_ids_come_back():

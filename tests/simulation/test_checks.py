@@ -8,16 +8,15 @@ import pytest
 
 from engine_svc.cache.block_pool import BlockPool
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.request import BlockTable, ContentSpan, FinishReason, Request, RequestOutput
-from engine_svc.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.request import BlockTable, FinishReason, Request, RequestOutput
+from engine_svc.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.step import AdmittedRequest, StepPlan
-from tests.simulation.alone import Turn, answers_alone
+from tests.simulation.alone import answers_alone
 from tests.simulation.broken import BrokenInvariant
-from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
+from tests.simulation.budgets import BudgetWatch
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.campaign import Fault, Report
-from tests.simulation.digest_model import Identity
 from tests.simulation.history import History
 from tests.simulation.invariants import check_conservation, check_content, check_events, check_plan
 from tests.simulation.setup import draw_setup
@@ -103,19 +102,6 @@ def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
         history.take(each)
     with pytest.raises(BrokenInvariant, match="order"):
         history.take(wrong)
-
-
-def test_repetition_ends_an_answer_as_its_limits_say():
-    identity = Identity(5, ())
-    ended_by = {
-        next(
-            answers_alone(
-                identity, [Turn([token], SamplingParams(max_tokens=60, repetition=RepetitionLimits(1)))], 99
-            )
-        ).reason
-        for token in range(8)
-    }
-    assert FinishReason.REPETITION in ended_by
 
 
 def test_a_block_that_nobody_lists_or_somebody_lists_wrongly_is_noticed():
@@ -248,35 +234,6 @@ def test_what_is_given_back_is_what_was_taken():
         watch.take(row, 3)
     with pytest.raises(BrokenInvariant, match="budget"):
         watch.give_back(row, 2)
-
-
-def test_no_more_adapters_than_the_cap():
-    cap = AdapterCap(1)
-    first, same, other = request("a", adapter="x"), request("b", adapter="x"), request("c", adapter="y")
-    cap.take(first, 1)
-    assert cap.admits(same) and cap.admits(request()) and not cap.admits(other)
-    assert cap.clip(other, 5) == 0
-    cap.give_back(first, 1)
-    assert cap.admits(other)
-    cap.take(other, 1)
-    with pytest.raises(BrokenInvariant, match="budget"):
-        cap.take(first, 1)
-
-
-def test_a_span_is_encoded_whole_and_within_the_budget_of_a_step():
-    budget = EncoderBudget(4)
-    spans = (ContentSpan(1, 3, "x"), ContentSpan(6, 3, "y"))
-    pictures = Request("a", list(range(10)), 10, SAMPLING, spans=spans)
-    assert budget.clip(pictures, 10) == 6
-    pictures.num_computed_tokens = 6
-    budget.take(pictures, 6)
-    assert budget.clip(pictures, 4) == 0
-    pictures.num_computed_tokens = 8
-    with pytest.raises(BrokenInvariant, match="budget"):
-        budget.take(pictures, 2)
-    budget.begin_step()
-    pictures.num_computed_tokens = 6
-    assert budget.clip(pictures, 4) == 4
 
 
 def test_the_same_seed_lives_the_same_life():

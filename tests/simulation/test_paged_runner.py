@@ -16,7 +16,7 @@ from engine_svc.cache.attention import (
 from engine_svc.sampling_params import SamplingParams
 from engine_svc.step import AdmittedRequest, StepPlan
 from tests.simulation.broken import BrokenInvariant
-from tests.simulation.digest_model import Identity, link, next_token
+from tests.simulation.digest_model import Identity
 from tests.simulation.paged_runner import PagedRunner, first_read
 
 TOKENS = [3, 4, 5, 6]
@@ -57,38 +57,6 @@ def plan(
         draft_token_ids=[list(drafts)],
         samples=[samples],
     )
-
-
-def expected_tokens(num_tokens: int, token_ids: list[int] = TOKENS) -> list[int]:
-    """What the model says behind these tokens."""
-    digest = 11
-    for token in token_ids:
-        digest = link(digest, token)
-    tokens = []
-    for _ in range(num_tokens):
-        tokens.append(next_token(digest))
-        digest = link(digest, tokens[-1])
-    return tokens
-
-
-def test_a_prompt_and_its_decode_yield_what_the_model_says():
-    small = runner()
-    first = small.run(plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
-    second = small.run(plan("a", 4, 1, [[3]]))
-    assert [*first.sampled[0], *second.sampled[0]] == expected_tokens(2)
-
-
-def test_a_chunk_yields_nothing():
-    small = runner()
-    result = small.run(plan("a", 0, 3, [[1, 2]], admitted=admission("a", [[]]), samples=False))
-    assert result.sampled == [[]]
-
-
-def test_a_prefix_of_the_same_content_can_be_taken_over():
-    small = runner()
-    small.run(plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
-    result = small.run(plan("b", 2, 2, [[3]], admitted=admission("b", [[1]])))
-    assert result.sampled == [expected_tokens(1)]
 
 
 @pytest.mark.parametrize(
@@ -153,25 +121,6 @@ def test_what_the_encoder_wrote_is_read_again():
 )
 def test_where_reading_begins(kind: AttentionKind, position: int, first: int):
     assert first_read(kind, position) == first
-
-
-@pytest.mark.parametrize("num_right", [0, 1, 2])
-def test_drafts_are_accepted_up_to_the_first_wrong_one(num_right: int):
-    small = runner()
-    small.run(plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
-    tokens = expected_tokens(4)
-    drafts = (*tokens[1 : 1 + num_right], *[-1] * (2 - num_right))
-    result = small.run(plan("a", 4, 3, [[3, 4]], drafts=drafts))
-    assert result.sampled == [tokens[1 : 2 + num_right]]
-    assert (small.num_accepted_drafts, small.num_rejected_drafts) == (num_right, 2 - num_right)
-
-
-def test_rejected_drafts_of_a_step_in_flight_move_an_overlapped_row_back():
-    small = runner(overlaps=True)
-    small.run(plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
-    small.run(plan("a", 4, 3, [[3, 4]], drafts=(-1, -1)))
-    result = small.run(plan("a", 7, 3, [[5]], drafts=(-1, -1)))
-    assert result.sampled == [expected_tokens(3)[2:]]
 
 
 @pytest.mark.parametrize(

@@ -197,23 +197,6 @@ async def test_loads_and_their_absence_reach_the_engines_they_are_of():
     await engine.kill()
 
 
-async def test_only_engines_with_the_label_are_used():
-    near, far, coordinator = FakeEngine(answer("near")), FakeEngine(answer("far")), FakeCoordinator()
-    await asyncio.gather(near.start(), far.start())
-    server = await coordinator.start()
-    nodes = [member_pb2.Label(key="node", value=value) for value in ("far", "near")]
-    members = [
-        member(node.value, engine.address, labels=[node])
-        for node, engine in zip(nodes, (far, near), strict=True)
-    ]
-    coordinator.to_say.put_nowait(snapshot(*members))
-    async with serving(coordinator=coordinator.address, engine_label=("node=near",)) as (client, frontend):
-        assert {(await read_all(client.generate()))[1] for _ in range(3)} == {"near"}
-        assert [one.address for one in frontend.directory.clients()] == [near.address]
-    await server.stop(None)
-    await asyncio.gather(near.kill(), far.kill())
-
-
 async def test_an_older_coordinator_is_refused_and_told_the_version_that_is_held():
     engine, coordinator = FakeEngine(answer("still there")), FakeCoordinator()
     await engine.start()

@@ -13,20 +13,6 @@ from triptych.api.v1 import model_pb2
 from triptych.engine.v1 import session_pb2
 
 
-async def test_requests_spread_over_two_engines():
-    engines = [FakeEngine(), FakeEngine(dp_rank=1)]
-    async with serving(*engines) as (client, _):
-        await client.until_engines_are_ready(2)
-        calls = [client.generate() for _ in range(8)]
-        for engine in engines:
-            await engine.wait_for_requests(4)
-        assert [len(engine.requests) for engine in engines] == [4, 4]
-        for call in calls:
-            call.cancel()
-        for engine in engines:
-            await engine.wait(lambda engine=engine: all(request.abort_reason for request in engine.requests))
-
-
 async def test_reported_load_decides():
     busy, idle = FakeEngine(answer("busy")), FakeEngine(answer("idle"), dp_rank=1)
     async with serving(busy, idle) as (client, frontend):
@@ -51,32 +37,6 @@ async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
         await running.kill()
         texts.append((await read_all(client.generate()))[1])
     assert texts == ["running"] * 4 + ["paused"]
-
-
-async def test_a_pinned_rank_is_used():
-    engines = [FakeEngine(answer("zero")), FakeEngine(answer("one"), dp_rank=1)]
-    async with serving(*engines) as (client, _):
-        await client.until_engines_are_ready(2)
-        texts = [(await read_all(client.generate(data_parallel_rank=1)))[1] for _ in range(3)]
-    assert texts == ["one"] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "requests", "is_one"),
-    [
-        ({"routing_policy": "prefix-affinity"}, [{"prompt": [5] * 40}] * 6, True),
-        ({}, [{"prompt": [5] * 40}] * 6, False),
-        ({}, [{"prompt": [5 + turn], "session_id": "s"} for turn in range(6)], True),
-        ({"routing_policy": "round-robin"}, [{"prompt": [5]}] * 6, False),
-    ],
-    ids=("prefix", "none", "session", "turns"),
-)
-async def test_requests_that_belong_together_meet_in_one_engine(options, requests, is_one):
-    engines = [FakeEngine(answer(str(rank)), dp_rank=rank) for rank in range(3)]
-    async with serving(*engines, **options) as (client, _):
-        await client.until_engines_are_ready(3)
-        texts = {(await read_all(client.generate(**request)))[1] for request in requests}
-    assert len(texts) == (1 if is_one else 3)
 
 
 async def test_the_outputs_of_one_request_go_to_one_engine_and_count_as_many():

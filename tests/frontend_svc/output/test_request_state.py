@@ -60,7 +60,7 @@ async def test_stop_string_across_steps_ends_the_request():
     assert (output.text, output.token_ids) == ("ab", letters("abcd"))
 
 
-async def test_first_min_tokens_cannot_complete_a_stop_string():
+async def test_82_first_min_tokens_cannot_complete_a_stop_string():
     ids = TOKENIZER.encode(" is Lee, and I'm a student").ids
     text_of_5 = TOKENIZER.decode(ids[:5])
     output = await run(state("e", min_tokens=5), *[[token_id] for token_id in ids])
