@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import grpc
 import pytest
 
+from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
 from frontend_svc.engines.client import EngineClient, EngineState, FrontendIdentity
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.workers import TextWorkers
 from service_kit.clock import MonotonicClock
+from tests.connections import until_connections, without_collections
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
+from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 
 async def test_an_engine_that_starts_later_is_found():
@@ -381,3 +389,126 @@ async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
         )
         engine.step({request: [5]}, finished={request: AT_LENGTH})
         assert (await read_all(call))[2] == [5]
+
+
+# A frontend has one connection to an engine, whatever became of the ones before it.
+
+
+async def _restart(engine: FakeEngine) -> None:
+    await engine.kill()
+    await engine.start(engine.address)
+
+
+async def _fall_silent(engine: FakeEngine) -> None:
+    session = engine.sessions[0]
+    engine.has_heartbeat = False
+    await engine.wait(lambda: session not in engine.sessions)
+    engine.has_heartbeat = True
+
+
+async def _lose_a_message(engine: FakeEngine) -> None:
+    engine.sessions[0].skip()
+
+
+async def _say_nonsense(engine: FakeEngine) -> None:
+    engine.sessions[0].send(step=step_pb2.Step(handles=b"xyz"))
+
+
+async def _offer_other_files(engine: FakeEngine) -> None:
+    artifact = session_pb2.Artifact(kind=session_pb2.ARTIFACT_KIND_TOKENIZER, sha256="0" * 64)
+    engine.sessions[0].send(ready=session_pb2.Ready(artifacts=[artifact]))
+
+
+async def _leave(engine: FakeEngine) -> None:
+    engine.leave()
+
+
+async def _die(engine: FakeEngine) -> None:
+    engine.die()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [_restart, _fall_silent, _lose_a_message, _say_nonsense, _offer_other_files, _leave, _die],
+    ids=lambda end: end.__name__,
+)
+async def test_a_lost_stream_leaves_no_connection_behind(end):
+    engine = FakeEngine()
+    with without_collections():
+        await _lose_streams(engine, end)
+
+
+async def _lose_streams(engine: FakeEngine, end: Callable[[FakeEngine], Awaitable[None]]) -> None:
+    async with serving(engine) as (client, frontend):
+        for _ in range(3):
+            num_connects = engine.num_connects
+            await end(engine)
+            await engine.wait(lambda: engine.num_connects > num_connects)  # noqa: B023
+            await client.wait_ready()
+            await until_connections(engine.address, 1)
+        for one in frontend.directory.clients():
+            await one.close()
+        await until_connections(engine.address, 0)
+
+
+# Of models that engines bring, the files and tokenizers of the last few are kept.
+
+
+class FakeStub:
+    """Offers one tokenizer with one of many chat templates."""
+
+    def __init__(self) -> None:
+        self._contents = {session_pb2.ARTIFACT_KIND_TOKENIZER: word_piece_tokenizer().to_str().encode()}
+
+    def ready(self, template: str) -> session_pb2.Ready:
+        self._contents[session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE] = template.encode()
+        return session_pb2.Ready(model_name="m", artifacts=[self._artifact(kind) for kind in self._contents])
+
+    async def GetArtifacts(
+        self, request: engine_pb2.GetArtifactsRequest, timeout: float
+    ) -> AsyncIterator[engine_pb2.GetArtifactsResponse]:
+        for kind in request.kinds:
+            yield engine_pb2.GetArtifactsResponse(artifact=self._artifact(kind), chunk=self._contents[kind])
+
+    def _artifact(self, kind: session_pb2.ArtifactKind) -> session_pb2.Artifact:
+        content = self._contents[kind]
+        return session_pb2.Artifact(
+            kind=kind, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+        )
+
+
+class Rig:
+    def __init__(self, workers: TextWorkers) -> None:
+        self._stub = FakeStub()
+        self._store = ArtifactStore(workers)
+
+    async def model_of(self, number: int) -> ServedModel:
+        """The model whose chat template is that of `number`."""
+        ready = self._stub.ready(f"template {number}")
+        return await self._store.model_of(ready, cast(engine_pb2_grpc.EngineCoreServiceStub, self._stub))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    workers = TextWorkers(1, time_limit_s=60.0)
+    yield Rig(workers)
+    await workers.close()
+
+
+async def test_engines_of_the_same_files_share_one_tokenizer(rig: Rig) -> None:
+    first, second = await rig.model_of(0), await rig.model_of(0)
+    assert first.tokenizer is second.tokenizer
+    third, fourth = await asyncio.gather(rig.model_of(2), rig.model_of(2))
+    assert third.tokenizer is fourth.tokenizer
+    assert (await rig.model_of(1)).tokenizer is not first.tokenizer
+
+
+async def test_the_tokenizer_used_longest_ago_is_forgotten_first(rig: Rig) -> None:
+    first = await rig.model_of(0)
+    second = await rig.model_of(1)
+    for number in range(2, MAX_FILES):
+        await rig.model_of(number)
+    assert (await rig.model_of(0)).tokenizer is first.tokenizer
+    await rig.model_of(MAX_FILES)
+    assert (await rig.model_of(0)).tokenizer is first.tokenizer
+    assert (await rig.model_of(1)).tokenizer is not second.tokenizer
