@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -150,9 +149,7 @@ async def test_an_engine_that_dies_while_the_coordinator_stands_still_is_not_use
     assert stack.oracle.violations(later.records) == []
 
 
-async def test_services_that_start_without_a_coordinator_find_each_other_when_it_comes(
-    tmp_path: Path,
-) -> None:
+async def test_services_that_start_without_a_coordinator_find_each_other_when_it_comes(tmp_path):
     cases = make_cases(16, num_tokens=32)
     async with Fleet(tmp_path) as fleet:
         coordinator = fleet.add(ServicePlan("coordinator", 0))
@@ -292,9 +289,7 @@ async def _freeze(coordinator: ServiceProcess, meanwhile: Callable[[], Awaitable
 
 
 @pytest.mark.parametrize("strike", [_kill_and_restart, _freeze], ids=["killed", "frozen"])
-async def test_an_idle_group_begins_waves_without_its_coordinator_and_none_comes_back(
-    group: Group, strike: Callable[[ServiceProcess, Callable[[], Awaitable[None]]], Awaitable[None]]
-) -> None:
+async def test_an_idle_group_begins_waves_without_its_coordinator_and_none_comes_back(group, strike):
     undisturbed = await group.ask(0, f"{strike.__name__}-before")
     before = await group.paused_wave()
     answers: list[list[int]] = []

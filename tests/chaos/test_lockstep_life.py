@@ -235,7 +235,6 @@ async def test_a_rank_that_is_told_to_end_lets_the_others_go_on_before_it_goes(g
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """The same model with other weights."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] *= 2

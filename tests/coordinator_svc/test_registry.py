@@ -340,9 +340,7 @@ def test_a_forgotten_engine_has_no_load() -> None:
         (9.0, False, False, 0.0),
     ],
 )
-def test_members_are_published_at_once_loads_soon_and_nothing_now_and_then(
-    elapsed_s: float, members: bool, loads: bool, wait_s: float
-) -> None:
+def test_members_are_published_at_once_loads_soon_and_nothing_now_and_then(elapsed_s, members, loads, wait_s):
     timer = PublishTimer(now=100.0)
     due = timer.wait_s(100.0 + elapsed_s, members_changed=members, loads_changed=loads)
     assert due == pytest.approx(wait_s)

@@ -51,7 +51,6 @@ def group(*engines: GroupEngine | int, name: str = "") -> Group:
 
 
 def look(scaling: Scaling, present: Group, now: float = 1.0) -> list[str]:
-    """Whom it tells to drain."""
     return scaling.look({present.name: present}, now)
 
 
@@ -331,7 +330,6 @@ _S = 60.0
 
 
 async def refused(call: Any) -> ServiceError:
-    """What a call was refused with."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await call
     return from_rpc_error(failed.value)
@@ -491,7 +489,6 @@ class CountingSignal(ChangeSignal):
     num_woken = 0
 
     async def wait(self, timeout_s: float, *, loads_too: bool = True) -> None:
-        """Wait as any does."""
         await super().wait(timeout_s, loads_too=loads_too)
         self.num_woken += 1
 
@@ -524,7 +521,6 @@ class Members:
         self.sent = asyncio.Event()
 
     def join(self, engine_id: str, **fields: object) -> None:
-        """An engine registers under session 1."""
         message = registration(engine_id=engine_id, **fields)
         self.topology.register_engine(message, 1)
         self.topology.commands.open(engine_id, 1, self.sent.set)
@@ -537,7 +533,6 @@ class Members:
         return command
 
     def answer(self, engine_id: str, command: command_pb2.Command, refusal: str = "") -> None:
-        """The engine answers a command."""
         result = command_pb2.CommandResult(command_id=command.command_id)
         if refusal:
             result.nack.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))

@@ -90,9 +90,7 @@ async def test_facts_of_an_engine_reach_frontends_unchanged() -> None:
         ({"store_port": 65536}, "store_port"),
     ],
 )
-async def test_a_registration_that_cannot_be_is_refused_by_field(
-    fields: dict[str, object], field: str
-) -> None:
+async def test_a_registration_that_cannot_be_is_refused_by_field(fields, field):
     async with coordinator() as one:
         failure = await refused(one, coordinator_pb2.EngineSessionRequest(register=registration(**fields)))
         error = from_rpc_error(failure)
@@ -370,7 +368,6 @@ async def formed(one: Coordinator) -> list[EnginePeer]:
 
 
 async def refusal(peer_call: grpc.aio.StreamStreamCall[object, object]) -> Exception:
-    """The error that a session ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await peer_call.read()
     return from_rpc_error(failed.value)

@@ -45,7 +45,6 @@ LONG_MS = 60_000
 
 
 def kept_entry(handle: int, *, grace_ms: int = LONG_MS, **fields: object) -> add_pb2.AddEntry:
-    """An ADD whose request may be adopted."""
     entry = make_entry(handle, **{"max_tokens": NUM_TOKENS, **fields})
     entry.orphan_grace_ms, entry.resume_state = grace_ms, b"state of %d" % handle
     return entry

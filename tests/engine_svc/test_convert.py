@@ -415,7 +415,6 @@ def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, messag
 
 
 def floats(column: bytes) -> list[float | None]:
-    """An f32 column; None for NaN."""
     return [None if math.isnan(value) else value for value in array("f", column)]
 
 

@@ -66,7 +66,6 @@ class Follower:
         return True
 
     def store(self, stored: kv_pb2.KvBlockStored) -> None:
-        """Take in a run."""
         assert (stored.block_size, stored.group) == (4, 0)
         parent = stored.parent_hash
         for index, block_hash in enumerate(stored.block_hashes):
@@ -75,7 +74,6 @@ class Follower:
             parent = block_hash
 
     async def read_to(self, seq: int) -> None:
-        """Take in everything up to a batch."""
         while self.cursor is None or self.cursor.seq < seq:
             assert await self.read()
 

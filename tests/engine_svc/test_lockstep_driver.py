@@ -349,7 +349,6 @@ OLD, NEW = "ab" * 32, "12" * 32
 
 
 def put_in_place(rank: Rank, digest: str) -> None:
-    """Other weights, as by an operator."""
     rank.update_weights()
     rank.ask(lambda: rank.driver.note_weights(digest))
 

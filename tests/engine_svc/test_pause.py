@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import grpc
@@ -50,9 +49,7 @@ from triptych.engine.v1 import utility_pb2
         (ASLEEP, lambda rig: rig.machine.wake(), RUNNING),
     ],
 )
-def test_every_call_in_every_state(
-    before: StandstillState, call: Callable[[Rig], object], after: StandstillState
-) -> None:
+def test_every_call_in_every_state(before, call, after):
     rig = in_state(before)
     call(rig)
     assert rig.machine.state is after
@@ -211,9 +208,7 @@ def test_after_an_error_that_nobody_has_foreseen_nothing_runs_before_a_wake() ->
 
 
 @pytest.mark.parametrize(("before", "after"), [(RUNNING, RUNNING), (PAUSING, RUNNING), (PAUSED, PAUSED)])
-def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(
-    before: StandstillState, after: StandstillState
-) -> None:
+def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(before, after):
     rig = in_state(before)
     rig.loop.num_running = 0
     rig.machine.note_away([Part.WEIGHTS])

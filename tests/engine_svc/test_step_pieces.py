@@ -36,7 +36,6 @@ def sizes(found: list[StepOutput]) -> list[int]:
 
 
 def joined(found: list[StepOutput]) -> StepOutput:
-    """What they say one after the other."""
     unread = UnreadSteps()
     for piece in found:
         assert len(set(piece.handles)) == len(piece.handles)

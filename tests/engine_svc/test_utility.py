@@ -53,7 +53,6 @@ UNIMPLEMENTED, PERMISSION_DENIED = 12, 7
 
 
 def call_named(name: str) -> utility_pb2.UtilityCall:
-    """An empty call of this name."""
     call = utility_pb2.UtilityCall()
     field = call.DESCRIPTOR.fields_by_name[name]
     call.MergeFrom(utility_pb2.UtilityCall(**{field.name: {}}))
@@ -210,9 +209,7 @@ async def test_a_collective_answers_for_each_rank():
         ({}, Unimplemented),
     ],
 )
-async def test_what_is_wrong_is_refused_and_changes_nothing(
-    call: dict[str, object], kind: type[ServiceError]
-):
+async def test_what_is_wrong_is_refused_and_changes_nothing(call, kind):
     async with controlled() as engine:
         with pytest.raises(kind):
             await engine.call(**call)

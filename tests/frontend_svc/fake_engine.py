@@ -39,12 +39,10 @@ class FakeRequest:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's ids."""
         return array("I", self.entry.prompt_token_ids).tolist()
 
     @property
     def output(self) -> list[int]:
-        """The ids of the output that it continues."""
         return array("I", self.entry.output_token_ids).tolist()
 
 
@@ -58,7 +56,6 @@ class FakeSession:
         self._seq = 0
 
     def send(self, **content) -> None:
-        """Send one message of the stream."""
         if "step" in content:
             self.steps.append(content["step"])
         self._seq += 1
@@ -72,7 +69,6 @@ class FakeSession:
         self.outgoing.put_nowait(message)
 
     def skip(self) -> None:
-        """Lose a message."""
         self._seq += 1
 
 
@@ -129,7 +125,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self._changed = asyncio.Event()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        """Listen; returns the address."""
         self._server = grpc.aio.server(options=INTERNAL.options())
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
@@ -138,7 +133,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         return self.address
 
     async def kill(self) -> None:
-        """Cut every stream."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -189,7 +183,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         order[0].session.send(step=columns)
 
     def pool(self, request: FakeRequest, tensor: tensor_pb2.Tensor | None, *, num_cached: int = 0) -> None:
-        """End a pooling request with this result."""
         step = step_pb2.Step(
             step_number=1,
             handles=array("I", [request.handle]).tobytes(),
@@ -201,7 +194,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         request.session.send(step=step)
 
     def become_ready(self) -> None:
-        """End loading."""
         self.is_ready = True
         for session in self.sessions:
             session.send(ready=self._ready())
@@ -247,7 +239,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     async def GetArtifacts(
         self, request: engine_pb2.GetArtifactsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
-        """The files asked for, in chunks."""
         self.num_downloads += 1
         for artifact in self._artifacts():
             if artifact.kind not in request.kinds:
@@ -280,7 +271,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         session.outgoing.put_nowait(None)
 
     def _give_up(self, session: FakeSession) -> None:
-        """Keep nothing of a session for another."""
         for request in self.requests:
             if request.session is session:
                 request.entry.resume_state = b""

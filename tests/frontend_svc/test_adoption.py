@@ -58,7 +58,6 @@ class Doomed:
             await self._frontend.cut()
 
     async def die(self) -> None:
-        """End it, its streams to engines included."""
         if not self._is_dead:
             self._is_dead = True
             await self._frontend.public.stop(0)
@@ -100,7 +99,6 @@ def resume_request(read: list[Response]) -> inference_pb2.ResumeRequest:
 
 
 async def rest_of(client: Client, read: list[Response]) -> list[Response]:
-    """What another frontend says behind that."""
     call = client.inference.Resume(resume_request(read), timeout=WAIT_S)
     return [message.response async for message in call]
 

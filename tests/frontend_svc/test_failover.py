@@ -595,7 +595,6 @@ WHY = "logprobs is 50, it takes 0 to 20"
 
 
 def refusing(code: grpc.StatusCode) -> Script:
-    """A script that takes no request."""
 
     def script(engine, request):
         rejected = engine_pb2.AddRejected(handle=request.handle, attempt=request.entry.attempt)

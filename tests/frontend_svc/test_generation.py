@@ -258,7 +258,6 @@ async def test_a_slow_reader_is_ended_and_aborted():
 
 
 def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
-    """A script that takes no request."""
     rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
     rejected.status.code = code.value[0]
     rejected.status.message = "not now"

@@ -26,7 +26,6 @@ class TokenSource:
         self.faults: list[str] = []
 
     def __call__(self, engine: FakeEngine, request: FakeRequest) -> None:
-        """Answer `request` from where it stands."""
         entry, done = request.entry, request.output
         whole, ending = whole_output(entry)
         if done != whole[: len(done)] or len(done) >= len(whole):

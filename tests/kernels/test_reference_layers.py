@@ -113,7 +113,6 @@ _GENERATOR_SEED = 5
 
 
 def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert):
-    """One token's output in Python numbers."""
     num_features = down.shape[2]
     output = [0.0] * down.shape[1]
     for expert, weight in zip(expert_ids, expert_weights, strict=True):
@@ -182,7 +181,6 @@ ADAPTERS = [2, -1, 0, 0, 1, 2, -1]
 
 
 def values(*shape, seed=0):
-    """Normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -41,7 +41,6 @@ class Listener:
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[Listener]:
-    """A listener for the length of a test."""
     listener = Listener()
     facts: dict[str, str | int | float] = {
         "running": 3,

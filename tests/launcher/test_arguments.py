@@ -78,9 +78,7 @@ def test_engines_that_share_experts_are_told_so_and_their_group_is_known(tmp_pat
         (["--ready-file", "/"], "is a folder"),
     ],
 )
-def test_what_no_service_can_take_is_refused_before_anything_starts(
-    arguments: list[str], message: str
-) -> None:
+def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_serve(arguments)
 

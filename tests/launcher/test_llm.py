@@ -134,9 +134,7 @@ def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM]
 
 
 # Row 116.
-def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(
-    llms: dict[str, LLM], checkpoint: Path
-) -> None:
+def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(llms, checkpoint):
     one = SamplingParams(temperature=1.0, top_k=1, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
     told = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
     for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
@@ -176,9 +174,7 @@ def test_results_are_in_the_order_of_the_prompts_whoever_ends_first(llms: dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(
-    llms: dict[str, LLM], kind: str
-) -> None:
+def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(llms, kind):
     prompts: list = [[5, 6]] * 9
     prompts[4] = [5, 512]
     with pytest.raises(InvalidArgument, match=r"prompts\[4\] has the token id 512, must be in 0\.\.511"):
@@ -205,9 +201,7 @@ def test_an_adapter_is_refused_by_name(llms: dict[str, LLM], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_generating_model_cannot_do_is_refused_with_what_it_can(
-    llms: dict[str, LLM], kind: str
-) -> None:
+def test_what_a_generating_model_cannot_do_is_refused_with_what_it_can(llms, kind):
     llm = llms[kind]
     for task, call in {
         "embed": lambda: llm.embed("a"),
@@ -573,9 +567,7 @@ def test_a_value_of_another_type_is_refused_by_its_name(name: str, value: object
 
 @pytest.mark.parametrize("value", [True, False, 5.0, 5.5, "5"])
 @pytest.mark.parametrize("name", ["thinking_token_budget", "max_tokens", "n"])
-def test_127_a_budget_is_a_whole_number_and_neither_a_truth_value_nor_a_float(
-    name: str, value: object
-) -> None:
+def test_127_a_budget_is_a_whole_number_and_neither_a_truth_value_nor_a_float(name, value):
     with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is {value!r}"):
         SamplingParams(**{name: value}).to_proto()
 

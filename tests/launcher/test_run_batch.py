@@ -53,7 +53,6 @@ class EchoFrontend(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Any
     ) -> inference_pb2.GenerateUnaryResponse:
-        """The prompt as output."""
         prompt = request.request.prompt
         self.prompts.append(prompt)
         self.num_in_flight += 1

@@ -41,11 +41,9 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The frontend."""
         return f"grpc://{self.ready['grpc']}"
 
     def pid_of(self, service: str) -> int:
-        """The process of a service."""
         return next(int(one["pid"]) for one in self.ready["processes"] if one["service"] == service)
 
 
@@ -90,9 +88,7 @@ def workers_of(parent: int) -> list[int]:
     ("flags", "added"),
     [((), ["--num-kv-blocks=640"]), (("--num-kv-blocks=9",), []), (("--kv-cache-memory=1GiB",), [])],
 )
-def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_another(
-    flags: tuple[str, ...], added: list[str]
-) -> None:
+def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_another(flags, added):
     stack = plan_stack(parse_serve(list(flags)))
     assert stack.engine is not None
     engine, alone = stack.engine(2), stack.flags(stack.engine(2), 3, 0)
@@ -160,9 +156,7 @@ async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(t
         assert len(json.loads(answered.out)["token_ids"]) == 5
 
 
-async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(
-    tmp_path: Path,
-) -> None:
+async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(tmp_path):
     ready_file = tmp_path / "ready.json"
     async with serving(ready_file, "--workers=2") as stack:
         frontend = stack.pid_of("frontend")

@@ -23,7 +23,6 @@ class Unread(io.StringIO):
     """What stderr is once its reader has gone."""
 
     def write(self, text: str) -> int:
-        """Refuse the text."""
         raise BrokenPipeError
 
 
@@ -50,9 +49,7 @@ async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(tmp_p
 
 
 @pytest.mark.parametrize("flag", ["--die-at-start", "--die-before-ready"])
-async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(
-    tmp_path: Path, flag: str
-) -> None:
+async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(tmp_path, flag):
     one = stack(tmp_path, {"engine-1": (f"{flag}=3",)})
     with pytest.raises(
         ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3 while it was starting"
@@ -62,9 +59,7 @@ async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines
     await one.supervisor.stop()
 
 
-async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(
-    tmp_path: Path,
-) -> None:
+async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(tmp_path):
     async def all_but_the_frontend(service: str, address: str) -> None:
         await greeted(service, address)
         if service == "frontend":
@@ -95,9 +90,7 @@ async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
-async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
-    tmp_path: Path, name: str
-) -> None:
+async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(tmp_path, name):
     one = stack(tmp_path)
     await one.supervisor.start()
     before = one.supervisor.children[name]
@@ -149,9 +142,7 @@ async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_
     await one.supervisor.stop()
 
 
-async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(tmp_path):
     one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
     await one.supervisor.start()
     keeping = asyncio.ensure_future(one.supervisor.keep_running())
@@ -163,9 +154,7 @@ async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_t
     await one.supervisor.stop()
 
 
-async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(tmp_path):
     trap = tmp_path / "trap"
     one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
     await one.supervisor.start()
@@ -273,9 +262,7 @@ async def test_no_more_engines_are_started_than_a_machine_is_to_have(tmp_path: P
     await one.supervisor.stop()
 
 
-async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(tmp_path):
     one = stack(tmp_path)
     await one.supervisor.start()
     keeping = asyncio.ensure_future(one.supervisor.keep_running())
@@ -346,9 +333,7 @@ async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(tmp_p
     await one.supervisor.stop()
 
 
-async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(tmp_path):
     one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
     await one.supervisor.start()
     keeping = asyncio.ensure_future(one.supervisor.keep_running())
@@ -387,13 +372,11 @@ class Died(Exception):
 
 
 async def never() -> int:
-    """It neither ends nor is ready."""
     await asyncio.Event().wait()
     return 0
 
 
 async def at_once() -> int:
-    """Ready, or ended with 3."""
     return 3
 
 

@@ -60,7 +60,6 @@ class RunningProgram:
         return await asyncio.to_thread(self.process.wait, 60)
 
     async def not_serving(self) -> None:
-        """Wait until health says so."""
         async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest()):
             if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 return

@@ -38,7 +38,6 @@ class FakeCollector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Keep `request`."""
         self.received.put(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -57,7 +56,6 @@ def clean() -> Iterator[None]:
 
 @pytest.fixture
 def engine_telemetry(clean: None) -> None:
-    """Telemetry set up as an engine does."""
     setup_telemetry("engine", instance="engine-0")
 
 
@@ -171,9 +169,7 @@ def test_a_collector_that_is_away_costs_little(clean: None, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("tracestate", ["x" * 3000, "=,=,", "a=b, c", "a=\nb", ",".join(["k=v"] * 40)])
-def test_a_malformed_tracestate_is_dropped_without_a_word(
-    engine_telemetry: None, caplog: pytest.LogCaptureFixture, tracestate: str
-) -> None:
+def test_a_malformed_tracestate_is_dropped_without_a_word(engine_telemetry, caplog, tracestate):
     context = context_from(f"00-{TRACE_ID}-{SPAN_ID}-01", tracestate)
     span_context = trace.get_current_span(context).get_span_context()
     assert (f"{span_context.trace_id:032x}", dict(span_context.trace_state)) == (TRACE_ID, {})

@@ -36,18 +36,15 @@ CONFIG = SchedulerConfig(max_model_len=32, max_num_batched_tokens=8, max_num_seq
 
 
 def request(request_id: str = "a", *, adapter: str = "") -> Request:
-    """A small request."""
     return Request(request_id, [3, 4, 5], 3, SAMPLING, extra_keys=(adapter,) if adapter else ())
 
 
 def right_answer() -> list[int]:
-    """What a small request yields."""
     history = History(request())
     return next(answers_alone(history.identity, history.turns, 32)).token_ids
 
 
 def output(tokens: list[int], reason: FinishReason | None, *, num_cached: int | None = None) -> RequestOutput:
-    """An output of the small request."""
     return RequestOutput("a", tokens, reason, num_cached_tokens=num_cached)
 
 
@@ -153,7 +150,6 @@ def test_events_have_to_tell_what_can_be_found():
 
 
 def plan(num_tokens: list[int], *, new_block_ids: list[list[list[int]]] | None = None) -> StepPlan:
-    """A plan with rows of so many tokens."""
     rows = range(len(num_tokens))
     return StepPlan(
         1,
@@ -276,7 +272,6 @@ def runner(*kinds: AttentionKind, overlaps: bool = False) -> PagedRunner:
 def admission(
     request_id: str, block_ids: list[list[int]], *, token_ids: list[int] = TOKENS
 ) -> AdmittedRequest:
-    """A request enters with these blocks."""
     return AdmittedRequest(request_id, token_ids, len(token_ids), SamplingParams(max_tokens=8), block_ids)
 
 
@@ -290,7 +285,6 @@ def row_plan(
     drafts: tuple[int, ...] = (),
     samples: bool = True,
 ) -> StepPlan:
-    """A step of one row."""
     return StepPlan(
         step_number=1,
         admitted=[] if admitted is None else [admitted],

@@ -28,9 +28,7 @@ ENGINE_FLAGS = (
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_concurrent_requests_equal_transformers_generate(
-    architecture: str, checkpoints: dict[str, Path]
-) -> None:
+async def test_concurrent_requests_equal_transformers_generate(architecture, checkpoints):
     folder = checkpoints[architecture]
     prompts = _prompts_with_shared_heads()
     async with Stack() as stack:

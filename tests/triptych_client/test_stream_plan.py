@@ -409,9 +409,7 @@ def test_chunks_of_several_files_are_put_together() -> None:
         ([chunk(0, 10, content=CONTENT[::-1])], "did not arrive"),
     ],
 )
-def test_what_is_missing_or_changed_is_an_error(
-    chunks: list[tokenizer_pb2.GetTokenizerResponse], what: str
-) -> None:
+def test_what_is_missing_or_changed_is_an_error(chunks, what):
     with pytest.raises(TriptychError, match=what):
         assembled(*chunks)
 

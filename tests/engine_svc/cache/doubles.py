@@ -21,30 +21,24 @@ class EventLog:
         self.events: list[tuple[object, ...]] = []
 
     def take(self) -> list[tuple[object, ...]]:
-        """What was told since the last time."""
         events, self.events = self.events, []
         return events
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Blocks were handed out."""
         if block_ids:
             self.events.append(("allocate", list(block_ids)))
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
-        """Blocks have a further holder."""
         if block_ids:
             self.events.append(("hold", list(block_ids)))
 
     def on_store(self, stored: StoredBlocks) -> None:
-        """Content can be found."""
         self.events.append(("store", stored))
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:
-        """One block less has this content."""
         self.events.append(("evict", block_id, block_hash, group))
 
     def on_clear(self) -> None:
-        """All is forgotten."""
         self.events.append(("clear",))
 
 
@@ -72,11 +66,9 @@ class Residency:
 
     @property
     def num_sampled(self) -> int:
-        """Blocks that are being watched."""
         return len(self._begun_at)
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """A stay begins, if it is drawn."""
         for block_id in block_ids:
             self._begun_at.pop(block_id, None)
             if self._random.random() < self._share:
@@ -84,7 +76,6 @@ class Residency:
                 self._used_at[block_id] = deque(maxlen=self.MAX_USES)
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
-        """Content is used once more."""
         for block_id in self._begun_at.keys() & set(block_ids):
             self._used_at[block_id].append(self._clock())
 
@@ -92,7 +83,6 @@ class Residency:
         """Nothing: a stay begins with the block."""
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:
-        """A stay ends."""
         begun_at = self._begun_at.pop(block_id, None)
         if begun_at is not None:
             now, uses = self._clock(), self._used_at.pop(block_id)
@@ -100,7 +90,6 @@ class Residency:
             self.ended.append(Residence(now - begun_at, now - max((begun_at, *uses)), gaps))
 
     def on_clear(self) -> None:
-        """Every stay ends, without a measure."""
         self._begun_at.clear()
 
 
@@ -117,7 +106,6 @@ class Sender:
         """Nothing."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        """One more step is in flight."""
         self._newest_step = plan.step_number
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
@@ -155,7 +143,6 @@ class EncoderCache:
 
     @property
     def keys(self) -> set[str]:
-        """Items that are there."""
         return set(self._holders)
 
     def take_evicted(self) -> list[str]:
@@ -164,12 +151,10 @@ class EncoderCache:
         return evicted
 
     def begin_step(self) -> None:
-        """The encoder is idle."""
         self._num_step_tokens = self._max_tokens_per_step
         self._encoded_for.clear()
 
     def admits(self, request: Request) -> bool:
-        """Everybody."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:
@@ -220,7 +205,6 @@ class EncoderCache:
         """Nothing."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Tell the runner what to forget."""
         plan.extras[EncoderCache] = self.take_evicted()
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:

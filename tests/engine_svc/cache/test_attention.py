@@ -139,9 +139,7 @@ def test_a_window_and_a_chunk_have_at_least_one_token(length: int):
         ("TTT", 8, False, 0),
     ],
 )
-def test_full_attention_hits_up_to_the_first_miss(
-    pattern: str, alignment: int, drop_last: bool, num_blocks: int
-):
+def test_full_attention_hits_up_to_the_first_miss(pattern, alignment, drop_last, num_blocks):
     hit = _hit(FULL, pattern, alignment=alignment, drop_last=drop_last)
     assert hit == [10 + index for index in range(num_blocks)]
 
@@ -211,9 +209,7 @@ def test_a_window_gives_up_its_last_block_and_is_still_filled(pattern: str, expe
         ("TT", True, []),
     ],
 )
-def test_60_a_window_hits_only_where_all_groups_have_a_block_end(
-    pattern: str, drop_last: bool, expected: list[int | None]
-):
+def test_60_a_window_hits_only_where_all_groups_have_a_block_end(pattern, drop_last, expected):
     assert _hit(WINDOW, pattern, alignment=4, drop_last=drop_last) == expected
 
 

@@ -233,9 +233,7 @@ def test_52_evicting_one_of_two_twins_leaves_the_other_findable_and_evicting_bot
         ((3, 2, 1), (1, 1, None)),
     ],
 )
-def test_52_of_twins_the_oldest_is_found_whichever_goes(
-    order: tuple[int, ...], found: tuple[int | None, ...]
-):
+def test_52_of_twins_the_oldest_is_found_whichever_goes(order, found):
     pool = _twins()
     for block_id, expected in zip(order, found, strict=True):
         assert pool.num_cached_keys == 1

@@ -105,9 +105,7 @@ def test_50_the_order_of_keys_matters():
         ((b"model", "", ("",)), (b"model", "", ())),
     ],
 )
-def test_50_no_part_of_the_root_can_borrow_from_its_neighbour(
-    one: tuple[bytes, str, tuple[str, ...]], other: tuple[bytes, str, tuple[str, ...]]
-):
+def test_50_no_part_of_the_root_can_borrow_from_its_neighbour(one, other):
     roots = [BlockHasher(16, fingerprint).root(salt, keys) for fingerprint, salt, keys in (one, other)]
     assert roots[0] != roots[1]
 
@@ -189,8 +187,6 @@ def test_49_a_block_has_the_keys_of_its_spans_with_their_beginnings(start: int, 
         (0, 17, True),
     ],
 )
-def test_a_span_belongs_to_a_block_from_its_first_token_in_it_to_its_last(
-    start: int, num_tokens: int, reaches: bool
-):
+def test_a_span_belongs_to_a_block_from_its_first_token_in_it_to_its_last(start, num_tokens, reaches):
     expected = [("key", start - 16)] if reaches else []
     assert span_keys([ContentSpan(start, num_tokens, "key")], 16, 32) == expected

@@ -236,9 +236,7 @@ def test_67_the_last_four_uses_are_remembered_until_eviction():
 @pytest.mark.parametrize(
     ("num_uses", "idle_s", "gaps"), [(0, 10, ()), (1, 8, ()), (2, 6, (2,)), (4, 2, (2, 2, 2))]
 )
-def test_67_without_uses_content_is_idle_from_the_beginning(
-    num_uses: int, idle_s: float, gaps: tuple[float, ...]
-):
+def test_67_without_uses_content_is_idle_from_the_beginning(num_uses, idle_s, gaps):
     clock = FakeClock()
     residency = Residency(clock.now)
     pool = _pool_with_content(residency)

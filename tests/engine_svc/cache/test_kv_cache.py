@@ -322,9 +322,7 @@ _SHAPES: list[tuple[AttentionKind, ...]] = [
 @pytest.mark.parametrize("groups", _SHAPES)
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("num_lookahead", [0, 3])
-def test_something_happens_behind_the_quiet_and_nothing_before(
-    groups: tuple[AttentionKind, ...], caches: bool, num_lookahead: int
-):
+def test_something_happens_behind_the_quiet_and_nothing_before(groups, caches, num_lookahead):
     log = EventLog()
     small = SmallCache(
         100,
@@ -348,9 +346,7 @@ def test_something_happens_behind_the_quiet_and_nothing_before(
 )
 @pytest.mark.parametrize("drops_last", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_who_asks_only_behind_the_quiet_misses_nothing(
-    groups: tuple[AttentionKind, ...], drops_last: bool, num_tokens: int
-):
+def test_who_asks_only_behind_the_quiet_misses_nothing(groups, drops_last, num_tokens):
     if drops_last and any(isinstance(kind, ChunkedLocal) for kind in groups):
         return
     caches = [SmallCache(200, groups=groups, drop_last_matched_block=drops_last) for _ in range(2)]
@@ -572,9 +568,7 @@ def test_growth_adds_to_the_groups_that_need_it_and_names_them():
 @pytest.mark.parametrize(
     ("num_tokens", "num_registered"), [(31, (0, 0)), (32, (1, 2)), (48, (1, 2)), (63, (1, 2)), (64, (2, 4))]
 )
-def test_60_only_what_ends_with_a_block_of_every_group_is_cached(
-    num_tokens: int, num_registered: tuple[int, int]
-):
+def test_60_only_what_ends_with_a_block_of_every_group_is_cached(num_tokens, num_registered):
     small = SmallCache(30, groups=(FullAttention(32), SlidingWindow(16, 32)))
     assert small.cache.hasher.block_size == 16
     first = request("a", tokens(num_tokens))
@@ -687,9 +681,7 @@ def test_who_shares_nothing_loses_all_tokens_and_frees_all_blocks():
     ("num_shared", "cost"),
     [(0, (21, 6)), (4, (17, 5)), (8, (13, 4)), (12, (9, 3)), (16, (5, 2)), (20, (1, 1))],
 )
-def test_tokens_of_shared_blocks_are_not_lost_and_their_blocks_not_freed(
-    num_shared: int, cost: tuple[int, int]
-):
+def test_tokens_of_shared_blocks_are_not_lost_and_their_blocks_not_freed(num_shared, cost):
     small = SmallCache(30, block_size=4)
     assert small.admit(request("a", [*tokens(num_shared), *tokens(4, 500)]))
     sharing = request("b", tokens(21))
@@ -1116,9 +1108,7 @@ def test_room_for_all_is_never_less_than_room_for_the_chunk():
 )
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 7])
 @pytest.mark.parametrize("num_lookahead", [0, 2])
-def test_no_request_ever_holds_more_than_it_was_said(
-    kind: AttentionKind, num_tokens: int, num_lookahead: int
-):
+def test_no_request_ever_holds_more_than_it_was_said(kind, num_tokens, num_lookahead):
     small = SmallCache(
         60,
         groups=(kind,),

@@ -208,9 +208,7 @@ UNRECORDABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", UNRECORDABLE)
-def test_what_the_format_cannot_say_ends_the_recording_by_name_and_not_the_engine(
-    reason: str, tmp_path: Path
-):
+def test_what_the_format_cannot_say_ends_the_recording_by_name_and_not_the_engine(reason, tmp_path):
     recording = Recording(tmp_path)
     recording.scheduler.add(request("r0"))
     recording.step()

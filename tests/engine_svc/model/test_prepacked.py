@@ -111,7 +111,7 @@ def test_a_projection_in_two_places_is_packed_once():
 
 OPS = ops_for(torch.device("cpu"))
 
-pytestmark = pytest.mark.skipif(
+needs_rows_apart = pytest.mark.skipif(
     not OPS.is_batch_invariant, reason="products stay as they are where rows are not kept apart"
 )
 
@@ -133,6 +133,7 @@ def pack_calls(model: nn.Module, x: torch.Tensor, ops: Ops = OPS) -> int:
     return prepack_calls(model, ops, lambda: model(x))
 
 
+@needs_rows_apart
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_a_row_of_a_product_is_bitwise_the_same_in_every_batch(dtype):
@@ -146,6 +147,7 @@ def test_a_row_of_a_product_is_bitwise_the_same_in_every_batch(dtype):
         assert torch.equal(model(x[5:end]), together[5:end])
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_the_weights_stay_where_they_are():
     model = nn.Sequential(Router())
@@ -154,6 +156,7 @@ def test_the_weights_stay_where_they_are():
     assert model[0].weight is weight
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_other_modules_compute_as_before_even_after_an_error():
     model, other = nn.Sequential(Router()), Router()
@@ -166,6 +169,7 @@ def test_other_modules_compute_as_before_even_after_an_error():
     assert torch.equal(other(x), expected)
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_a_weight_that_changes_is_left_alone():
     class Scaled(Router):
@@ -175,6 +179,7 @@ def test_a_weight_that_changes_is_left_alone():
     assert pack_calls(nn.Sequential(Scaled()), torch.randn(3, 64)) == 0
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_two_weights_of_one_shape_are_left_alone():
     class Twofold(Router):
@@ -191,6 +196,7 @@ def test_two_weights_of_one_shape_are_left_alone():
     assert torch.equal(model(x), expected)
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_of_modules_in_one_another_the_inner_one_alone_is_packed():
     class Outer(Router):
@@ -208,6 +214,7 @@ def test_of_modules_in_one_another_the_inner_one_alone_is_packed():
     torch.testing.assert_close(model(x), expected)
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_packed_projections_stay_as_they_are():
     weight = torch.randn(8, 64)
@@ -215,6 +222,7 @@ def test_packed_projections_stay_as_they_are():
     assert pack_calls(model, torch.randn(3, 64)) == 0
 
 
+@needs_rows_apart
 @torch.inference_mode()
 def test_products_stay_as_they_are_where_rows_are_not_kept_apart():
     assert pack_calls(nn.Sequential(Router()), torch.randn(3, 64), REFERENCE) == 0

@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -72,7 +72,6 @@ class FakeStep:
     known: StepResult
 
     def result(self) -> StepResult:
-        """It."""
         return self.known
 
 
@@ -157,9 +156,7 @@ def test_a_row_without_a_token_gets_one_that_every_model_has(channel: Channel) -
 
 
 @pytest.mark.parametrize("end_rank", [None, print])
-def test_results_are_told_in_the_order_of_the_steps(
-    end_rank: Callable[[Exception], object] | None, channel: Channel
-) -> None:
+def test_results_are_told_in_the_order_of_the_steps(end_rank, channel):
     reader = ChannelReader(channel.readers[0])
     reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=end_rank)
     for number in range(1, 4):
@@ -256,7 +253,6 @@ PATIENCE_S = 60.0
 
 
 def start_of(spec: Mapping[str, object]) -> RankStart:
-    """Of a rank that does what `spec` says."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return RankStart("tests.engine_svc.runner.doomed_rank", spec, (), environment)
 
@@ -438,9 +434,7 @@ def group(watch: FakeWatch) -> Iterator[ProcessGroup]:
     made.shutdown()
 
 
-def test_ranks_may_be_as_silent_as_at_their_start_while_they_do_what_they_are_called_for(
-    watch: FakeWatch, group: ProcessGroup
-) -> None:
+def test_ranks_may_be_as_silent_as_at_their_start_while_they_do_what_they_are_called_for(watch, group):
     assert group.call("stop_profile") == [{"number": 1}, {"number": 2}]
     assert watch.was_busy == [True, True]
     assert not watch.may_be_busy

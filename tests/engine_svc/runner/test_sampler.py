@@ -379,7 +379,6 @@ def test_114_rules_follow_their_rows_through_every_order_and_reuse():
 
 
 def chosen_after(rig: SamplerRig, row: int) -> list[int]:
-    """What may be chosen next."""
     return rig.changed(random_logits(1), [row])[0].isneginf().logical_not().nonzero().flatten().tolist()
 
 

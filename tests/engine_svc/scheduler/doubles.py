@@ -22,26 +22,21 @@ class Meter:
         self.given_back: dict[str, int] = {}
 
     def begin_step(self) -> None:
-        """Nothing is spent."""
         self.num_steps += 1
         self.spent = {}
         self.given_back = {}
 
     def admits(self, request: Request) -> bool:
-        """Everybody."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """Everything."""
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Nobody takes twice in a step."""
         assert request.request_id not in self.spent
         self.spent[request.request_id] = num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Exactly what was taken."""
         assert self.spent.pop(request.request_id) == num_tokens
         self.given_back[request.request_id] = num_tokens
 
@@ -54,7 +49,6 @@ class AtMost(Meter):
         self._limits = limits
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """What the limit leaves."""
         return min(num_tokens, self._limits.get(request.request_id, num_tokens))
 
 
@@ -67,7 +61,6 @@ class Postponed(Meter):
         self.num_left = num_steps
 
     def admits(self, request: Request) -> bool:
-        """Not that one, as long as it is to wait."""
         if request.request_id != self._request_id or self.num_left == 0:
             return True
         self.num_left -= 1
@@ -83,7 +76,6 @@ class AdapterCap(Meter):
         self._rows: Counter[str] = Counter()
 
     def begin_step(self) -> None:
-        """No adapter is in use."""
         super().begin_step()
         self._rows.clear()
 
@@ -93,12 +85,10 @@ class AdapterCap(Meter):
         return not keys or keys[0] in self._rows or len(self._rows) < self._max_adapters
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """The adapter of a row is in use."""
         super().take(request, num_tokens)
         self._rows.update(request.extra_keys[:1])
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """One row less has it."""
         super().give_back(request, num_tokens)
         self._rows.subtract(request.extra_keys[:1])
         self._rows += Counter()
@@ -121,7 +111,6 @@ class EncoderBudget(Meter):
         self.encoded: dict[str, set[Request]] = {}  # item by key, and who needs it
 
     def begin_step(self) -> None:
-        """The encoder is idle."""
         super().begin_step()
         self.remaining = self._max_tokens
 
@@ -196,11 +185,9 @@ class PrefillThrottle(Quiet, Meter):
         self._is_saturated = False
 
     def admits(self, request: Request) -> bool:
-        """Nobody, while prefills are put off."""
         return not self._defers
 
     def on_add(self, request: Request) -> None:
-        """One more waits."""
         self._waiting.add(request.request_id)
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -213,7 +200,6 @@ class PrefillThrottle(Quiet, Meter):
             self._is_saturated = bool(self._waiting)
 
     def on_finish(self, request: Request) -> None:
-        """It neither waits nor decodes any more."""
         self._waiting.discard(request.request_id)
         self._decoding.discard(request.request_id)
 
@@ -231,7 +217,6 @@ class Compiler(Quiet):
         self._request_ids = request_ids
 
     def on_add(self, request: Request) -> None:
-        """Begin to compile, for those who want it."""
         if request.request_id in self._request_ids:
             request.blockers.add(self.NAME)
 
@@ -249,7 +234,6 @@ class BlockHolder(Quiet):
         self._held.append(self.kv_cache.hold(request))
 
     def let_go(self) -> None:
-        """The oldest blocks have been sent."""
         assert self.kv_cache is not None
         self.kv_cache.let_go(self._held.pop(0))
 
@@ -264,7 +248,6 @@ class Loader(Quiet):
         self.reserve: Callable[[Request, int], object] | None = None  # known only after the core was built
 
     def on_add(self, request: Request) -> None:
-        """Reserve room for what comes."""
         num_tokens = self._num_tokens.get(request.request_id, 0)
         if num_tokens:
             assert self.reserve is not None
@@ -273,7 +256,6 @@ class Loader(Quiet):
 
 
 def item(start: int, num_tokens: int, key: str = "item") -> tuple[ContentSpan, ...]:
-    """A prompt's only item."""
     return (ContentSpan(start, num_tokens, key),)
 
 

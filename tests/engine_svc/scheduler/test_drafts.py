@@ -33,9 +33,7 @@ def test_drafts_for_who_was_preempted_meanwhile_are_dropped():
         ([[], []], [[5], [6]], DraftStats()),
     ],
 )
-def test_drafts_are_counted_by_row_and_position(
-    drafts: list[list[int]], sampled: list[list[int]], stats: DraftStats
-):
+def test_drafts_are_counted_by_row_and_position(drafts, sampled, stats):
     """Behaviour 25."""
     stage = Stage(num_speculative_tokens=3)
     names = [f"r{index}" for index in range(len(drafts))]

@@ -11,7 +11,6 @@ from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, chunk,
 
 
 def _after_first_turn(**options: object) -> tuple[Stage, Request]:
-    """A session that has said 10 and STOP."""
     stage = Stage(**options)
     resumable = session("a", 3)
     resumable.token_ids = [1, 2, 3]
@@ -257,9 +256,7 @@ def test_a_turn_that_ends_with_a_full_block_hashes_what_takes_its_place():
     ("num_computed", "num_placeholders", "kept"),
     [(9, 0, 8), (9, 1, 8), (10, 3, 7), (8, 0, 8), (7, 0, 7), (0, 0, 0)],
 )
-def test_a_turn_that_ends_keeps_what_is_computed_and_known(
-    num_computed: int, num_placeholders: int, kept: int
-):
+def test_a_turn_that_ends_keeps_what_is_computed_and_known(num_computed, num_placeholders, kept):
     resumable = session("a", 9)
     resumable.num_computed_tokens, resumable.num_placeholders = num_computed, num_placeholders
     resumable.draft_token_ids = [5]

@@ -34,7 +34,6 @@ DATA = bytes(range(24))
 
 
 def proof_of(source: TensorSource, session_id: str = SESSION) -> bytes:
-    """What a frontend of this host answers."""
     return hmac.digest(shared_memory.read(source.probe_name, 0, 32), session_id.encode(), "sha256")
 
 

@@ -65,7 +65,6 @@ def text_of(responses: list[generate_pb2.GenerateResponse]) -> str:
 
 
 def echo(engine: FakeEngine, request: FakeRequest) -> None:
-    """Answer with the prompt."""
     answer("", token_ids=request.prompt)(engine, request)
 
 

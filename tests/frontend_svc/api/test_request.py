@@ -27,7 +27,6 @@ QUEUED, RUNNING = request_pb2.REQUEST_STATE_QUEUED, request_pb2.REQUEST_STATE_RU
 
 
 async def abort(client: Client, request_id: str) -> int:
-    """Abort and the state it tells."""
     response = await client.request.Abort(request_pb2.AbortRequest(request_id=request_id), timeout=WAIT_S)
     return int(response.state)
 

@@ -44,7 +44,6 @@ def resume(client: Client, token: str, last_position: int):
 
 
 async def refusal(call) -> grpc.aio.AioRpcError:
-    """The status a stream ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
@@ -211,7 +210,6 @@ class Source:
             self.messages.put_nowait(Response(position=self._position, started=generate_pb2.Started()))
 
     async def taken(self, num_messages: int) -> None:
-        """Wait until so many were taken."""
         async with asyncio.timeout(WAIT_S):
             while self.num_taken < num_messages:
                 self._taken.clear()
@@ -237,7 +235,6 @@ def streams_of(source: Source, drain: Drain | None = None, **limits: int) -> Res
 
 
 async def nothing_kept(resume, caller, on_adopted) -> AsyncGenerator[Response, None]:
-    """What other frontends left: nothing."""
     raise not_kept(resume.resume_token)
     yield
 

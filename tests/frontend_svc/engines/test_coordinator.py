@@ -74,7 +74,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.refused: asyncio.Queue[int] = asyncio.Queue()  # what they knew
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:
-        """Listen; the caller stops what it gets."""
         server = grpc.aio.server(options=INTERNAL.options())
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port(address)}"

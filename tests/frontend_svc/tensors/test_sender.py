@@ -364,7 +364,6 @@ class FakeStore(engine_pb2_grpc.EngineCoreServiceServicer):
         return engine_pb2.UploadBlobResponse(sha256=self.stored[-1])
 
     async def until_running(self, num_calls: int) -> None:
-        """Wait until so many calls run at once."""
         async with asyncio.timeout(WAIT_S):
             while self.num_running < num_calls:
                 self.changed.clear()
@@ -398,7 +397,6 @@ class UploadRig:
         self.uploads.use(self.connect())
 
     def connect(self) -> engine_pb2_grpc.EngineCoreServiceStub:
-        """Another connection to the store."""
         self.channels.append(grpc.aio.insecure_channel(self._address))
         return engine_pb2_grpc.EngineCoreServiceStub(self.channels[-1])
 
@@ -470,9 +468,7 @@ async def test_an_upload_that_is_stopped_ends_as_such() -> None:
             await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_uploads_that_are_stopped_leave_their_places_to_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_uploads_that_are_stopped_leave_their_places_to_others(caplog):
     async with rig_with_store() as rig:
         rig.store.may_read.clear()
         stopped = [rig.start(tensor_of(seed)) for seed in range(2 * MAX_UPLOADS)]

@@ -44,13 +44,11 @@ def check_request(request: generate_pb2.GenerateRequest, model: ServedModel, lim
 
 
 async def entry_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> add_pb2.AddEntry:
-    """The one ADD of a request."""
     (entry,) = (await prepare(request, RequestPrompt(request), model, LIMITS)).entries
     return entry
 
 
 async def prompt_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> list[int]:
-    """The ids that are sent as its prompt."""
     return (await prepare(request, RequestPrompt(request), model, LIMITS)).prompt_token_ids
 
 

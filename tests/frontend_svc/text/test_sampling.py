@@ -492,7 +492,6 @@ class Encoder:
         self._tokenizer = tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of `text`."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 

@@ -122,9 +122,7 @@ def test_each_task_runs_once(use_threads: Callable[[int], None], num_threads: in
             assert _native.count_task_runs(num_tasks) == b"\1" * num_tasks
 
 
-def test_a_job_of_many_tasks_behind_one_of_few_is_not_entered_before_it_is_open(
-    use_threads: Callable[[int], None],
-) -> None:
+def test_a_job_of_many_tasks_behind_one_of_few_is_not_entered_before_it_is_open(use_threads):
     from triptych_kernels.cpu import _native
 
     use_threads(4)

@@ -96,7 +96,6 @@ async def test_requests_spread_and_an_abort_list_is_one_message_to_each_engine()
 
 
 def step_of(handle: int, *, is_last: bool = False) -> step_pb2.Step:
-    """One token of one request."""
     column = array("I", [handle]).tobytes()
     ending = step_pb2.StepFinished(row=0, reason=output_pb2.FINISH_REASON_LENGTH)
     finished = [ending] if is_last else []
