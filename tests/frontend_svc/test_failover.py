@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 import grpc
 import pytest
@@ -808,98 +806,6 @@ def test_one_that_ends_gives_its_place_to_the_next():
     (first,) = send_all(suspects, waiting, "b")
     suspects.clear(first)
     assert len(send_all(suspects, waiting, "b")) == 1
-
-
-class SuspectsWorld:
-    """Engines that die of the prefill of one request and are back a while later, and requests that go on."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = Random(seed)
-        self.suspects = Suspects()
-        self.engines: dict[str, list[Suspect]] = {
-            f"engine-{index}": [] for index in range(self.chance.randrange(1, 5))
-        }
-        self.down: dict[str, int] = {}
-        self.num_left: dict[Suspect, int] = {}  # steps until the first output, then until the end
-        self.has_output: dict[Suspect, bool] = {}
-        self.waiting: deque[Suspect] = deque()
-        self.poison = Suspect()
-        self.quarantined: list[Suspect] = []
-        self.done: list[Suspect] = []
-        self.num_deaths = 0
-
-    def arrive(self, suspect: Suspect) -> None:
-        self.num_left[suspect] = self.chance.randrange(1, 30)
-        self.waiting.append(suspect)
-
-    def turn(self) -> None:
-        for address in [address for address, turns in self.down.items() if turns == 0]:
-            del self.down[address]
-        self.down = {address: turns - 1 for address, turns in self.down.items()}
-        self.dispatch()
-        for address in list(self.engines):
-            if address not in self.down:
-                self.step(address)
-
-    def dispatch(self) -> None:
-        for suspect in in_order(self.waiting):
-            up = [address for address in self.engines if address not in self.down]
-            free = [address for address in up if self.suspects.may_go(suspect, address)]
-            if free:
-                address = self.chance.choice(free)
-                self.waiting.remove(suspect)
-                self.suspects.send(suspect, address)
-                self.has_output[suspect] = False
-                self.engines[address].append(suspect)
-        self.suspects.settle()
-
-    def step(self, address: str) -> None:
-        scheduled = [one for one in self.engines[address] if self.chance.random() < 0.7]
-        if self.poison in scheduled:
-            self.die(address)
-            return
-        for suspect in scheduled:
-            if not self.has_output[suspect]:
-                self.has_output[suspect] = True
-                self.suspects.clear(suspect)
-            self.num_left[suspect] -= 1
-            if not self.num_left[suspect]:
-                self.engines[address].remove(suspect)
-                self.suspects.clear(suspect)
-                self.done.append(suspect)
-
-    def die(self, address: str) -> None:
-        lost, self.engines[address] = self.engines[address], []
-        self.down[address] = self.chance.randrange(3, 30)
-        self.num_deaths += 1
-        self.chance.shuffle(lost)
-        for suspect in lost:
-            if self.suspects.lose(suspect, address, DEATH, had_output=self.has_output[suspect]):
-                self.quarantined.append(suspect)
-            else:
-                self.waiting.append(suspect)
-
-
-@pytest.mark.parametrize("first_seed", range(0, 400, 50))
-def test_a_request_that_kills_at_its_prefill_kills_two_engines_and_alone_is_quarantined(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        world = SuspectsWorld(seed)
-        innocent = [Suspect() for _ in range(world.chance.randrange(1, 64))]
-        poison_at = world.chance.randrange(40)
-        late = [one for one in innocent if world.chance.random() < 0.3]
-        for suspect in innocent:
-            if suspect not in late:
-                world.arrive(suspect)
-        for turn in range(3000):
-            if turn == poison_at:
-                world.arrive(world.poison)
-            if late and world.chance.random() < 0.3:
-                world.arrive(late.pop())
-            world.turn()
-        assert world.num_deaths <= 2, seed
-        assert world.quarantined == [world.poison], seed
-        assert set(world.done) == set(innocent), seed
-        assert world.suspects.num_unproven == 0, seed
 
 
 # The budget for sending requests again.

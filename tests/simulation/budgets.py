@@ -80,14 +80,14 @@ class EncoderBudget:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._remaining = max_tokens
-        self._encoded: set[tuple[Request, int]] = set()
+        self.remaining = max_tokens
+        self.encoded: set[tuple[Request, int]] = set()
         self._of_step: dict[Request, list[tuple[int, int]]] = {}
         self.num_clipped = 0
 
     def begin_step(self) -> None:
         """The encoder is idle. What was encoded is kept."""
-        self._remaining = self._max_tokens
+        self.remaining = self._max_tokens
         self._of_step.clear()
 
     def admits(self, request: Request) -> bool:
@@ -96,7 +96,7 @@ class EncoderBudget:
 
     def clip(self, request: Request, num_tokens: int) -> int:
         """Up to the first span that cannot be encoded in this step."""
-        start, remaining = request.num_computed_tokens, self._remaining
+        start, remaining = request.num_computed_tokens, self.remaining
         for span in request.spans:
             if self._needs(request, span.start, span.num_tokens, start, start + num_tokens):
                 remaining -= span.num_tokens
@@ -110,16 +110,16 @@ class EncoderBudget:
         end = request.num_computed_tokens
         for span in request.spans:
             if self._needs(request, span.start, span.num_tokens, end - num_tokens, end):
-                self._encoded.add((request, span.start))
+                self.encoded.add((request, span.start))
                 self._of_step.setdefault(request, []).append((span.start, span.num_tokens))
-                self._remaining -= span.num_tokens
-                expect(self._remaining >= 0, "budget", f"{request.request_id}: too much to encode")
+                self.remaining -= span.num_tokens
+                expect(self.remaining >= 0, "budget", f"{request.request_id}: too much to encode")
 
     def give_back(self, request: Request, num_tokens: int) -> None:
         for start, num_span_tokens in self._of_step.pop(request, []):
-            self._encoded.discard((request, start))
-            self._remaining += num_span_tokens
+            self.encoded.discard((request, start))
+            self.remaining += num_span_tokens
 
     def _needs(self, request: Request, span_start: int, num_span_tokens: int, start: int, end: int) -> bool:
         is_touched = span_start < end and span_start + num_span_tokens > start
-        return is_touched and (request, span_start) not in self._encoded
+        return is_touched and (request, span_start) not in self.encoded

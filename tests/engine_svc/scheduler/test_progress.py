@@ -10,8 +10,9 @@ from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.request import Request, RequestStatus
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.step import StepPlan
-from tests.engine_svc.scheduler.doubles import AdapterCap, AtMost
+from tests.engine_svc.scheduler.doubles import AtMost
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, request, session
+from tests.simulation.budgets import AdapterCap
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -22,10 +23,14 @@ from frontend_svc.text.conversation import check_conversation
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.text_files import TextRefused
 from service_kit.errors import InvalidArgument
-from tests.frontend_svc.text.chat_templates import BY_FAMILY, GEMMA, QWEN_3
 from tests.frontend_svc.tokenizers import byte_level_tokenizer
 from triptych.api.v1 import chat_message_pb2
 
+# Templates in the formats of model families in use, written for these tests.
+BY_FAMILY = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+}
 WITH_CALLS = [family for family in BY_FAMILY if family not in ("gemma", "zephyr")]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WEATHER = {
@@ -145,7 +150,7 @@ def test_arguments_that_are_no_json_are_refused():
     conversation = copy.deepcopy(CONVERSATIONS["a call"])
     conversation["messages"][1]["tool_calls"][0]["function"]["arguments"] = "{"
     with pytest.raises(TextRefused, match="arguments of a tool call of message 1 are not JSON"):
-        render(QWEN_3, conversation)
+        render(BY_FAMILY["qwen-3"], conversation)
 
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
@@ -166,8 +171,8 @@ LOOPS_BY_A_NAME = (
         (LOOPS_ALWAYS, "one", "[one]"),
         (LOOPS_BY_A_NAME, PARTS, "[one][two]"),
         (LOOPS_BY_A_NAME, "one", "[one]"),
-        (GEMMA, PARTS, "<s><start_of_turn>user\nonetwo<end_of_turn>\n"),
-        (GEMMA, "one", "<s><start_of_turn>user\none<end_of_turn>\n"),
+        (BY_FAMILY["gemma"], PARTS, "<s><start_of_turn>user\nonetwo<end_of_turn>\n"),
+        (BY_FAMILY["gemma"], "one", "<s><start_of_turn>user\none<end_of_turn>\n"),
     ],
 )
 def test_content_comes_as_the_template_reads_it(source, content, prompt):
