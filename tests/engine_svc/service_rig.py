@@ -260,6 +260,25 @@ async def serving(
         await rig.stop()
 
 
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[ServiceRig, engine_pb2_grpc.EngineCoreServiceStub]]:
+    """A rig with these options, served."""
+    rig = ServiceRig(**options)
+    async with serving(rig) as stub:
+        yield rig, stub
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    **options: Any,
+) -> AsyncIterator[tuple[ServiceRig, engine_pb2_grpc.EngineCoreServiceStub, StreamClient]]:
+    """The same, with a client that is open."""
+    async with served(**options) as (rig, stub):
+        client = StreamClient(stub, "f")
+        await client.open()
+        yield rig, stub, client
+
+
 def make_entry(
     handle: int, *, prompt: Sequence[int] = (), max_tokens: int = 5, attempt: int = 0, **sampling: object
 ) -> add_pb2.AddEntry:

@@ -34,6 +34,7 @@ from tests.engine_svc.service_rig import (
     make_entry,
     parked,
     prompt_of,
+    served,
     serving,
     until_finished,
 )
@@ -66,6 +67,22 @@ async def begun(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClie
     return client
 
 
+async def orphaned(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClient:
+    """The same, with its stream broken, which the engine has noticed."""
+    client = await begun(stub, rig, *entries)
+    await client.close()
+    await parked(rig, stub)
+    return client
+
+
+async def adopting(stub, *entries: tuple[int, str]) -> StreamClient:
+    """Another frontend, which has adopted these."""
+    client = await another(stub)
+    await client.adopt(*entries)
+    await client.until(lambda: client.kinds().count("adopted") == len(entries))
+    return client
+
+
 async def again(stub, first: StreamClient) -> StreamClient:
     """The first frontend over another stream, behind all that it has read."""
     last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=first.heard[-1].seq)
@@ -83,14 +100,9 @@ def reason_of(rejected: engine_pb2.AddRejected) -> bytes:
 
 
 async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_first_token():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1), kept_entry(2))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((11, wire_id(1)), (12, wire_id(2)))
-        await second.until(lambda: second.kinds().count("adopted") == 2)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1), kept_entry(2))
+        second = await adopting(stub, (11, wire_id(1)), (12, wire_id(2)))
         rig.executor.gate.set()
         await second.until_ended(11, 12)
         assert second.tokens == {11: whole(1), 12: whole(2)}
@@ -106,15 +118,12 @@ async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_firs
 
 
 async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         await first.until(lambda: len(first.tokens[1]) >= 3)
         await first.close()
         await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+        second = await adopting(stub, (7, wire_id(1)))
         rig.executor.gate.set()
         await second.until_ended(7)
         step = next(message.step for message in second.heard if message.WhichOneof("message") == "step")
@@ -125,11 +134,8 @@ async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
 
 
 async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1))
         rig.executor.gate.set()
         await until_finished(stub, 1)
         second = await another(stub)
@@ -139,8 +145,7 @@ async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
 
 
 async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         rig.executor.gate.set()
         await first.until_ended(1)
@@ -153,8 +158,7 @@ async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again()
 
 
 async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_status():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=NUM_TOKENS))
         second = await another(stub)
         await second.adopt((1, wire_id(1)), (2, wire_id(2)), (3, "f" * 32))
@@ -186,8 +190,7 @@ async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_s
 
 
 async def test_a_request_can_be_adopted_again_and_again():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         client = await begun(stub, rig, kept_entry(1))
         for index, name in enumerate("bcd"):
             await client.close()
@@ -201,14 +204,9 @@ async def test_a_request_can_be_adopted_again_and_again():
 
 
 async def test_a_frontend_that_comes_back_hears_that_its_request_ended_there_and_can_harm_it_no_more():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1))
+        second = await adopting(stub, (7, wire_id(1)))
         back = await again(stub, first)
         await back.abort(1)
         await back.flush()
@@ -226,9 +224,7 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
         first = await begun(stub, rig, kept_entry(1), kept_entry(2), make_entry(3, max_tokens=100))
         await first.close()
         await lost(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+        second = await adopting(stub, (7, wire_id(1)))
         await parked(rig, stub, 0)
         await second.adopt((8, wire_id(2)))
         rig.executor.gate.set()
@@ -257,8 +253,7 @@ async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_block
 
 
 async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1, max_tokens=100))
         await first.send(engine_pb2.ConnectRequest(goodbye=engine_pb2.Goodbye()))
         await first.until(lambda: first.is_over)
@@ -268,8 +263,7 @@ async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
 
 
 async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_else():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
@@ -285,8 +279,7 @@ async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_el
 
 
 async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
@@ -299,11 +292,8 @@ async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace(
 
 
 async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1))
         back = await again(stub, first)
         await back.flush()
         second = await another(stub)
@@ -316,11 +306,8 @@ async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
 
 
 async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, grace_ms=0))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1, grace_ms=0))
         back = await again(stub, first)
         rig.executor.gate.set()
         await back.until_ended(1)
@@ -328,11 +315,8 @@ async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed(
 
 
 async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1))
         second = await another(stub)
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
@@ -345,14 +329,9 @@ async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
 
 
 async def test_an_adopted_request_is_aborted_by_its_new_handle():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, max_tokens=100))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
+        second = await adopting(stub, (7, wire_id(1)))
         await second.abort(7)
         await second.flush()
         rig.executor.gate.set()
@@ -362,8 +341,7 @@ async def test_an_adopted_request_is_aborted_by_its_new_handle():
 
 
 async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_move():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         await first.abort(1, reason=engine_pb2.ABORT_REASON_MIGRATED)
         later = kept_entry(1, attempt=1)
@@ -382,11 +360,8 @@ async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_m
 
 
 async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how_its_tokens_came():
-    rig = ServiceRig(max_outbox_bytes=10_000_000)
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, max_tokens=100))
-        await first.close()
-        await parked(rig, stub)
+    async with served(max_outbox_bytes=10_000_000) as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
         unread = StreamClient(stub, "b")
         await unread.say_hello(**FEATURES)
         await unread.adopt((7, wire_id(1)))
@@ -402,8 +377,7 @@ async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how
 
 
 async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         client = await another(stub)
         entry = kept_entry(1)
         entry.resume_state = b"x" * (MAX_RESUME_STATE_BYTES + 1)

@@ -105,6 +105,12 @@ class Rig:
     def start(self) -> None:
         self._thread.start()
 
+    def serve(self, num_requests: int) -> None:
+        """Run until so many requests have ended."""
+        self.start()
+        self.frontend.read_until_ended(num_requests)
+        self.stop()
+
     def stop(self) -> None:
         self.inbox.put(Stop())
         self.join()
@@ -128,9 +134,7 @@ def test_requests_get_the_tokens_of_their_own_prompts_and_seeds():
     rig = Rig()
     for handle in range(10):
         rig.add(handle, max_tokens=20)
-    rig.start()
-    rig.frontend.read_until_ended(10)
-    rig.stop()
+    rig.serve(10)
     assert rig.frontend.tokens == {
         handle: expected_tokens(prompt_of(handle), handle, 20) for handle in range(10)
     }
@@ -143,9 +147,7 @@ def test_adds_that_wait_together_join_one_step():
     rig = Rig(on_launch=plans.append)
     for handle in range(10):
         rig.add(handle, max_tokens=1)
-    rig.start()
-    rig.frontend.read_until_ended(10)
-    rig.stop()
+    rig.serve(10)
     assert [len(plan.admitted) for plan in plans] == [10]
 
 
@@ -192,9 +194,7 @@ def test_an_abort_does_not_overtake_its_add_and_a_second_one_is_harmless():
     rig.inbox.put(Abort("r1"))
     rig.inbox.put(Abort("r1"))
     rig.add(2, max_tokens=3)
-    rig.start()
-    rig.frontend.read_until_ended(2)
-    rig.stop()
+    rig.serve(2)
     assert rig.frontend.ends == [(1, FinishReason.ABORT), (2, FinishReason.LENGTH)]
 
 
@@ -372,9 +372,7 @@ def test_what_is_told_of_tokens_reaches_the_handles_they_belong_to():
     rig.inbox.put(Add(Request("long", prompt, 100, SamplingParams(max_tokens=3)), rig.frontend.outbox, 9))
     for handle in (1, 2):
         rig.add(handle, max_tokens=4)
-    rig.start()
-    rig.frontend.read_until_ended(3)
-    rig.stop()
+    rig.serve(3)
     told: dict[int, list[float]] = {}
     places: list[int] = []
     for step in steps:
@@ -440,9 +438,7 @@ def test_a_call_is_work_with_an_age_and_a_budget_until_it_is_done():
     seen: list[Figures] = []
     rig.inbox.put(Call(lambda: seen.append(rig.board.read())))
     rig.add(1, max_tokens=2)
-    rig.start()
-    rig.frontend.read_until_ended(1)
-    rig.stop()
+    rig.serve(1)
     (during,) = seen
     assert (during.has_work, during.is_in_call) == (True, True)
     assert (during.step_started_at, during.step_budget_s) == (3.0, CALL_BUDGET_S)
@@ -455,9 +451,7 @@ def test_what_was_asked_for_when_idle_is_judged_as_well():
     seen: list[Figures] = []
     rig.add(1, max_tokens=2)
     rig.engine.when_idle(lambda: seen.append(rig.board.read()))
-    rig.start()
-    rig.frontend.read_until_ended(1)
-    rig.stop()
+    rig.serve(1)
     assert [(figures.step_started_at, figures.step_budget_s) for figures in seen] == [(0.0, CALL_BUDGET_S)]
 
 
@@ -481,9 +475,7 @@ def test_steps_that_a_call_waits_for_are_judged_as_steps_and_what_follows_as_the
     # Six prompt tokens each, sixty-four a step: they need two steps to enter.
     for handle in range(12):
         rig.add(handle, max_tokens=1)
-    rig.start()
-    rig.frontend.read_until_ended(12)
-    rig.stop()
+    rig.serve(12)
     assert [(figures.is_in_call, figures.step_started_at) for figures in seen] == [(True, 0.0), (True, 7.0)]
     settled = [figures for figures in executor.seen if figures.step_started_at == 7.0]
     assert settled
@@ -618,9 +610,7 @@ def test_offenders_end_with_an_error_and_the_others_get_their_tokens(moment, max
     rig = Rig(executor=executor, max_in_flight=max_in_flight)
     for handle in range(16):
         rig.add(handle, max_tokens=12)
-    rig.start()
-    rig.frontend.read_until_ended(16)
-    rig.stop()
+    rig.serve(16)
     assert rig.error is None
     assert_others_are_exact(rig, range(16), offenders, 12)
     assert rig.board.read().scheduler.num_used_blocks == 0
@@ -637,9 +627,7 @@ def test_an_offender_that_fails_only_later_is_found_as_well(moment):
     rig = Rig(executor=FailingExecutor(why, moment), max_in_flight=2)
     for handle in range(8):
         rig.add(handle, max_tokens=20)
-    rig.start()
-    rig.frontend.read_until_ended(8)
-    rig.stop()
+    rig.serve(8)
     assert_others_are_exact(rig, range(8), {3}, 20)
     # What it had until then is right.
     assert rig.frontend.tokens[3] == expected_tokens(prompt_of(3), 3, 20)[: len(rig.frontend.tokens[3])]
@@ -658,9 +646,7 @@ def test_an_error_that_does_not_come_back_ends_nobody(moment):
     rig = Rig(executor=executor, max_in_flight=2)
     for handle in range(9):
         rig.add(handle, max_tokens=15)
-    rig.start()
-    rig.frontend.read_until_ended(9)
-    rig.stop()
+    rig.serve(9)
     assert executor.num_failures == 1
     assert_others_are_exact(rig, range(9), set(), 15)
 
@@ -678,9 +664,7 @@ def test_prompts_of_several_steps_are_heard_to_their_end():
     rig.add(1, max_tokens=10)
     rig.inbox.put(Add(Request("long", prompt, 100, SamplingParams(max_tokens=3)), rig.frontend.outbox, 9))
     rig.add(2, max_tokens=10)
-    rig.start()
-    rig.frontend.read_until_ended(3)
-    rig.stop()
+    rig.serve(3)
     assert dict(rig.frontend.ends) == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH, 9: FinishReason.ERROR}
     assert rig.frontend.tokens[1] == expected_tokens(prompt_of(1), 1, 10)
 
@@ -698,9 +682,7 @@ def test_blocks_of_a_step_that_failed_are_hit_by_nobody():
     for handle in (1, 2):
         request = Request(f"r{handle}", prompt.copy(), 20, SamplingParams(max_tokens=3))
         rig.inbox.put(Add(request, rig.frontend.outbox, handle))
-    rig.start()
-    rig.frontend.read_until_ended(2)
-    rig.stop()
+    rig.serve(2)
     # The newer is heard alone first, and finds nothing; then the older finds what it has computed, and the
     # newer, which made room for it, all of its own.
     assert seen == [0, 4, 0, 4, 5]
@@ -717,9 +699,7 @@ def test_a_suspect_that_is_aborted_meanwhile_holds_nobody_up():
     executor.why = why
     for handle in range(4):
         rig.add(handle, max_tokens=6)
-    rig.start()
-    rig.frontend.read_until_ended(4)
-    rig.stop()
+    rig.serve(4)
     assert dict(rig.frontend.ends)[1] is FinishReason.ABORT
     assert {reason for handle, reason in rig.frontend.ends if handle != 1} == {FinishReason.LENGTH}
 
@@ -734,9 +714,7 @@ def test_a_step_too_large_for_the_device_is_run_again_with_half_of_its_tokens():
     rig = Rig(executor=FailingExecutor(why))
     for handle in range(8):
         rig.add(handle, max_tokens=8)
-    rig.start()
-    rig.frontend.read_until_ended(8)
-    rig.stop()
+    rig.serve(8)
     assert_others_are_exact(rig, range(8), set(), 8)
     assert totals[:2] == [48, 24]
 
@@ -748,9 +726,7 @@ def test_whoever_is_too_large_alone_ends_and_the_engine_does_not():
     rig = Rig(executor=FailingExecutor(why), max_in_flight=2)
     for handle in range(8):
         rig.add(handle, max_tokens=8)
-    rig.start()
-    rig.frontend.read_until_ended(8)
-    rig.stop()
+    rig.serve(8)
     assert_others_are_exact(rig, range(8), {5}, 8)
 
 
@@ -815,9 +791,7 @@ def test_broken_logits_of_one_row_end_that_request_alone_and_say_why():
     rig.frontend.on_step = steps.append
     for handle in range(2):
         rig.add(handle, max_tokens=4)
-    rig.start()
-    rig.frontend.read_until_ended(2)
-    rig.stop()
+    rig.serve(2)
     assert rig.error is None
     messages = [row.message for step in steps for row in step.finished if row.reason is FinishReason.ERROR]
     assert set(messages) == {"the model yielded logits that are not finite"}
@@ -888,9 +862,7 @@ def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_
     rig = Rig(hooks=(Chooser(),))
     rig.inbox.put(Add(Request("bad", [333, 1, 2], 3, SamplingParams(max_tokens=4)), rig.frontend.outbox, 7))
     rig.add(1, max_tokens=4)
-    rig.start()
-    rig.frontend.read_until_ended(2)
-    rig.stop()
+    rig.serve(2)
     assert dict(rig.frontend.ends) == {7: FinishReason.ERROR, 1: FinishReason.LENGTH}
     assert rig.frontend.tokens == {7: [], 1: expected_tokens(prompt_of(1), 1, 4)}
     assert rig.scheduler.num_unfinished == 0
@@ -997,9 +969,7 @@ def rows_of(plans: list[StepPlan], *, suspects: tuple[int, ...]) -> list[list[st
     inbox.answer = answer
     rig.add(1, max_tokens=12)
     rig.add(2, max_tokens=1, is_suspect=2 in suspects)
-    rig.start()
-    rig.frontend.read_until_ended(3)
-    rig.stop()
+    rig.serve(3)
     return [list(plan.request_ids) for plan in plans]
 
 
@@ -1024,9 +994,7 @@ def test_steps_run_ahead_again_when_a_suspect_has_yielded():
 
     rig.executor.on_launch = launch
     rig.add(1, max_tokens=6, is_suspect=True)
-    rig.start()
-    rig.frontend.read_until_ended(1)
-    rig.stop()
+    rig.serve(1)
     # One token a step: what was launched and has not yielded when each of the steps is launched.
     assert ahead == [0, 0, 1, 1, 1, 1]
 
@@ -1052,8 +1020,6 @@ def test_a_suspect_that_is_aborted_holds_up_nothing(max_in_flight: int):
     rig.add(1, is_suspect=True)
     rig.inbox.put(Abort("r1"))
     rig.add(2, max_tokens=4)
-    rig.start()
-    rig.frontend.read_until_ended(2)
-    rig.stop()
+    rig.serve(2)
     assert len(rig.frontend.tokens[2]) == 4
     assert not rig.engine._unproven

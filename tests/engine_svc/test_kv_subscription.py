@@ -16,7 +16,7 @@ from engine_svc.features.kv_events import KVEvents
 from engine_svc.mailbox import KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
-from tests.engine_svc.service_rig import ServiceRig, StreamClient, make_entry, serving
+from tests.engine_svc.service_rig import ServiceRig, StreamClient, make_entry, served, serving
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, kv_pb2
 
 EPOCH = 7  # of the rig's engine
@@ -217,8 +217,7 @@ async def test_a_cursor_that_is_gone_is_out_of_range():
 
 
 async def test_an_engine_that_tells_nobody_names_the_option():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         error = await Follower(stub).read_to_error()
         assert error.code() is CODE.FAILED_PRECONDITION
         assert "--enable-kv-events" in (error.details() or "")

@@ -43,11 +43,13 @@ from tests.engine_svc.service_rig import (
     ServiceRig,
     StreamClient,
     added,
+    connected,
     lost,
     make_entry,
     make_facts,
     parked,
     prompt_of,
+    served,
     serving,
     until_finished,
 )
@@ -56,10 +58,7 @@ from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
 
 async def test_ten_requests_of_twenty_tokens_make_the_round_trip():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         await client.add(*(make_entry(handle, max_tokens=20) for handle in range(10)))
         await client.until_ended(*range(10))
         assert client.tokens == {
@@ -70,8 +69,7 @@ async def test_ten_requests_of_twenty_tokens_make_the_round_trip():
 
 
 async def test_two_frontends_see_only_their_own_requests():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         one, two = StreamClient(stub, "one"), StreamClient(stub, "two")
         await one.open()
         await two.open()
@@ -84,10 +82,7 @@ async def test_two_frontends_see_only_their_own_requests():
 
 
 async def test_an_abort_in_a_run_ends_it_at_once_and_frees_its_blocks():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, stub, client):
         rig.executor.gate.clear()
         await client.add(make_entry(1, max_tokens=100))
         await asyncio.to_thread(rig.executor.wait_for_launches, 1)
@@ -104,10 +99,7 @@ async def test_an_abort_in_a_run_ends_it_at_once_and_frees_its_blocks():
 
 
 async def test_aborting_every_even_request_leaves_the_odd_ones_whole():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, _, client):
         await added(rig, client, *(make_entry(handle, max_tokens=100) for handle in range(10)), hold_at=20)
         await client.until(lambda: all(len(client.tokens.get(handle, [])) >= 15 for handle in range(10)))
         await client.abort(*range(0, 10, 2))
@@ -149,10 +141,7 @@ async def test_two_hundred_cancels_at_random_moments_end_each_request_once_and_l
 
 
 async def test_an_abort_of_another_attempt_is_not_meant_for_this_one():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, _, client):
         rig.executor.gate.clear()
         await client.add(make_entry(1, attempt=3, max_tokens=30))
         await client.abort(1, attempts=[2])
@@ -163,9 +152,7 @@ async def test_an_abort_of_another_attempt_is_not_meant_for_this_one():
 
 
 async def test_an_abort_of_very_many_is_acted_on_in_pieces():
-    async with serving(ServiceRig()) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         await client.add(make_entry(1))
         await client.until_ended(1)
         await client.abort(*[1] * 10_000)
@@ -177,8 +164,7 @@ async def test_an_abort_of_very_many_is_acted_on_in_pieces():
 
 
 async def test_a_lost_stream_aborts_its_requests_and_no_others():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         lost, other = StreamClient(stub, "lost"), StreamClient(stub, "other")
         await lost.open()
         await other.open()
@@ -196,10 +182,7 @@ async def test_a_lost_stream_aborts_its_requests_and_no_others():
 
 
 async def test_goodbye_ends_the_stream_and_its_requests():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, stub, client):
         rig.executor.hold_at = 5
         await client.add(make_entry(1, max_tokens=100))
         await client.until(lambda: 1 in client.tokens)
@@ -211,10 +194,7 @@ async def test_goodbye_ends_the_stream_and_its_requests():
 
 
 async def test_a_bad_add_is_answered_alone_with_field_and_limit():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         await client.add(
             make_entry(1),
             make_entry(2, temperature=float("nan")),
@@ -257,10 +237,7 @@ async def test_an_add_that_a_bug_of_ours_stands_in_the_way_of_is_answered_alone(
 
 
 async def test_a_request_that_can_never_fit_is_refused():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         await client.add(make_entry(1, prompt=[1] * 128), make_entry(2, prompt=[1] * 100, max_tokens=29))
         await client.until(lambda: set(client.rejected) == {1, 2})
         assert "127" in client.rejected[1].status.message
@@ -268,10 +245,7 @@ async def test_a_request_that_can_never_fit_is_refused():
 
 
 async def test_a_handle_in_use_is_refused_and_its_request_goes_on():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, _, client):
         rig.executor.gate.clear()
         await client.add(make_entry(1, max_tokens=20), make_entry(1, attempt=1))
         await client.until(lambda: 1 in client.rejected)
@@ -283,10 +257,7 @@ async def test_a_handle_in_use_is_refused_and_its_request_goes_on():
 
 
 async def test_messages_nobody_knows_are_ignored():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         # Field 99 of a newer contract, length-delimited.
         await client.send(engine_pb2.ConnectRequest.FromString(b"\x9a\x06\x02hi"))
         await client.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=1)))
@@ -295,10 +266,7 @@ async def test_messages_nobody_knows_are_ignored():
 
 
 async def test_utility_calls_are_refused_by_name():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         call = utility_pb2.UtilityCall(call_id=3, is_paused=utility_pb2.IsPausedCall())
         await client.send(engine_pb2.ConnectRequest(utility=call))
         await client.until(lambda: "utility_result" in client.kinds())
@@ -308,10 +276,7 @@ async def test_utility_calls_are_refused_by_name():
 
 
 async def test_a_deadline_ends_a_request_with_abort():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         late = make_entry(1, max_tokens=100)
         late.remaining_ms = 0
         await client.add(late, make_entry(2))
@@ -320,10 +285,7 @@ async def test_a_deadline_ends_a_request_with_abort():
 
 
 async def test_stop_rows_tell_end_of_sequence_from_stop_tokens():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         third = expected_tokens(prompt_of(1), 1, 3)[-1]
         await client.add(make_entry(1, max_tokens=9, stop_token_ids=[third]))
         await client.until_ended(1)
@@ -405,12 +367,24 @@ async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> S
     return client
 
 
+async def broken(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> StreamClient:
+    """The same, with its stream broken, which the engine has noticed."""
+    client = await begun(stub, rig, *handles, max_tokens=max_tokens)
+    await client.close()
+    await parked(rig, stub)
+    return client
+
+
+async def resumed(stub, first: StreamClient, **point: int) -> StreamClient:
+    """Another stream of the session of `first`."""
+    client = StreamClient(stub, "f")
+    await client.open(**again(first, **point))
+    return client
+
+
 async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1, 2)
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await broken(stub, rig, 1, 2)
         rig.executor.gate.set()
         await until_finished(stub, 2)
         second = StreamClient(stub, "f")
@@ -429,13 +403,9 @@ async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed(
 
 
 async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1)
-        await first.close()
-        await parked(rig, stub)
-        second = StreamClient(stub, "f")
-        await second.open(**again(first, last_seq=1))
+    async with served() as (rig, stub):
+        first = await broken(stub, rig, 1)
+        second = await resumed(stub, first, last_seq=1)
         await second.until(lambda: len(second.heard) >= len(first.heard) - 1)
         repeated = {message.seq: message for message in second.heard[1:]}
         for message in first.heard[2:]:
@@ -443,13 +413,9 @@ async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
 
 
 async def test_an_add_that_is_repeated_after_a_break_is_run_once():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1)
-        await first.close()
-        await parked(rig, stub)
-        second = StreamClient(stub, "f")
-        await second.open(**again(first))
+    async with served() as (rig, stub):
+        first = await broken(stub, rig, 1)
+        second = await resumed(stub, first)
         await second.add(make_entry(1, max_tokens=20), make_entry(2, max_tokens=20))
         await second.flush()
         rig.executor.gate.set()
@@ -461,11 +427,9 @@ async def test_an_add_that_is_repeated_after_a_break_is_run_once():
 
 
 async def test_a_stream_that_looks_alive_is_taken_over():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, 1)
-        second = StreamClient(stub, "f")
-        await second.open(**again(first))
+        second = await resumed(stub, first)
         await first.until(lambda: first.is_over)
         rig.executor.gate.set()
         await second.until_ended(1)
@@ -497,11 +461,8 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
     ids=["another engine", "a place that never was", "no wish to resume"],
 )
 async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1, max_tokens=100)
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await broken(stub, rig, 1, max_tokens=100)
         second = StreamClient(stub, "f")
         fields = {**RESUME, "session_id": "new"} if hello is None else again(first, **hello)
         await second.open(**fields)
@@ -516,11 +477,8 @@ async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
 
 
 async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1, max_tokens=100)
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        await broken(stub, rig, 1, max_tokens=100)
         second = StreamClient(stub, "f")
         await second.open(**RESUME, session_id="new", frontend_epoch=2)
         await second.until(lambda: "ready" in second.kinds())
@@ -529,8 +487,7 @@ async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
 
 
 async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, 1)
         stranger = StreamClient(stub, "another")
         await stranger.open(session_id="f" * 4, **again(first))
@@ -542,16 +499,14 @@ async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
 
 
 async def test_closing_upstream_without_goodbye_is_a_break():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, 1)
         await first.call.done_writing()
         await first.until(lambda: first.is_over)
         assert first.error.code() is grpc.StatusCode.ABORTED
         assert rig.servicer.num_parked_sessions == 1
         rig.executor.gate.set()
-        second = StreamClient(stub, "f")
-        await second.open(**again(first))
+        second = await resumed(stub, first)
         await second.until_ended(1)
 
 
@@ -586,8 +541,7 @@ def client_beats(client: StreamClient) -> int:
 
 
 async def test_who_acknowledges_too_little_gets_no_steps_until_it_does_and_then_all_as_one():
-    rig = ServiceRig(max_replay_bytes=100)
-    async with serving(rig) as stub:
+    async with served(max_replay_bytes=100) as (rig, stub):
         client = await unacknowledged(stub, rig)
         assert client.finished == {}
         assert "step" not in client.kinds()
@@ -603,8 +557,7 @@ async def test_who_acknowledges_too_little_gets_no_steps_until_it_does_and_then_
 
 
 async def test_who_reads_and_acknowledges_nothing_for_two_seconds_is_cut_off():
-    rig = ServiceRig(max_replay_bytes=100)
-    async with serving(rig) as stub:
+    async with served(max_replay_bytes=100) as (rig, stub):
         client = await unacknowledged(stub, rig)
         await beat(rig, client, 4)
         # That is one message of many, and a sign of life.
@@ -619,8 +572,7 @@ async def test_who_reads_and_acknowledges_nothing_for_two_seconds_is_cut_off():
 
 
 async def test_what_waits_for_acknowledgements_has_a_limit():
-    rig = ServiceRig(max_replay_bytes=100, max_outbox_bytes=1500)
-    async with serving(rig) as stub:
+    async with served(max_replay_bytes=100, max_outbox_bytes=1500) as (rig, stub):
         rig.stop_beating()
         client = StreamClient(stub, "f")
         await client.open(**RESUME)
@@ -631,25 +583,18 @@ async def test_what_waits_for_acknowledgements_has_a_limit():
 
 
 async def test_what_is_computed_for_a_lost_stream_has_a_limit():
-    rig = ServiceRig(max_outbox_bytes=500)
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, *range(8), max_tokens=100)
-        await first.close()
-        await parked(rig, stub)
+    async with served(max_outbox_bytes=500) as (rig, stub):
+        await broken(stub, rig, *range(8), max_tokens=100)
         rig.executor.gate.set()
         assert (await until_finished(stub, 8)).num_generated_tokens < 800
         await parked(rig, stub, 0)
 
 
 async def test_a_drain_waits_for_a_frontend_that_may_come_back_and_its_end_says_what_is_left():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, 1, max_tokens=100)
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await broken(stub, rig, 1, max_tokens=100)
         drain = asyncio.create_task(rig.servicer.drain())
-        second = StreamClient(stub, "f")
-        await second.open(**again(first))
+        second = await resumed(stub, first)
         await second.until(lambda: "draining" in second.kinds())
         assert not drain.done()
         rig.engine.lifecycle.move_to(EngineState.STOPPED)
@@ -778,8 +723,7 @@ async def sends_what_nobody_can_read(rig: ServiceRig, stub: engine_pb2_grpc.Engi
     ],
 )
 async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         with without_collections():
             sessions, desks = Population(Session), Population(UtilityDesk)
             num_left = await end(rig, stub)
@@ -788,8 +732,7 @@ async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
 
 
 async def test_a_subscription_that_has_ended_is_freed_without_a_collection():
-    rig = ServiceRig(kv_event_log=KVEventLog(max_batches=8, max_blocks=8))
-    async with serving(rig) as stub:
+    async with served(kv_event_log=KVEventLog(max_batches=8, max_blocks=8)) as (_, stub):
         with without_collections():
             subscriptions = Population(KVSubscription)
             call = stub.SubscribeKvEvents(engine_pb2.SubscribeKvEventsRequest())

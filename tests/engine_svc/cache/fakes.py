@@ -84,6 +84,11 @@ class SmallCache:
         admitted.num_computed_tokens = admitted.num_tokens
         return True
 
+    def admitted(self, admitted: Request) -> Request:
+        """The request, which has to find room."""
+        assert self.admit(admitted)
+        return admitted
+
     def append(self, running: Request, new_tokens: list[int]) -> list[int] | None:
         """Compute tokens that came behind; returns the new blocks."""
         running.token_ids.extend(new_tokens)

@@ -283,8 +283,7 @@ def test_prefix_caching_is_refused():
 
 def test_room_is_taken_at_admission_for_the_whole_output_of_the_encoder_and_never_again():
     small = _small()
-    running = request("a", tokens(5), num_encoder_tokens=10)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5), num_encoder_tokens=10))
     assert tables_of(running) == [[1, 2], [3, 4, 5]]
     assert small.append(running, tokens(3)) == []
     assert small.append(running, [1]) == [6]
@@ -295,8 +294,7 @@ def test_room_is_taken_at_admission_for_the_whole_output_of_the_encoder_and_neve
 @pytest.mark.parametrize(("num_encoder_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_the_room_is_that_of_the_encoders_tokens(num_encoder_tokens: int, num_blocks: int):
     small = _small()
-    running = request("a", tokens(5), num_encoder_tokens=num_encoder_tokens)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5), num_encoder_tokens=num_encoder_tokens))
     assert len(tables_of(running)[1]) == num_blocks
     assert small.cache.max_blocks_for(5, num_encoder_tokens) == 2 + num_blocks
     assert small.cache.max_blocks_for(5) == 2
@@ -318,16 +316,14 @@ def test_the_encoders_room_is_part_of_what_admission_needs(num_usable: int, is_a
 
 def test_without_an_encoder_only_tokens_need_room():
     small = _small(3)
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     assert tables_of(running) == [[1, 2], []]
     assert not small.admit(request("b", tokens(1)))
 
 
 def test_only_tokens_end_the_quiet():
     small = _small(num_lookahead_tokens=1)
-    running = request("a", tokens(5), num_encoder_tokens=3)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5), num_encoder_tokens=3))
     # 8 slots, one of them ahead; the 4 slots of the encoder do not count.
     assert (running.room_until, running.quiet_until) == (7, 7)
     assert tables_of(running) == [[1, 2], [3]]
@@ -335,8 +331,7 @@ def test_only_tokens_end_the_quiet():
 
 def test_the_encoders_blocks_come_back_with_the_others():
     small = _small(8)
-    running = request("a", tokens(5), num_encoder_tokens=10)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5), num_encoder_tokens=10))
     assert small.cache.cost_of_release(running) == (5, 5)
     small.cache.release(running)
     assert small.pool.free_block_ids == [5, 4, 3, 2, 1, 6, 7]

@@ -18,26 +18,22 @@ COMMON = tokens(48)  # three full blocks
 
 def test_44_a_partial_block_has_no_hash_even_where_a_full_one_was():
     small = SmallCache(2)
-    first = request("a", tokens(16))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(16)))
     small.cache.release(first)
-    second = request("b", tokens(15))
-    assert small.admit(second)
+    second = small.admitted(request("b", tokens(15)))
     assert (table_of(second), small.hashes_of(second)) == ([1], [None])
     assert small.pool.num_cached_keys == 0
 
 
 def test_45_without_prefix_caching_nothing_is_found_again():
     small = SmallCache(5, block_size=4, enable_prefix_caching=False)
-    first = request("a", tokens(10))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(10)))
     assert table_of(first) == [1, 2, 3]
     assert small.hashes_of(first) == [None] * 3
     small.cache.release(first)
     # Nothing of it is worth keeping, so all of it comes first.
     assert small.pool.free_block_ids == [3, 2, 1, 4]
-    second = request("b", tokens(16))
-    assert small.admit(second)
+    second = small.admitted(request("b", tokens(16)))
     assert second.num_cached_tokens == 0
     assert table_of(second) == [3, 2, 1, 4]
     assert not small.admit(request("c", tokens(1)))
@@ -48,8 +44,7 @@ def test_45_without_prefix_caching_nothing_is_found_again():
 
 def test_46_a_refused_admission_changes_nothing():
     small = SmallCache(11)
-    first = request("a", tokens(96))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(96)))
     second = request("b", [*tokens(96), *tokens(80, 500)])
     assert not small.admit(second)
     assert (table_of(second), second.num_computed_tokens) == ([], 0)
@@ -60,8 +55,7 @@ def test_46_a_refused_admission_changes_nothing():
 
 def test_matched_blocks_that_nobody_holds_count_as_taken():
     small = SmallCache(5)
-    first = request("a", tokens(32))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(32)))
     small.cache.release(first)
     assert not small.admit(request("b", [*tokens(32), *tokens(33, 500)]))
     assert small.admit(request("c", [*tokens(32), *tokens(32, 500)]))
@@ -69,8 +63,7 @@ def test_matched_blocks_that_nobody_holds_count_as_taken():
 
 def test_a_refused_growth_changes_nothing():
     small = SmallCache(3)
-    growing = request("a", tokens(32))
-    assert small.admit(growing)
+    growing = small.admitted(request("a", tokens(32)))
     assert small.cache.grow(growing, 1) is None
     assert table_of(growing) == [1, 2]
 
@@ -114,8 +107,7 @@ def test_the_fingerprint_of_the_model_is_in_the_hashes():
 
 def test_the_search_ends_at_the_first_miss():
     small = SmallCache(20)
-    first = request("a", [*tokens(32), *tokens(32, 500)])
-    assert small.admit(first)
+    first = small.admitted(request("a", [*tokens(32), *tokens(32, 500)]))
     stranger = request("b", [*tokens(16, 900), *first.token_ids[16:], 1])
     assert small.cache.match_prefix(stranger).num_tokens == 0
     small.cache.release(first)
@@ -132,15 +124,13 @@ def test_the_search_ends_at_the_first_miss():
 )
 def test_61_lookahead_slots_are_part_of_the_room(num_tokens: int, num_lookahead: int, num_blocks: int):
     small = SmallCache(10, block_size=4, num_lookahead_tokens=num_lookahead)
-    ahead = request("a", tokens(num_tokens))
-    assert small.admit(ahead)
+    ahead = small.admitted(request("a", tokens(num_tokens)))
     assert len(table_of(ahead)) == num_blocks
 
 
 def test_61_a_growing_request_keeps_its_lookahead_slots():
     small = SmallCache(10, block_size=4, num_lookahead_tokens=2)
-    ahead = request("a", tokens(5))
-    assert small.admit(ahead)
+    ahead = small.admitted(request("a", tokens(5)))
     assert len(table_of(ahead)) == 2
     assert small.append(ahead, [5]) == []
     assert small.append(ahead, [6]) == [3]
@@ -156,8 +146,7 @@ def test_61_lookahead_slots_count_when_a_request_enters(num_usable: int, is_admi
 
 def test_61_no_slot_lies_behind_the_longest_sequence():
     small = SmallCache(10, block_size=4, num_lookahead_tokens=4, max_model_len=9)
-    ahead = request("a", tokens(5))
-    assert small.admit(ahead)
+    ahead = small.admitted(request("a", tokens(5)))
     assert len(table_of(ahead)) == 3
     assert small.append(ahead, tokens(3, 5)) == []
 
@@ -187,8 +176,7 @@ def test_the_cache_counts_its_blocks():
 
 def test_a_preempted_request_is_counted_apart_when_it_comes_back():
     small = SmallCache(11)
-    again = request("a", [*COMMON, 1])
-    assert small.admit(again)
+    again = small.admitted(request("a", [*COMMON, 1]))
     small.cache.release(again)
     again.num_preemptions = 1
     assert small.admit(again)
@@ -201,8 +189,7 @@ def test_the_hit_rate_is_that_of_the_last_thousand_admissions():
     small = SmallCache(4)
     for num_admitted in range(1000):
         # The second finds 16 of its 17 tokens, all others find nothing.
-        passing = request(f"r{num_admitted}", tokens(17 if num_admitted < 2 else 1))
-        assert small.admit(passing)
+        passing = small.admitted(request(f"r{num_admitted}", tokens(17 if num_admitted < 2 else 1)))
         small.cache.release(passing)
     assert small.cache.hit_rate.value == 16 / (2 * 17 + 998)
     assert small.admit(request("last", [5]))
@@ -224,8 +211,7 @@ def test_lookups_are_counted_at_admissions_alone():
 def test_who_holds_blocks_has_nothing_to_look_up():
     small = SmallCache(11)
     assert small.admit(request("a", COMMON))
-    second = request("b", [*COMMON, 1])
-    assert small.admit(second)
+    second = small.admitted(request("b", [*COMMON, 1]))
     assert small.cache.match_prefix(second) == PrefixHit()
 
 
@@ -250,15 +236,13 @@ def _limits(running: Request) -> tuple[int, int, int]:
 )
 def test_a_request_is_quiet_up_to_the_end_of_its_block(num_tokens: int, limits: tuple[int, int, int]):
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(num_tokens))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(num_tokens)))
     assert _limits(running) == limits
 
 
 def test_without_prefix_caching_a_request_is_quiet_as_long_as_it_has_room():
     small = SmallCache(10, block_size=4, enable_prefix_caching=False)
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     assert _limits(running) == (8, NEVER, 8)
     assert small.append(running, tokens(3)) == []
     assert _limits(running) == (8, NEVER, 8)
@@ -269,8 +253,7 @@ def test_without_prefix_caching_a_request_is_quiet_as_long_as_it_has_room():
 
 def test_lookahead_slots_are_taken_before_they_are_needed():
     small = SmallCache(10, block_size=4, num_lookahead_tokens=3, enable_prefix_caching=False)
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     assert (table_of(running), _limits(running)) == ([1, 2], (5, NEVER, 5))
 
 
@@ -288,22 +271,19 @@ def test_lookahead_slots_are_taken_before_they_are_needed():
 )
 def test_a_window_that_passes_a_block_ends_the_quiet(kind: AttentionKind, num_tokens: int, room_until: int):
     small = SmallCache(10, groups=(kind,), enable_prefix_caching=False)
-    running = request("a", tokens(num_tokens))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(num_tokens)))
     assert running.room_until == room_until
 
 
 def test_the_room_of_a_request_is_that_of_its_shortest_group():
     small = SmallCache(20, groups=(FullAttention(8), FullAttention(2)), enable_prefix_caching=False)
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     assert _limits(running) == (6, NEVER, 6)
 
 
 def test_content_is_registered_by_the_group_that_fills_a_block_first():
     small = SmallCache(20, groups=(FullAttention(8), FullAttention(8)))
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     assert _limits(running) == (8, 8, 7)
     assert small.append(running, tokens(3)) == []
     assert [table.num_registered for table in running.block_tables] == [1, 1]
@@ -331,8 +311,7 @@ def test_something_happens_behind_the_quiet_and_nothing_before(groups, caches, n
         num_lookahead_tokens=num_lookahead,
         observers=(log,),
     )
-    running = request("a", tokens(1), skips_lookup=True)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(1), skips_lookup=True))
     for token in range(1, 60):
         quiet_until, before = running.quiet_until, tables_of(running)
         log.take()
@@ -369,8 +348,7 @@ def test_who_asks_only_behind_the_quiet_misses_nothing(groups, drops_last, num_t
 
 def test_a_request_that_has_room_gains_nothing():
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(5))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(5)))
     running.token_ids += tokens(4, 5)
     assert small.cache.grow(running, 3) is NO_BLOCKS
     assert small.cache.grow(running, 4) == [[3]]
@@ -389,8 +367,7 @@ def test_a_chunk_registers_the_blocks_that_it_fills(num_tokens: int, num_registe
 def test_drafts_have_room_but_are_not_registered(num_drafts: int, num_blocks: int):
     # 6 tokens are computed, one is known behind them, and drafts follow.
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(6))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(6)))
     running.token_ids.append(99)
     assert small.cache.grow(running, 1 + num_drafts) is not None
     assert len(table_of(running)) == num_blocks
@@ -399,8 +376,7 @@ def test_drafts_have_room_but_are_not_registered(num_drafts: int, num_blocks: in
 
 def test_what_is_verified_later_is_registered_up_to_there():
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(6))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(6)))
     running.token_ids.append(6)
     assert small.cache.grow(running, 6) is not None
     running.num_computed_tokens += 6
@@ -419,8 +395,7 @@ def test_what_is_verified_later_is_registered_up_to_there():
 
 def test_a_rejected_draft_is_never_hit():
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(6))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(6)))
     running.token_ids.append(6)
     assert small.cache.grow(running, 4) is not None
     running.token_ids += [700, 800]
@@ -431,16 +406,14 @@ def test_a_rejected_draft_is_never_hit():
 
 def test_without_prefix_caching_nothing_is_committed():
     small = SmallCache(10, block_size=4, enable_prefix_caching=False)
-    running = request("a", tokens(8))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(8)))
     small.cache.commit(running, 8)
     assert (running.block_hashes, running.block_tables[0].num_registered) == ([], 0)
 
 
 def test_a_released_request_has_no_room_left():
     small = SmallCache(10, block_size=4)
-    running = request("a", tokens(6))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(6)))
     small.cache.release(running)
     assert (_limits(running), running.block_tables) == ((0, 0, 0), [])
     small.cache.release(running)
@@ -463,8 +436,7 @@ def _hybrid() -> SmallCache:
 
 def test_59_every_group_has_blocks_of_its_own():
     small = SmallCache(21, groups=HYBRID)
-    first = request("a", [*COMMON, *tokens(7, 100)])
-    assert small.admit(first)
+    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
     assert tables_of(first) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     full, *windows = (small.hashes_of(first)[start : start + 4] for start in (0, 4, 8))
     assert full == [*first.block_hashes, None]
@@ -522,8 +494,7 @@ def test_59_a_second_request_takes_over_of_each_group_what_it_reads():
 )
 def test_59_a_hit_is_what_all_groups_hold(evicted: tuple[int, ...], num_cached: int):
     small = SmallCache(21, groups=HYBRID)
-    first = request("a", [*COMMON, *tokens(7, 100)])
-    assert small.admit(first)
+    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
     small.cache.release(first)
     for block_id in evicted:
         small.evict(block_id)
@@ -533,8 +504,7 @@ def test_59_a_hit_is_what_all_groups_hold(evicted: tuple[int, ...], num_cached: 
 
 def test_59_a_request_that_ends_frees_group_by_group_from_the_tail():
     small = SmallCache(21, groups=HYBRID)
-    first = request("a", [*COMMON, *tokens(7, 100)])
-    assert small.admit(first)
+    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
     small.cache.release(first)
     assert first.block_tables == []
     rest = list(range(13, 21))
@@ -555,8 +525,7 @@ def test_room_is_all_or_nothing_over_all_groups():
 
 def test_growth_adds_to_the_groups_that_need_it_and_names_them():
     small = SmallCache(21, groups=(FullAttention(4), FullAttention(8)))
-    running = request("a", tokens(4))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(4)))
     assert tables_of(running) == [[1], [2]]
     running.token_ids += tokens(8, 50)
     assert small.cache.grow(running, 4) == [[3], []]
@@ -571,8 +540,7 @@ def test_growth_adds_to_the_groups_that_need_it_and_names_them():
 def test_60_only_what_ends_with_a_block_of_every_group_is_cached(num_tokens, num_registered):
     small = SmallCache(30, groups=(FullAttention(32), SlidingWindow(16, 32)))
     assert small.cache.hasher.block_size == 16
-    first = request("a", tokens(num_tokens))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(num_tokens)))
     assert tuple(table.num_registered for table in first.block_tables) == num_registered
     assert small.pool.num_cached_keys == sum(num_registered)
 
@@ -591,8 +559,7 @@ def test_60_hits_end_with_a_block_of_every_group(num_tokens: int, num_cached: in
 
 def test_60_a_block_of_several_hashes_has_the_last_of_them():
     small = SmallCache(30, groups=(FullAttention(32), SlidingWindow(16, 32)))
-    first = request("a", tokens(70))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(70)))
     hashes = first.block_hashes
     assert small.hashes_of(first)[:3] == [hashes[1], hashes[3], None]
     assert small.hashes_of(first)[3:] == [*(block_hash + b"\x01" for block_hash in hashes), None]
@@ -609,8 +576,7 @@ def test_60_with_a_block_to_give_up_one_block_more_is_cached():
         (96, (3, 6)),
     ]:
         small = SmallCache(30, groups=groups, drop_last_matched_block=True)
-        first = request("a", tokens(num_tokens))
-        assert small.admit(first)
+        first = small.admitted(request("a", tokens(num_tokens)))
         assert tuple(table.num_registered for table in first.block_tables) == num_registered
 
 
@@ -633,8 +599,7 @@ def test_with_several_groups_the_block_given_up_may_be_the_last_of_the_prompt(
 
 def test_groups_of_one_kind_are_found_together():
     small = SmallCache(30, groups=(FullAttention(16), FullAttention(16)))
-    first = request("a", COMMON)
-    assert small.admit(first)
+    first = small.admitted(request("a", COMMON))
     small.cache.release(first)
     second = request("b", [*COMMON, 1])
     assert small.cache.match_prefix(second).block_ids == ([1, 2, 3], [4, 5, 6])
@@ -655,8 +620,7 @@ def test_chunks_end_with_blocks_of_every_group_and_give_up_none():
 
 def test_chunks_beside_full_attention_hit_as_far_as_that():
     small = SmallCache(30, groups=(FullAttention(2), ChunkedLocal(2, 4)))
-    first = request("a", tokens(11))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(11)))
     assert tables_of(first) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
     second = request("b", tokens(11))
     assert small.cache.match_prefix(second).block_ids == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 11])
@@ -672,8 +636,7 @@ def test_chunks_beside_full_attention_hit_as_far_as_that():
 
 def test_who_shares_nothing_loses_all_tokens_and_frees_all_blocks():
     small = SmallCache(11, block_size=4)
-    alone = request("a", tokens(10))
-    assert small.admit(alone)
+    alone = small.admitted(request("a", tokens(10)))
     assert small.cache.cost_of_release(alone) == (10, 3)
 
 
@@ -684,8 +647,7 @@ def test_who_shares_nothing_loses_all_tokens_and_frees_all_blocks():
 def test_tokens_of_shared_blocks_are_not_lost_and_their_blocks_not_freed(num_shared, cost):
     small = SmallCache(30, block_size=4)
     assert small.admit(request("a", [*tokens(num_shared), *tokens(4, 500)]))
-    sharing = request("b", tokens(21))
-    assert small.admit(sharing)
+    sharing = small.admitted(request("b", tokens(21)))
     assert small.cache.cost_of_release(sharing) == cost
 
 
@@ -701,8 +663,7 @@ def test_blocks_that_were_shared_are_lost_with_their_last_holder():
 
 def test_not_more_tokens_are_kept_than_are_computed():
     small = SmallCache(30, block_size=4)
-    first = request("a", tokens(12))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(12)))
     kept = small.cache.hold(first)
     first.num_computed_tokens = 11
     assert small.cache.cost_of_release(first) == (0, 0)
@@ -722,8 +683,7 @@ def test_every_group_frees_its_blocks_and_the_shortest_share_counts():
 
 def test_what_was_given_back_is_not_freed_again():
     small = SmallCache(40, groups=(FullAttention(2), SlidingWindow(2, 4)))
-    running = request("a", tokens(11))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(11)))
     assert small.append(running, [99]) == []
     assert table_of(running, 1)[:4] == [0] * 4
     assert small.cache.cost_of_release(running) == (12, 6 + 2)
@@ -735,8 +695,7 @@ def test_what_was_given_back_is_not_freed_again():
 def test_what_was_registered_but_will_not_be_computed_is_not_found(num_withdrawn: int, num_found: int):
     log = EventLog()
     small = SmallCache(6, block_size=4, observers=(log,))
-    withdrawn = request("a", tokens(13))
-    assert small.admit(withdrawn)
+    withdrawn = small.admitted(request("a", tokens(13)))
     hashes = withdrawn.block_hashes
     log.take()
     small.cache.release(withdrawn, num_withdrawn)
@@ -753,8 +712,7 @@ def test_what_was_registered_but_will_not_be_computed_is_not_found(num_withdrawn
 
 def test_withdrawing_forgets_blocks_of_every_group_and_none_that_a_window_has_passed():
     small = SmallCache(30, groups=(FullAttention(2), SlidingWindow(2, 4)))
-    withdrawn = request("a", tokens(9))
-    assert small.admit(withdrawn)
+    withdrawn = small.admitted(request("a", tokens(9)))
     assert small.append(withdrawn, tokens(3, 50)) is not None
     full, window = tables_of(withdrawn)
     assert window[:3] == [0, 0, 0]
@@ -766,8 +724,7 @@ def test_withdrawing_forgets_blocks_of_every_group_and_none_that_a_window_has_pa
 
 def test_66_held_blocks_stay_after_the_end_and_come_back_in_the_order_of_their_release():
     small = SmallCache(11)
-    ended = request("a", tokens(55))
-    assert small.admit(ended)
+    ended = small.admitted(request("a", tokens(55)))
     kept = small.cache.hold(ended)
     assert kept == [4, 3, 2, 1]
     small.cache.release(ended)
@@ -783,12 +740,10 @@ def test_66_held_blocks_stay_after_the_end_and_come_back_in_the_order_of_their_r
 
 def test_66_held_content_is_found_and_shared():
     small = SmallCache(11)
-    ended = request("a", tokens(55))
-    assert small.admit(ended)
+    ended = small.admitted(request("a", tokens(55)))
     kept = small.cache.hold(ended)
     small.cache.release(ended)
-    second = request("b", tokens(49))
-    assert small.admit(second)
+    second = small.admitted(request("b", tokens(49)))
     assert table_of(second) == [1, 2, 3, 5]
     small.cache.let_go(kept)
     assert small.ref_counts_of(second) == [1] * 4
@@ -797,8 +752,7 @@ def test_66_held_content_is_found_and_shared():
 
 def test_66_what_a_window_has_given_back_is_not_held():
     small = SmallCache(20, groups=(FullAttention(2), SlidingWindow(2, 4)))
-    running = request("a", tokens(7))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(7)))
     assert small.append(running, [99]) == []
     assert table_of(running, 1) == [0, 0, 7, 8]
     assert small.cache.hold(running) == [4, 3, 2, 1, 8, 7]
@@ -858,8 +812,7 @@ def test_70_what_is_cached_here_is_not_reserved_again():
 @pytest.mark.parametrize(("num_usable", "is_reserved"), [(4, True), (3, False)])
 def test_70_a_reservation_is_all_or_nothing(num_usable: int, is_reserved: bool):
     small = SmallCache(num_usable + 1)
-    first = request("a", tokens(16))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(16)))
     small.cache.release(first)
     free = small.pool.free_block_ids
     loaded = request("b", [*tokens(16), *tokens(60, 500)])
@@ -1073,8 +1026,7 @@ def test_65_the_gate_asks_for_lookahead_slots_behind_the_chunk_alone(num_lookahe
 @pytest.mark.parametrize(("num_held", "is_admitted"), [(0, True), (1, True), (2, False)])
 def test_65_matched_blocks_that_somebody_holds_need_no_room(num_held: int, is_admitted: bool):
     small = SmallCache(7)
-    sharing = request("a", tokens(33))
-    assert small.admit(sharing)
+    small.admitted(request("a", tokens(33)))
     small.pool.allocate(num_held)
     # Blocks 1 and 2 are matched; of 4 others that it wants, and 3 are free.
     long = request("b", [*tokens(32), *tokens(32, 500)])
@@ -1155,8 +1107,7 @@ def _windowed(
 )
 def test_57_blocks_behind_the_window_are_given_back_before_the_next_token(computed: int, table: list[int]):
     small = _windowed(WINDOW)
-    running = request("a", tokens(computed))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(computed)))
     # Only what comes afterwards shows that they are not read again.
     assert table_of(running) == list(range(1, (computed + 1) // 2 + 1))
     small.append(running, [99])
@@ -1176,8 +1127,7 @@ def test_57_blocks_behind_the_window_are_given_back_before_the_next_token(comput
 )
 def test_58_blocks_of_complete_chunks_are_given_back_before_the_next_token(computed: int, table: list[int]):
     small = _windowed(CHUNKS)
-    running = request("a", tokens(computed), skips_lookup=True)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(computed), skips_lookup=True))
     small.append(running, [99])
     assert table_of(running) == table
 
@@ -1185,8 +1135,7 @@ def test_58_blocks_of_complete_chunks_are_given_back_before_the_next_token(compu
 @pytest.mark.parametrize(("caches", "free"), [(True, [7, 8, 9, 4, 3, 2, 1]), (False, [4, 3, 2, 1, 7, 8, 9])])
 def test_57_of_what_is_given_back_the_later_blocks_are_free_first(caches: bool, free: list[int]):
     small = _windowed(WINDOW, num_blocks=10, caches=caches)
-    running = request("a", tokens(11))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(11)))
     assert small.append(running, [99]) == []
     assert small.pool.free_block_ids == free
     assert running.block_tables[0].num_released == 4
@@ -1194,8 +1143,7 @@ def test_57_of_what_is_given_back_the_later_blocks_are_free_first(caches: bool, 
 
 def test_58_of_a_complete_chunk_the_later_blocks_are_free_first():
     small = _windowed(CHUNKS, num_blocks=10)
-    running = request("a", tokens(12), skips_lookup=True)
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(12), skips_lookup=True))
     assert small.append(running, [99]) == [7]
     assert small.pool.free_block_ids == [8, 9, 6, 5, 4, 3, 2, 1]
 
@@ -1206,8 +1154,7 @@ def test_58_of_a_complete_chunk_the_later_blocks_are_free_first():
 def test_tokens_in_flight_still_read_behind_the_window(num_in_flight: int, num_released: int):
     # Rule 8 of the recorded version: what counts are the tokens that no step in flight computes.
     small = _windowed(WINDOW)
-    running = request("a", tokens(11))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(11)))
     running.token_ids.append(99)
     assert small.compute(running, 1, num_in_flight=num_in_flight) == []
     assert table_of(running) == [0] * num_released + list(range(num_released + 1, 7))
@@ -1215,8 +1162,7 @@ def test_tokens_in_flight_still_read_behind_the_window(num_in_flight: int, num_r
 
 def test_a_step_in_flight_takes_nothing_back_that_was_given():
     small = _windowed(WINDOW)
-    running = request("a", tokens(11))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(11)))
     running.token_ids += tokens(2, 50)
     # With nothing said to be in flight, nothing is.
     assert small.cache.grow(running, 1) == []
@@ -1228,8 +1174,7 @@ def test_a_step_in_flight_takes_nothing_back_that_was_given():
 
 def test_a_growth_that_is_refused_has_given_back_all_the_same():
     small = _windowed(WINDOW, num_blocks=5)
-    running = request("a", tokens(8))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(8)))
     assert small.pool.free_block_ids == []
     running.token_ids += tokens(9, 50)
     assert small.cache.grow(running, 9) is None
@@ -1252,10 +1197,8 @@ def test_a_growth_that_is_refused_has_given_back_all_the_same():
 )
 def test_56_a_second_request_holds_only_what_its_window_reads(num_tokens: int, table: list[int]):
     small = _windowed(WINDOW)
-    first = request("a", tokens(12))
-    assert small.admit(first)
-    second = request("b", tokens(num_tokens))
-    assert small.admit(second)
+    small.admitted(request("a", tokens(12)))
+    second = small.admitted(request("b", tokens(num_tokens)))
     assert table_of(second) == table
     num_matched = len(table) - 1
     held = [small.pool.ref_count(block_id) for block_id in range(1, 7)]
@@ -1268,8 +1211,7 @@ def test_58_a_second_request_holds_only_its_chunk():
     small = _windowed(CHUNKS)
     assert small.admit(request("a", tokens(10), skips_lookup=True))
     for num_tokens, table in [(5, [0, 0, 6]), (7, [0, 0, 3, 7]), (9, [0, 0, 0, 0, 8])]:
-        second = request(f"b{num_tokens}", tokens(num_tokens))
-        assert small.admit(second)
+        second = small.admitted(request(f"b{num_tokens}", tokens(num_tokens)))
         assert second.num_cached_tokens == (num_tokens - 1) // 2 * 2
         assert table_of(second) == table
 
@@ -1277,16 +1219,14 @@ def test_58_a_second_request_holds_only_its_chunk():
 def test_58_with_chunks_alone_nothing_of_complete_chunks_is_computed():
     # No token of a later chunk depends on them, whether or not anybody has computed them.
     small = _windowed(CHUNKS)
-    first = request("a", tokens(11))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(11)))
     assert (first.num_cached_tokens, table_of(first)) == (8, [0, 0, 0, 0, 1, 2])
     assert small.pool.num_cached_keys == 1
 
 
 def test_56_the_beginning_is_found_where_the_rest_is_gone():
     small = _windowed(WINDOW)
-    first = request("a", tokens(12))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(12)))
     small.cache.release(first)
     for block_id, num_cached in [(6, 10), (4, 6), (2, 2), (1, 0)]:
         small.evict(block_id)
@@ -1296,8 +1236,7 @@ def test_56_the_beginning_is_found_where_the_rest_is_gone():
 @pytest.mark.parametrize(("held", "is_admitted"), [([1, 2, 3], True), ([1, 2, 3, 4], False)])
 def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitted: bool):
     small = _windowed(WINDOW, num_blocks=7)
-    first = request("a", tokens(12))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(12)))
     small.cache.release(first)
     small.pool.hold(held)
     free = small.pool.free_block_ids
@@ -1359,8 +1298,7 @@ def test_a_request_that_passed_the_gate_runs_to_its_end_alone(kind: AttentionKin
 @pytest.mark.parametrize("caches", [True, False])
 def test_tables_only_grow_and_entries_become_placeholders_from_the_front(kind: AttentionKind, caches: bool):
     small = _windowed(kind, caches=caches)
-    running = request("a", tokens(1))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(1)))
     before = table_of(running).copy()
     for token in range(1, 40):
         gained = small.append(running, [token])
