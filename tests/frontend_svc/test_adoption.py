@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -26,6 +27,7 @@ from tests.frontend_svc.fakes import (
     FakeRequest,
     make_request,
     serving,
+    serving_one,
 )
 from tests.frontend_svc.test_failover import CASES, read_outputs
 from tests.frontend_svc.token_source import TokenSource
@@ -127,6 +129,14 @@ CUTS = {
 }
 
 
+async def begun_at(frontend: Doomed, engine: FakeEngine) -> tuple[Any, FakeRequest, list]:
+    """A stream with a grace that has had its first token: the call, the request, and what was read."""
+    call = frontend.client.generate(orphan_grace_ms=GRACE_MS)
+    (request,) = await engine.wait_for_requests(1)
+    engine.step({request: [5]})
+    return call, request, await read_some(call, 2)
+
+
 async def test_whatever_a_client_has_read_it_gets_the_rest_from_another_frontend():
     def cut_after(request: FakeRequest) -> int | None:
         cut = CUTS.get(request.entry.external_request_id)
@@ -190,8 +200,7 @@ async def test_an_adopted_request_goes_on_in_another_engine_when_its_own_dies():
 
 
 async def test_a_stream_is_adopted_again_when_its_second_frontend_dies():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS)
             (request,) = await engine.wait_for_requests(1)
@@ -212,8 +221,7 @@ async def test_a_stream_is_adopted_again_when_its_second_frontend_dies():
 
 
 async def test_an_adopted_stream_can_be_resumed_aborted_and_looked_up_where_it_is():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS, request_id="mine")
             (request,) = await engine.wait_for_requests(1)
@@ -236,8 +244,7 @@ async def test_an_adopted_stream_can_be_resumed_aborted_and_looked_up_where_it_i
 
 
 async def test_at_the_end_of_its_own_grace_an_adopted_request_is_aborted_and_forgotten():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=60)
             (request,) = await engine.wait_for_requests(1)
@@ -253,13 +260,9 @@ async def test_at_the_end_of_its_own_grace_an_adopted_request_is_aborted_and_for
 
 
 async def test_an_engine_that_has_not_noticed_yet_is_asked_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
             rest = asyncio.ensure_future(rest_of(client, read))
             await engine.wait(lambda: engine.num_asked_adoptions >= 2)
         await engine.wait(lambda: request.num_adoptions == 1)
@@ -281,8 +284,7 @@ async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features):
 
 
 async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         request = inference_pb2.ResumeRequest(resume_token="0" * 32, last_position=2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.inference.Resume(request, timeout=WAIT_S).read()
@@ -292,8 +294,7 @@ async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
 
 @pytest.mark.parametrize("name", ["num_tokens", "num_characters"])
 async def test_who_says_it_has_more_than_there_is_is_told_so(name):
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS)
             (one,) = await engine.wait_for_requests(1)
@@ -313,8 +314,7 @@ async def test_who_says_it_has_more_than_there_is_is_told_so(name):
 
 
 async def test_a_group_of_which_an_unfinished_output_is_gone_is_not_found_and_aborted():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS, n=2)
             requests = list(await engine.wait_for_requests(2))
@@ -342,8 +342,7 @@ async def test_a_stop_string_behind_the_death_ends_the_output_here_and_in_the_en
 
 
 async def test_engines_are_told_what_another_frontend_needs_and_no_prompt():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate("a secret", orphan_grace_ms=1234, n=2, truncate_prompt_tokens=2)
         first, second = await engine.wait_for_requests(2)
         engine.step({first: [5]}, finished={first: AT_LENGTH})
@@ -389,10 +388,7 @@ async def test_a_frontend_that_has_just_begun_looks_until_it_has_heard_of_its_en
     engine = FakeEngine()
     async with serving(engine):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
         frontend = another_frontend(engine)
         address = await frontend.public.start()
         try:
@@ -409,8 +405,7 @@ async def test_a_frontend_that_has_just_begun_looks_until_it_has_heard_of_its_en
 
 
 async def test_a_position_that_no_stream_reaches_is_refused_and_no_engine_asked():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         received = [inference_pb2.ReceivedOutput(num_tokens=1)]
         request = inference_pb2.ResumeRequest(
             resume_token="0" * 32, last_position=2**64 - 1, received=received
@@ -423,14 +418,10 @@ async def test_a_position_that_no_stream_reaches_is_refused_and_no_engine_asked(
 
 
 async def test_an_engine_that_leaves_is_asked_too():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         await client.until_engines_are_ready(1)
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
             for session in engine.sessions:
                 session.send(draining={})
             (known,) = frontend.directory.clients()

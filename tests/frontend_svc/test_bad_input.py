@@ -21,6 +21,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2
 
@@ -86,8 +87,7 @@ BAD_INPUT = {
 
 
 async def test_bad_input_is_refused_by_name_beside_running_streams():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         good = [client.generate() for _ in range(8)]
         requests = list(await engine.wait_for_requests(8))
         for name, (request, code, expected) in BAD_INPUT.items():

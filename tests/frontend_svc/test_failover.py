@@ -32,6 +32,7 @@ from tests.frontend_svc.fakes import (
     details_of,
     read_all,
     serving,
+    serving_one,
 )
 from tests.frontend_svc.token_source import TokenSource, whole_output
 from triptych.api.v1 import embedding_pb2, generate_pb2, model_pb2, request_pb2
@@ -219,8 +220,7 @@ async def test_without_any_engine_for_the_reconnect_window_requests_end_with_the
 
 
 async def test_new_requests_that_wait_for_an_engine_have_a_limit_and_all_others_are_served():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
+    async with serving_one(reconnect_window_s=WAIT_S) as (engine, client, frontend):
         await engine.kill()
         await client.wait_ready(is_ready=False)
         calls = [client.generate([5, 6]) for _ in range(MAX_HELD)]

@@ -37,6 +37,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import inference_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
@@ -117,8 +118,7 @@ async def test_cumulative_and_final_only_outputs():
 
 
 async def test_84_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(stop=["mat"])
         (request,) = await engine.wait_for_requests(1)
         ids = TOKENIZER.encode(TEXT).ids
@@ -154,8 +154,7 @@ async def test_output_that_repeats_itself_ends_whole_and_with_a_reason_of_its_ow
 
 
 async def test_cancel_before_the_first_token_aborts():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         call.cancel()
@@ -214,8 +213,7 @@ async def test_cancel_at_many_phases_leaves_nothing():
 
 
 async def test_a_lost_engine_ends_its_requests_with_unavailable_and_a_time_to_retry():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         calls = [client.generate() for _ in range(3)]
         requests = await engine.wait_for_requests(3)
         engine.step({requests[0]: [5]})
@@ -361,8 +359,7 @@ async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place
 
 
 async def test_a_deadline_in_the_queue_gives_the_place_back():
-    engine = FakeEngine()
-    async with serving(engine, max_queued_requests=1) as (client, frontend):
+    async with serving_one(max_queued_requests=1) as (engine, client, frontend):
         call = client.generate(timeout=DEADLINE_S)
         (request,) = await engine.wait_for_requests(1)
         await ends_late(call)
@@ -374,8 +371,7 @@ async def test_a_deadline_in_the_queue_gives_the_place_back():
 
 
 async def test_a_deadline_while_it_runs_aborts_all_outputs_of_the_request():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate(timeout=DEADLINE_S, n=2)
         requests = list(await engine.wait_for_requests(2))
         for request in requests:
@@ -397,8 +393,7 @@ async def test_an_engine_is_told_what_is_left_of_the_deadline_and_nothing_where_
 
 
 async def test_others_go_on_when_one_is_late():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         late, other = client.generate(timeout=DEADLINE_S), client.generate()
         requests = list(await engine.wait_for_requests(2))
         await ends_late(late)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from random import Random
 
-from tests.frontend_svc.fake_engine import AT_EOS, AT_LENGTH, EOS_ID, TOKENIZER, FakeEngine, FakeRequest
+from tests.frontend_svc.fakes import AT_EOS, AT_LENGTH, EOS_ID, TOKENIZER, FakeEngine, FakeRequest
 from triptych.engine.v1 import add_pb2, step_pb2
 
 _TEXT = " sat on the mat 日本 😀 and the dog ran."

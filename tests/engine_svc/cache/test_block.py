@@ -20,55 +20,12 @@ def _list_of(num_blocks: int) -> tuple[list[Block], FreeList]:
     return blocks, FreeList(blocks)
 
 
-def test_62_blocks_are_taken_from_the_front():
-    _, free = _list_of(5)
-    assert free.pop_first().block_id == 0
-    assert _ids(free) == [1, 2, 3, 4]
-    assert len(free) == 4
-
-
-def test_62_a_block_is_removed_from_the_middle_and_comes_back_at_the_end():
-    blocks, free = _list_of(5)
-    free.remove(blocks[2])
-    assert (_ids(free), len(free)) == ([0, 1, 3, 4], 4)
-    free.append([blocks[2]])
-    assert (_ids(free), len(free)) == ([0, 1, 3, 4, 2], 5)
-
-
-def test_62_the_first_and_the_last_are_removed_like_any_other():
-    blocks, free = _list_of(3)
-    free.remove(blocks[0])
-    free.remove(blocks[2])
-    assert (_ids(free), len(free)) == ([1], 1)
-    free.remove(blocks[1])
-    assert (_ids(free), len(free)) == ([], 0)
-    free.prepend([blocks[2]])
-    free.prepend([blocks[0]])
-    assert (_ids(free), len(free)) == ([0, 2], 2)
-
-
 def test_62_links_are_set_exactly_while_a_block_is_free():
     blocks, free = _list_of(2)
     assert free.pop_first() is blocks[0]
     assert blocks[0].previous is blocks[0].next is None
     assert blocks[1].previous is not None
     assert blocks[1].next is not None
-
-
-def test_62_appended_blocks_go_to_the_end_in_their_order():
-    blocks, free = _list_of(5)
-    free.remove(blocks[1])
-    free.remove(blocks[0])
-    free.append([blocks[1], blocks[0]])
-    assert _ids(free) == [2, 3, 4, 1, 0]
-
-
-def test_62_prepended_blocks_go_to_the_front_in_their_order():
-    blocks, free = _list_of(5)
-    free.remove(blocks[3])
-    free.remove(blocks[4])
-    free.prepend([blocks[4], blocks[3]])
-    assert _ids(free) == [4, 3, 0, 1, 2]
 
 
 def test_62_taking_from_an_empty_list_raises():
@@ -241,15 +198,6 @@ def test_52_of_twins_the_oldest_is_found_whichever_goes(order, found):
         assert pool.allocate(1) == [block_id]
         assert pool.find(b"same") == expected
     assert pool.num_cached_keys == 0
-
-
-def test_52_twins_do_not_keep_each_other_and_other_content_is_untouched():
-    pool = BlockPool(5)
-    pool.allocate(4)
-    pool.register([1, 2, 3], [b"same", b"other", b"same"])
-    pool.release([3])
-    pool.allocate(1)
-    assert (pool.find(b"same"), pool.find(b"other"), pool.num_cached_keys) == (1, 2, 2)
 
 
 def test_content_can_be_forgotten_where_it_is():

@@ -1272,46 +1272,6 @@ def test_the_admission_gate_counts_all_blocks_of_a_short_prompt_behind_a_window(
     assert small.cache.admit(short, small.cache.match_prefix(short), 16, reserve_all=True) == [[1]]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        SlidingWindow(16, 32),
-        SlidingWindow(16, 33),
-        SlidingWindow(16, 1),
-        ChunkedLocal(16, 48),
-    ],
-)
-@pytest.mark.parametrize("num_tokens", [16, 24, 15])
-def test_a_request_that_passed_the_gate_runs_to_its_end_alone(kind: AttentionKind, num_tokens: int):
-    most = kind.max_blocks(256, num_tokens)
-    small = _windowed(kind, num_blocks=most + 1, caches=False, max_in_flight_tokens=num_tokens)
-    long = request("a", tokens(256))
-    hit = small.cache.match_prefix(long)
-    assert small.cache.admit(long, hit, num_tokens, reserve_all=True) is not None
-    long.num_computed_tokens = num_tokens
-    while long.num_computed_tokens < 256:
-        assert small.compute(long, min(num_tokens, 256 - long.num_computed_tokens)) is not None
-    assert len(table_of(long)) == 16
-
-
-@pytest.mark.parametrize("kind", [WINDOW, CHUNKS, SlidingWindow(2, 1), SlidingWindow(2, 7)])
-@pytest.mark.parametrize("caches", [True, False])
-def test_tables_only_grow_and_entries_become_placeholders_from_the_front(kind: AttentionKind, caches: bool):
-    small = _windowed(kind, caches=caches)
-    running = small.admitted(request("a", tokens(1)))
-    before = table_of(running).copy()
-    for token in range(1, 40):
-        gained = small.append(running, [token])
-        table = table_of(running)
-        num_released = running.block_tables[0].num_released
-        assert table[num_released : len(before)] == before[num_released:]
-        assert table[len(before) :] == gained
-        assert table[:num_released] == [0] * num_released
-        assert 0 not in table[num_released:]
-        assert num_released == kind.num_unread_tokens(token) // 2
-        before = table.copy()
-
-
 def test_without_prefix_caching_a_chunk_may_have_any_length():
     small = SmallCache(
         30, groups=(ChunkedLocal(16, 40),), enable_prefix_caching=False, max_in_flight_tokens=16

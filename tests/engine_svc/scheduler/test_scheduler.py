@@ -49,30 +49,6 @@ def test_an_admitted_request_is_told_in_full_and_later_only_by_its_new_blocks():
     ]
 
 
-# Row 180: what plans say in sum is what the scheduler has.
-def test_a_runner_that_adds_up_the_plans_has_the_tables_of_the_scheduler():
-    stage = Stage(num_blocks=9, block_size=4, max_num_batched_tokens=16)
-    requests = [request(name, 7, max_tokens=9, salt="same") for name in "abc"]
-    stage.add(*requests)
-    tables: dict[str, list[int]] = {}
-    num_preempted = 0
-    while stage.scheduler.has_work:
-        plan = stage.schedule()
-        num_preempted += len(plan.preempted)
-        for request_id in plan.released:
-            del tables[request_id]
-        for admitted in plan.admitted:
-            assert admitted.request_id not in tables
-            tables[admitted.request_id] = list(admitted.block_ids[0])
-        for request_id, gained in zip(plan.request_ids, plan.new_block_ids, strict=True):
-            tables[request_id] += gained[0] if gained else []
-        running = [one for one in requests if one.status is RequestStatus.RUNNING]
-        assert tables == {one.request_id: one.block_tables[0].block_ids for one in running}
-        stage.update(plan)
-    assert num_preempted > 0
-    assert all(one.is_finished for one in requests)
-
-
 def test_a_continuation_computes_prompt_and_output_and_counts_both():
     stage = Stage()
     continued = request("a", 8, max_tokens=4)

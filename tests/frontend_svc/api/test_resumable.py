@@ -27,6 +27,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2
@@ -77,8 +78,7 @@ async def test_a_stream_that_broke_at_any_message_goes_on_without_loss_or_repeti
 
 
 async def test_a_request_runs_on_while_its_connection_is_gone_and_goes_on_over_another():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(frontend.address, options=own) as channel:
             call = Client(channel).generate(orphan_grace_ms=GRACE_MS)
@@ -96,8 +96,7 @@ async def test_a_request_runs_on_while_its_connection_is_gone_and_goes_on_over_a
 
 
 async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate(orphan_grace_ms=50)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -111,8 +110,7 @@ async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
 
 
 async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_once():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -126,8 +124,7 @@ async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_o
 
 
 async def test_a_second_reader_takes_over_and_the_first_is_told():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -166,8 +163,7 @@ async def test_what_cannot_be_resumed_is_told_apart():
 
 
 async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate(orphan_grace_ms=GRACE_MS, timeout=2.0)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -178,8 +174,7 @@ async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
 
 
 async def test_an_orphan_can_be_aborted_by_its_id_and_tells_so_when_resumed():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS, request_id="mine")
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})

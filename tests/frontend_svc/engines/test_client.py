@@ -17,7 +17,7 @@ from frontend_svc.text.model import ServedModel
 from frontend_svc.text.workers import TextWorkers
 from service_kit.clock import MonotonicClock
 from tests.connections import until_connections, without_collections
-from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving, serving_one
 from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
@@ -83,8 +83,7 @@ async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_befor
 
 
 async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         await engine.wait_for_requests(1)
         engine.has_heartbeat = False
@@ -100,8 +99,7 @@ async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
 
 
 async def test_steps_of_many_rows_reach_every_request_in_order():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         calls = [asyncio.ensure_future(read_all(client.generate([5], detokenize=False))) for _ in range(80)]
         requests = await engine.wait_for_requests(len(calls))
         engine.step({request: [row] for row, request in enumerate(requests)}, step_number=1)
@@ -115,8 +113,7 @@ async def test_steps_of_many_rows_reach_every_request_in_order():
 
 
 async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_and_in_order():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5, 6]}, cached={request: 0}, step_number=9)
@@ -126,8 +123,7 @@ async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_a
 
 
 async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.skip()
@@ -138,8 +134,7 @@ async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_aga
 
 
 async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(step=step_pb2.Step(handles=b"xyz"))
@@ -149,8 +144,7 @@ async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
 
 
 async def test_a_draining_engine_finishes_and_gets_no_more():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=0.0) as (client, _):
+    async with serving_one(reconnect_window_s=0.0) as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
@@ -162,8 +156,7 @@ async def test_a_draining_engine_finishes_and_gets_no_more():
 
 
 async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
@@ -178,8 +171,7 @@ async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
 
 
 async def test_a_dying_engines_last_words_are_known():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
@@ -257,8 +249,7 @@ async def test_the_tokenizer_override_needs_no_tokenizer_from_the_engine(tmp_pat
 
 
 async def test_an_abort_by_the_engine_ends_the_stream_with_its_reason():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         record = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)
@@ -277,8 +268,7 @@ async def test_model_defaults_are_read_from_files():
 
 
 async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go_on():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=0.0) as (client, frontend):
+    async with serving_one(reconnect_window_s=0.0) as (engine, client, frontend):
         call = client.generate()
         await engine.wait_for_requests(1)
         engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=7, step_started_age_ms=6000)
@@ -355,8 +345,7 @@ class _Untold:
     "end", [FakeEngine.kill, FakeEngine.leave, FakeEngine.die], ids=lambda end: end.__name__
 )
 async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
-    engine = FakeEngine()
-    async with serving(engine) as (_, frontend):
+    async with serving_one() as (engine, _, frontend):
         (client,) = frontend.directory.clients()
         requests = []
 

@@ -213,27 +213,3 @@ def test_unscanned_text_cannot_complete_a_stop():
     buffer = StopBuffer(["e"], include=False)
     assert buffer.push(" is Lee", 0) == (" is Lee", None)
     assert buffer.push(", he", 4) == (", h", "e")
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    st.text(alphabet="abc", max_size=40),
-    st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=3),
-    st.lists(st.integers(1, 6), min_size=1, max_size=8),
-    st.booleans(),
-)
-def test_chunking_never_changes_what_is_shown(text, stops, sizes, include):
-    whole = find_stop(text, len(text), stops, include=include)
-    expected = text if whole is None else text[: whole.num_kept_chars]
-
-    buffer, shown, at, turn, stop = StopBuffer(stops, include=include), "", 0, 0, None
-    while at < len(text) and stop is None:
-        size = sizes[turn % len(sizes)]
-        piece, stop = buffer.push(text[at : at + size], len(text[at : at + size]))
-        shown, at, turn = shown + piece, at + size, turn + 1
-        assert expected.startswith(shown)
-    if stop is None:
-        shown += buffer.flush()
-
-    assert shown == expected
-    assert stop == (None if whole is None else whole.stop)

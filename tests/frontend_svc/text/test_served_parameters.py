@@ -18,6 +18,7 @@ from tests.frontend_svc.fakes import (
     answer,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
@@ -123,8 +124,7 @@ async def test_84_a_stop_token_is_shown_only_on_demand_but_is_in_ids_and_logprob
 
 @pytest.mark.parametrize(("asked", "effective"), [(1, 5), (10, 10)])
 async def test_85_a_delta_has_at_least_the_services_interval_and_the_text_is_the_same(asked, effective):
-    engine = FakeEngine()
-    async with serving(engine, stream_interval=5) as (client, _):
+    async with serving_one(stream_interval=5) as (engine, client, _):
         call = client.generate("My name", stream_interval=asked)
         await engine.wait_for_requests(1)
         beside = client.generate("My name")
