@@ -99,6 +99,15 @@ def test_a_cached_prompt_is_padded_though_nobody_else_runs():
     assert granted(stage.step()) == {"new": 4}
 
 
+@pytest.mark.parametrize(("max_model_len", "planned"), [(12, 1), (13, 4), (14, 4)])
+def test_nobody_is_padded_behind_the_model_length(max_model_len: int, planned: int):
+    stage, newcomer = _with_a_cached_prompt(max_model_len=max_model_len)
+    stage.add(newcomer)
+    plan = stage.schedule()
+    assert granted(plan) == {"decode": 1, "new": planned}
+    assert plan.draft_token_ids[1] == [UNKNOWN_DRAFT] * (planned - 1)
+
+
 @pytest.mark.parametrize(("budget", "enters"), [(11, False), (12, True)])
 def test_who_cannot_be_padded_in_full_waits(budget: int, enters: bool):
     stage, newcomer = _with_a_cached_prompt(max_num_batched_tokens=budget)
