@@ -28,9 +28,9 @@ BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 # Edited C++ is compiled again.
 NATIVE := $(wildcard $(foreach folder,. avx2 avx512,kernels/triptych_kernels/cpu/$(folder)/*.cpp kernels/triptych_kernels/cpu/$(folder)/*.h))
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
-CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tests
+CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu mutants simulate bench up test-emulated
+.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 	npm install --prefix $(VENV)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
 	touch $@
 
+house:  ## report on the shape of the code: large classes and folders, fragments, code lines
+	@$(PYTHON) tools/house.py
+
 # Two at a time whatever the machine: most tests wait for processes of their own, and some measure what those use.
 test: setup  ## the CPU suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -123,9 +126,6 @@ $(EMULATED)/.stamp: $(SETUP_STAMP) $(wildcard tests/kernels/emulated/*.h)
 test-emulated: $(EMULATED)/.stamp  ## tests of the native CPU kernels for AVX-512 and AMX on a CPU that has AVX2
 	$(BIN)/python -m pytest -o pythonpath=". protos $(EMULATED)" -n 2 tests/kernels/cpu tests/system/test_determinism.py \
 		-k "not has_native_ops_where_the_cpu_runs_them" $(ARGS)
-
-mutants: setup  ## break scheduler and cache on purpose; the tests must notice: make mutants ARGS="--count 60"
-	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 simulate: setup  ## random lives of an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
 	$(BIN)/python -m tests.simulation $(ARGS)

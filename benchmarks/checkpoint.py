@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from launcher.tiny_model.corpus import training_examples
-from launcher.tiny_model.tokenizer import END, PAD, learn_tokenizer, token_id
+from tools.tiny_model.corpus import training_examples
+from tools.tiny_model.tokenizer import END, PAD, learn_tokenizer, token_id
 
 _NUM_TOKENIZER_EXAMPLES = 4_000
 _EMBEDDING_GAIN = 4.0

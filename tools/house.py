@@ -1,7 +1,7 @@
 """Report on the shape of the code: `make house`. Not a gate: each line is a place to look at.
 
-Lists classes with more than 15 attributes, folders with more than 20 hand-written Python files, and files under
-60 lines with one importer; counts code lines (blank, comment and docstring lines left out) by package.
+Lists classes with more than 15 attributes, folders with more than 20 hand-written Python files, and files
+under 60 lines with one importer; counts code lines (blank, comment and docstring lines left out) by package.
 """
 
 from __future__ import annotations

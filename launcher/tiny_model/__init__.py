@@ -1,1 +1,1 @@
-"""The embedded model: the text it was trained on, its training, its figures, and the weights themselves."""
+"""The embedded model: the weights that ship with the package. `tools/tiny_model` trains them."""

@@ -96,7 +96,6 @@ async def has_stale_outputs(scene: Scene) -> list[str]:
 
 
 async def all_engines_are_the_same(scene: Scene) -> list[str]:
-    """No engine was started again."""
     started = {engine.name: engine.num_starts for engine in scene.engines if not engine.is_running}
     return [f"engines ended: {started}"] if started else []
 
@@ -132,7 +131,6 @@ async def requests_moved(scene: Scene) -> list[str]:
 
 
 async def no_request_moved(scene: Scene) -> list[str]:
-    """Every stream stayed where it was."""
     moved = await moved_requests(scene.frontend) - scene.notes.get("moved_before", 0)
     return [f"{moved:g} requests moved"] if moved else []
 

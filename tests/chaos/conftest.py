@@ -16,7 +16,6 @@ from tests.chaos.stacks import Stacks
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stacks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stacks]:
-    """Stacks by their plans, one at a time."""
     stacks = Stacks(tmp_path_factory.mktemp("chaos"))
     yield stacks
     await stacks.drop()

@@ -33,7 +33,6 @@ def strike_file(folder: Path, fault: EngineFault) -> Path:
 
 
 def strikes(folder: Path, fault: EngineFault) -> int:
-    """How often a fault struck."""
     file = strike_file(folder, fault)
     return len(file.read_text().splitlines()) if file.exists() else 0
 

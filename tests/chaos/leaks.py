@@ -40,7 +40,6 @@ class Baseline:
 
 
 async def take_baseline(processes: Sequence[ServiceProcess]) -> Baseline:
-    """Note what an idle, warm stack holds."""
     return Baseline({process.name: await _holdings(process) for process in processes if process.is_running})
 
 

@@ -71,7 +71,6 @@ class TcpProxy:
 
     @property
     def num_open(self) -> int:
-        """Connections that stand."""
         return len(self._connections)
 
     def cut(self) -> int:

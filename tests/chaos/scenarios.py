@@ -330,5 +330,4 @@ SCENARIOS = (
 
 
 def ids_of(scenario: Scenario) -> str:
-    """How pytest calls it."""
     return scenario.name.replace(" ", "-")

@@ -58,26 +58,21 @@ class Scene:
 
     @property
     def engines(self) -> list[ServiceProcess]:
-        """The engines of its stack."""
         return self.stack.engines
 
     @property
     def frontend(self) -> ServiceProcess:
-        """The frontend that has the load."""
         return self.stack.frontends[0]
 
     @property
     def unmarked(self) -> list[StreamRecord]:
-        """The streams that nothing may happen to."""
         return [record for record in self.load.records if record.case.key < self.scenario.num_streams]
 
     @property
     def marked(self) -> StreamRecord:
-        """The stream that asks for a fault."""
         return next(record for record in self.load.records if record.case.key >= NUM_STREAMS)
 
     def note_instant(self, name: str) -> None:
-        """Now is when this happened."""
         self.instants[name] = time.monotonic()
         self.wall_instants[name] = time.time()
 

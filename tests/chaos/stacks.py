@@ -61,17 +61,14 @@ class Stack:
 
     @property
     def frontends(self) -> list[ServiceProcess]:
-        """Its frontends."""
         return self.fleet.of("frontend")
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """All of them."""
         return list(self.fleet.processes.values())
 
     @property
     def engines(self) -> list[ServiceProcess]:
-        """Its engines."""
         return self.fleet.of("engine")
 
     def route_of(self, engine: ServiceProcess) -> str:
@@ -116,7 +113,6 @@ class Stack:
         await self.fleet.until_routed()
 
     async def stop(self) -> None:
-        """End everything."""
         for channel in self._channels.values():
             await channel.close(None)
         for proxy in self.proxies.values():

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture
 async def ended(tmp_path: Path):
-    """A process that has come and gone."""
     async with Fleet(tmp_path) as fleet:
         process = fleet.add(ServicePlan("coordinator", 0))
         await fleet.start()

@@ -156,7 +156,6 @@ def streams_of(count: int, *, ranks: Sequence[int | None] = (None,)) -> list[Str
 
 
 def long_stream(rank: int | None = None) -> Stream:
-    """As long as the model takes."""
     prompt = tuple(random.Random(9).randrange(16, VOCAB_SIZE) for _ in range(8))
     return Stream(prompt, MAX_POSITIONS - len(prompt), rank)
 

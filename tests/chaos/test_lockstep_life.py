@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,7 +235,6 @@ async def test_a_rank_that_is_told_to_end_lets_the_others_go_on_before_it_goes(g
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """The same model with other weights."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] *= 2
@@ -272,40 +271,6 @@ async def test_a_rank_that_would_compute_something_else_ends_with_both_hashes(gr
             assert len(hashes) == 2
     finally:
         await first.stop()
-
-
-def _order(choose: random.Random) -> list[tuple[str, int]]:
-    """Each rank pauses, then resumes, and requests come to both, in any order."""
-    lines = [[("pause", rank), ("resume", rank)] for rank in range(NUM_RANKS)]
-    lines += [[("ask", choose.randrange(NUM_RANKS))] for _ in range(4)]
-    order: list[tuple[str, int]] = []
-    while lines:
-        line = choose.choice(lines)
-        order.append(line.pop(0))
-        lines = [line for line in lines if line]
-    return order
-
-
-async def test_no_order_of_pauses_and_resumes_stops_requests_for_good(group, pytestconfig):
-    choose = random.Random(3)
-    num_orders = pytestconfig.getoption("num_orders")
-    started_at = time.monotonic()
-    for _ in range(num_orders):
-        order, source = _order(choose), prompts()
-        streams: list[Stream] = []
-        asking: list[asyncio.Task[None]] = []
-        async with asyncio.timeout(_LIMIT_S):
-            for what, rank in order:
-                if what == "ask":
-                    streams.append(Stream(next(source), rank, num_tokens=8))
-                    asking.append(asyncio.create_task(streams[-1].read(group.channel)))
-                else:
-                    calls: dict[str, Callable[[int], Coroutine[None, None, None]]]
-                    calls = {"pause": group.pause, "resume": group.resume}
-                    await calls[what](rank)
-            await asyncio.gather(*asking)
-        assert group.wrong(streams) == [], order
-    print(f"\n{num_orders} orders in {time.monotonic() - started_at:.1f} s")
 
 
 async def test_ranks_sleep_when_all_stand_still_and_not_before(group):

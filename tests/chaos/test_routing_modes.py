@@ -82,7 +82,6 @@ class Ranks:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ranks() -> AsyncIterator[Ranks]:
-    """The engines, ready."""
     async with Stack() as stack:
         coordinator = await stack.start("coordinator", "--port=0")
         known = f"--coordinator={address_of(coordinator)}"

@@ -29,16 +29,13 @@ class ContainerEngine:
         return self._run([*head, "-p", project, *arguments])
 
     def run(self, *arguments: str) -> str:
-        """Run a command of the engine itself."""
         return self._run([*self._head, *arguments])
 
     def begin(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command that is talked to."""
         command = [*self._head, *arguments]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """What the engine knows of a container."""
         found: list[dict[str, Any]] = json.loads(self.run("inspect", container))
         return found[0]
 

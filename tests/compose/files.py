@@ -40,7 +40,6 @@ def read(path: Path, environment: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def flags_of(service: Mapping[str, Any]) -> list[str]:
-    """The arguments of a service's command."""
     return [str(argument) for argument in service.get("command", [])]
 
 

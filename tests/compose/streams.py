@@ -25,7 +25,6 @@ PATIENT = RetryPolicy(max_attempts=40, first_backoff_s=0.2, max_backoff_s=1.0)
 
 
 def tell(**facts: object) -> None:
-    """Print a line for who started this."""
     print(json.dumps(facts), flush=True)
 
 
@@ -64,7 +63,6 @@ class Load:
         self.is_over = False
 
     async def learn(self, num_streams: int) -> None:
-        """Answer every prompt once, undisturbed."""
         todo = iter(range(NUM_PROMPTS))
 
         async def work() -> None:
@@ -74,7 +72,6 @@ class Load:
         await asyncio.gather(*(work() for _ in range(num_streams)))
 
     async def repeat(self, first: int) -> None:
-        """Ask again and again, until it is over."""
         number = first
         while not self.is_over:
             number = (number + 1) % NUM_PROMPTS
@@ -88,7 +85,6 @@ class Load:
 
 
 async def first_token(client: Client) -> None:
-    """Wait for an engine."""
     until = time.monotonic() + START_LIMIT_S
     while True:
         try:
@@ -102,7 +98,6 @@ async def first_token(client: Client) -> None:
 
 
 async def main(address: str, num_streams: int) -> None:
-    """Run until standard input ends."""
     client = Client(address, retry=PATIENT)
     await first_token(client)
     tell(first_token_at=time.time())

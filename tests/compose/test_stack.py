@@ -36,12 +36,10 @@ class Stack:
     up_at: float
 
     def container(self, service: str) -> str:
-        """The name of a service's only container."""
         name = {"docker": f"{PROJECT}-{service}-1"}.get(Path(self.engine.program).name)
         return name or f"{PROJECT}_{service}_1"
 
     def image(self, service: str) -> str:
-        """The image that a service runs."""
         image: str = self.project["services"][service]["image"]
         return image
 
@@ -131,9 +129,7 @@ def test_an_image_runs_for_any_user(stack: Stack, service: str) -> None:
     assert told.startswith(f"usage: triptych {kind}")
 
 
-def test_no_stream_is_lost_while_services_stop_die_and_restart(
-    stack: Stack, streams: subprocess.Popen[str]
-) -> None:
+def test_no_stream_is_lost_while_services_stop_die_and_restart(stack, streams):
     first_token_s = heard(streams)["first_token_at"] - stack.up_at
     assert heard(streams)["num_ids"] >= 20
     for engine in ("engine-0", "engine-1"):

@@ -24,7 +24,6 @@ KINDS = {
 
 
 def make(config: dict[str, Any]) -> ReplayEngine:
-    """An engine for one recorded case."""
     return ReplayEngine(config)
 
 

@@ -11,7 +11,6 @@ from tests.conformance.adapter import ReplayEngine, make
 
 
 def read_case(path: Path) -> dict[str, Any]:
-    """The case in a file."""
     case: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return case
 

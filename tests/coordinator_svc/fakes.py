@@ -37,14 +37,12 @@ class Coordinator:
         self._peers: list[EnginePeer] = []
 
     async def topology(self) -> member_pb2.Topology:
-        """What it knows now."""
         answer: coordinator_pb2.GetTopologyResponse = await self.stub.GetTopology(
             coordinator_pb2.GetTopologyRequest(), timeout=_LIMIT_S
         )
         return answer.topology
 
     async def engine(self, **fields: Any) -> EnginePeer:
-        """An engine that has registered."""
         peer = EnginePeer(self.stub)
         # A call that nobody refers to is cancelled.
         self._peers.append(peer)
@@ -89,20 +87,17 @@ class EnginePeer:
         await self.call.write(coordinator_pb2.EngineSessionRequest(report=report))
 
     async def read_command(self) -> command_pb2.Command:
-        """The next message, which is a command."""
         answer = await self.read()
         assert answer.WhichOneof("message") == "command"
         return answer.command
 
     async def answer(self, command: command_pb2.Command, *, refusal: str = "") -> None:
-        """Ack a command, or refuse it."""
         result = command_pb2.CommandResult(command_id=command.command_id, ack=command_pb2.CommandAck())
         if refusal:
             result.nack.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))
         await self.call.write(coordinator_pb2.EngineSessionRequest(command_result=result))
 
     async def goodbye(self) -> None:
-        """Leave on purpose."""
         await self.call.write(coordinator_pb2.EngineSessionRequest(goodbye=coordinator_pb2.EngineGoodbye()))
 
 
@@ -113,12 +108,10 @@ class FrontendPeer:
         self.call: Any = stub.FrontendSession(timeout=_LIMIT_S)
 
     async def register(self, **fields: Any) -> None:
-        """Send the registration."""
         message = coordinator_pb2.FrontendRegistration(**fields)
         await self.call.write(coordinator_pb2.FrontendSessionRequest(register=message))
 
     async def read(self, *, ack: bool = True) -> coordinator_pb2.FrontendSessionResponse:
-        """The next message, acknowledged."""
         answer = await self.call.read()
         if not isinstance(answer, coordinator_pb2.FrontendSessionResponse):
             raise AssertionError(f"the session ended with {await self.call.code()}")
@@ -127,7 +120,6 @@ class FrontendPeer:
         return answer
 
     async def ack(self, nonce: int, *, refusal: str = "") -> None:
-        """Acknowledge a message, or refuse it."""
         message = coordinator_pb2.FrontendAck(nonce=nonce)
         if refusal:
             message.error.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator_svc.run import EXIT_LOOP_FAILED, serve_beside
@@ -23,7 +22,6 @@ class Serving:
         self.is_up = asyncio.Event()
 
     async def until_signal(self) -> int:
-        """Serve."""
         return await run_server(
             [self.server], on_drain=self._ask_health, drain_deadline_s=10.0, announce=self._announce
         )
@@ -41,13 +39,10 @@ class Serving:
 
 
 async def for_ever() -> None:
-    """A loop that does its work."""
     await asyncio.Event().wait()
 
 
-async def test_an_error_in_a_loop_ends_the_process_with_70_and_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_error_in_a_loop_ends_the_process_with_70_and_one_line(caplog):
     serving = Serving()
 
     async def fail() -> None:

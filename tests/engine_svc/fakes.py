@@ -90,11 +90,9 @@ class FakeExecutor:
                 raise TimeoutError(f"only {self.num_launched} of {num_steps} steps were launched")
 
     def drop(self) -> None:
-        """From now on rows may be missing."""
         self.num_drops += 1
 
     def shutdown(self) -> None:
-        """Remember that the loop let go of it."""
         self.is_shut_down = True
 
 
@@ -106,7 +104,6 @@ class FakePendingStep:
         self._gate = gate
 
     def result(self) -> StepResult:
-        """Wait for the gate."""
         if not self._gate.wait(timeout=LIMIT_S):
             raise TimeoutError("the gate of the fake executor stayed shut")
         return self._result
@@ -150,7 +147,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._changed = asyncio.Event()
 
     async def EngineSession(self, request_iterator, context) -> None:
-        """One engine, until it goes."""
         self.num_sessions += 1
         sender: asyncio.Task[None] | None = None
         writing = asyncio.Lock()  # a stream takes one write at a time

@@ -27,6 +27,5 @@ class BrokenPromise(Exception):
 
 
 def expect(holds: bool, promise: Promise, detail: str) -> None:
-    """Raise unless `holds`."""
     if not holds:
         raise BrokenPromise(promise, detail)

@@ -25,7 +25,6 @@ class Codec:
         self._kept: dict[Frozen, Frozen] = {}
 
     def freeze(self, world: World) -> Frozen:
-        """The value of a world."""
         _count_from_zero(world)
         ranks = tuple(self._keep(_freeze_rank(rank)) for rank in world.ranks)
         wave = None if world.wave is None else self._keep(_freeze_wave(world.wave))

@@ -110,7 +110,6 @@ def hint(world: World, index: int) -> None:
 
 
 def hear_hint(world: World, index: int) -> None:
-    """The coordinator takes in such a hint."""
     place = next(place for place, each in enumerate(world.hints) if each[0] == index)
     wave = world.hints[place][1]
     world.hints = world.hints[:place] + world.hints[place + 1 :]
@@ -119,7 +118,6 @@ def hear_hint(world: World, index: int) -> None:
 
 
 def tell_again(world: World, index: int) -> None:
-    """Time passes."""
     _tell(world, START_RETRY_S)
     forget_time(_wave(world))
 

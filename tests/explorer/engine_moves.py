@@ -14,7 +14,6 @@ MAX_IN_FLIGHT = 2
 
 
 def engine_moves(world: World, index: int) -> Iterator[Move]:
-    """All that can happen at this rank now."""
     rank = world.ranks[index]
     if rank.machine is None:
         return
@@ -66,20 +65,17 @@ def ring(world: World, index: int) -> None:
 
 
 def hear(world: World, index: int) -> None:
-    """Hear it, and join."""
     machine = _machine(world.ranks[index])
     machine.start(machine.wave)
 
 
 def report(world: World, index: int) -> None:
-    """Tell the coordinator how it is."""
     rank = world.ranks[index]
     rank.reported = rank.report()
     rank.up += (rank.reported,)
 
 
 def obey(world: World, index: int) -> None:
-    """Do the oldest command."""
     rank = world.ranks[index]
     command: Down
     if rank.inbox:
@@ -136,7 +132,6 @@ def _count(group: list[Rank]) -> None:
 
 
 def take(world: World, index: int) -> None:
-    """Do what all have found."""
     rank = world.ranks[index]
     machine, verdict = _machine(rank), rank.ballot
     assert verdict is not None
@@ -160,7 +155,6 @@ def finish_all(world: World) -> None:
 
 
 def finish(world: World, index: int) -> None:
-    """Take the oldest step back."""
     rank = world.ranks[index]
     rank.flight = rank.flight[1:]
     _machine(rank).came_back()
@@ -184,7 +178,6 @@ def lose(world: World, index: int) -> None:
 
 
 def form(world: World, index: int) -> None:
-    """All ranks of a generation meet."""
     generation, members = world.ranks[index].commit
     ranks = [world.ranks[member] for member in members]
     wave = max(_machine(rank).wave for rank in ranks)
@@ -211,7 +204,6 @@ def _stand_still(rank: Rank) -> None:
 
 
 def resume(world: World, index: int) -> None:
-    """An operator takes that back."""
     rank = world.ranks[index]
     rank.is_paused = rank.may_sleep = False
     if _machine(rank).resume():
@@ -228,13 +220,11 @@ def all_resumed(world: World, index: int) -> None:
 
 
 def request(world: World, index: int) -> None:
-    """A request of one step arrives."""
     world.num_requests = _less(world.num_requests, index)
     world.ranks[index].num_steps_left += 1
 
 
 def crash(world: World, index: int) -> None:
-    """Die, with all that it knew."""
     dead = world.ranks[index]
     world.num_crashes -= 1
     world.ranks[index] = Rank(num_launched=dead.num_launched, group=0, members=())

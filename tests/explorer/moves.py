@@ -52,5 +52,4 @@ _WORDS = {
 
 
 def describe(move: Move) -> str:
-    """A move in words."""
     return _WORDS[move.name].format(move.rank)

@@ -69,7 +69,6 @@ class System:
         }
 
     def start(self) -> Frozen:
-        """The first world."""
         setup = self.setup
         count = range(setup.num_ranks)
         world = World(
@@ -101,11 +100,9 @@ class System:
         return self._codec.freeze(world)
 
     def thaw(self, frozen: Frozen) -> World:
-        """A world to look at."""
         return self._codec.thaw(frozen)
 
     def moves(self, world: World) -> Iterator[Move]:
-        """All that can happen in a world."""
         for index in range(len(world.ranks)):
             yield from engine_moves.engine_moves(world, index)
         yield from coordinator_moves.coordinator_moves(world)
@@ -182,7 +179,6 @@ def why_stuck(world: World) -> Promise:
 
 
 def tell(world: World) -> str:
-    """How the ranks stand, in words."""
     return "; ".join(_tell_rank(index, rank) for index, rank in enumerate(world.ranks))
 
 

@@ -12,13 +12,11 @@ class StartsWhileQuiet(WaveMachine):
     """vllm #36594: a START_DP_WAVE that comes after the agreed pause arms the loop again."""
 
     def start(self, wave: int) -> bool:
-        """Begin the wave, whatever was agreed."""
         if self._state is LockstepState.QUIET:
             self._state = LockstepState.PAUSED
         return super().start(wave)
 
     def all_resumed(self) -> None:
-        """Too late for one that was started."""
         if self._state is LockstepState.QUIET:
             super().all_resumed()
 
@@ -44,7 +42,6 @@ class WaitsForItsOwnStart(WaveMachine):
     """vllm #39366, what it brought: a rank with work asks for a start, and does not begin before it comes."""
 
     def may_step(self, has_work: bool) -> bool:
-        """Ask, and wait."""
         if self._state is LockstepState.PAUSED and (has_work or self._has_news):
             self.asks = True
             return False
@@ -70,7 +67,6 @@ class PredictsRunning(Wave):
         super().report(engine_id, stand)
 
     def due(self, now: float) -> list[Start]:
-        """Those that nobody has told."""
         told = dict(self._told)
         starts = [start for start in super().due(now) if start.engine_id not in told]
         for start in starts:

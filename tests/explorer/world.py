@@ -89,7 +89,6 @@ class Rank:
     reported: Report | None = None
 
     def report(self) -> Report:
-        """How it is now."""
         machine = self.machine
         assert machine is not None
         state = machine.state

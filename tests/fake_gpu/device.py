@@ -58,7 +58,6 @@ class Device:
         return self.num_done + len(self._queued)
 
     def give(self, work: Work) -> None:
-        """Queue `work`, or record it."""
         if self.recording is not None:
             self.recording.append(work)
             return
@@ -119,11 +118,9 @@ class GpuTensor(Tensor):
         return made
 
     def data_ptr(self) -> int:
-        """Of the memory behind it."""
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the memory behind it."""
         return self.memory.untyped_storage()
 
     @classmethod

@@ -45,7 +45,6 @@ Stream.current = Stream()
 
 @contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
-    """As `torch.cuda.stream`."""
     before, Stream.current = Stream.current, stream
     try:
         yield
@@ -61,17 +60,14 @@ class Event:
         self._num_given = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Behind what was given so far."""
         self._recorded_at = time.perf_counter()
         self._num_given = DEVICE.num_given
 
     def synchronize(self) -> None:
-        """Wait until it is over."""
         DEVICE.refuse_in_recording("event synchronization")
         DEVICE.finish(self._num_given)
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds of the host."""
         return (later._recorded_at - self._recorded_at) * 1e3
 
 
@@ -82,14 +78,12 @@ class Graph:
         self.work: list[Any] = []
 
     def replay(self) -> None:
-        """Give it all to the device."""
         for do in self.work:
             DEVICE.give(do)
 
 
 @contextmanager
 def record_graph(graph: Graph, pool: object = None, stream: Stream | None = None) -> Iterator[None]:
-    """As `torch.cuda.graph`."""
     with on_stream(stream or Stream()), DEVICE.record() as work:
         yield
     graph.work = work

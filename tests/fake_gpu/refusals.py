@@ -10,7 +10,6 @@ from tests.fake_gpu.device import GpuTensor
 
 @pytest.fixture
 def column() -> torch.Tensor:
-    """On the device."""
     return torch.arange(4.0, device="cuda")
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import hashlib
+import json
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import grpc.aio
 from google.rpc import error_details_pb2
@@ -14,21 +17,8 @@ from grpc_status import rpc_status
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
-from tests.frontend_svc.fake_engine import (
-    AT_EOS,
-    AT_LENGTH,
-    EOS_ID,
-    HEARTBEAT_S,
-    MAX_MODEL_LEN,
-    TOKENIZER,
-    VOCAB_SIZE,
-    WAIT_S,
-    FakeEngine,
-    FakeRequest,
-    FakeSession,
-    Script,
-    answer,
-)
+from service_kit.limits import INTERNAL
+from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -39,28 +29,386 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych.common.v1 import sampling_pb2
+from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
-__all__ = [
-    "AT_EOS",
-    "AT_LENGTH",
-    "EOS_ID",
-    "HEARTBEAT_S",
-    "MAX_MODEL_LEN",
-    "TOKENIZER",
-    "VOCAB_SIZE",
-    "WAIT_S",
-    "Client",
-    "FakeEngine",
-    "FakeRequest",
-    "FakeSession",
-    "Script",
-    "answer",
-    "details_of",
-    "make_request",
-    "read_all",
-    "serving",
-]
+# An engine that speaks the real stream with scripted tokens.
+
+TOKENIZER = byte_level_tokenizer()
+VOCAB_SIZE = TOKENIZER.get_vocab_size()
+EOS_ID = id_of(TOKENIZER, EOS)
+HEARTBEAT_S = 0.2
+# Longer than anything takes here, however busy the machine: a test that runs into it has failed.
+WAIT_S = 60.0
+MAX_MODEL_LEN = 512
+
+Script = Callable[["FakeEngine", "FakeRequest"], None]
+
+
+class FakeRequest:
+    """An ADD an engine has got, on the session it came from."""
+
+    def __init__(self, session: FakeSession, entry: add_pb2.AddEntry) -> None:
+        self.session = session
+        self.entry = entry
+        self.handle: int = entry.handle
+        self.abort_reason: int | None = None
+        self.num_aborts = 0
+        self.num_adoptions = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        return array("I", self.entry.prompt_token_ids).tolist()
+
+    @property
+    def output(self) -> list[int]:
+        return array("I", self.entry.output_token_ids).tolist()
+
+
+class FakeSession:
+    """One frontend's stream: numbers what is sent."""
+
+    def __init__(self) -> None:
+        self.hello = session_pb2.Hello()
+        self.steps: list[step_pb2.Step] = []
+        self.outgoing: asyncio.Queue[engine_pb2.ConnectResponse | None] = asyncio.Queue()
+        self._seq = 0
+
+    def send(self, **content) -> None:
+        if "step" in content:
+            self.steps.append(content["step"])
+        self._seq += 1
+        self.outgoing.put_nowait(engine_pb2.ConnectResponse(seq=self._seq, **content))
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send one message of a contract that this one does not know."""
+        self._seq += 1
+        message = engine_pb2.ConnectResponse.FromString(content)
+        message.seq = self._seq
+        self.outgoing.put_nowait(message)
+
+    def skip(self) -> None:
+        self._seq += 1
+
+
+class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
+    """Accepts any number of frontends. What it does with an ADD is its script's business."""
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        model: str = "tiny",
+        dp_rank: int = 0,
+        generation_config: dict | None = None,
+        chat_template: str = "{{ messages }}",
+        is_ready: bool = True,
+        max_inflight_adds: int = 0,
+        max_model_len: int = MAX_MODEL_LEN,
+        supported_tasks: Sequence[str] = ("generate",),
+        config: dict | None = None,
+        fingerprint: str = "f",
+        schema_revision: int = 1,
+        min_peer_revision: int = 0,
+        features: Sequence[str] = ("adopt",),
+    ) -> None:
+        self.features = features
+        self.num_asked_adoptions = 0
+        self.script = script
+        self.model = model
+        self.dp_rank = dp_rank
+        self.fingerprint = fingerprint
+        self.is_ready = is_ready
+        self.max_inflight_adds = max_inflight_adds
+        self.max_model_len = max_model_len
+        self.supported_tasks = supported_tasks
+        self.files = {
+            session_pb2.ARTIFACT_KIND_TOKENIZER: TOKENIZER.to_str().encode(),
+            session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG: json.dumps({"chat_template": chat_template}).encode(),
+            session_pb2.ARTIFACT_KIND_GENERATION_CONFIG: json.dumps(generation_config or {}).encode(),
+            session_pb2.ARTIFACT_KIND_CONFIG: json.dumps(config or {}).encode(),
+        }
+        self.requests: list[FakeRequest] = []
+        self.sessions: list[FakeSession] = []
+        self.num_connects = 0
+        self.num_downloads = 0
+        self.schema_revision = schema_revision
+        self.min_peer_revision = min_peer_revision
+        self.has_heartbeat = True
+        self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
+        self.num_heartbeats = 0  # since the newest session
+        self.num_acks = 0
+        self.goodbyes: list[str] = []
+        self.address = ""
+        self._server: grpc.aio.Server | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = grpc.aio.server(options=INTERNAL.options())
+        engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self.address
+
+    async def kill(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def leave(self) -> None:
+        """End every stream behind what was sent, as after a drain. The engine can be reached again."""
+        for session in self.sessions:
+            session.outgoing.put_nowait(None)
+
+    def die(self) -> None:
+        """End every stream behind what was sent, as an engine does that fails. It can be reached again."""
+        for session in self.sessions:
+            session.send(dead={"reason": "it is killed"})
+        self.leave()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that came made `condition` true."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await self._changed.wait()
+
+    async def wait_for_requests(self, num_requests: int) -> list[FakeRequest]:
+        """The first `num_requests` ADDs, once they are here."""
+        await self.wait(lambda: len(self.requests) >= num_requests)
+        return self.requests
+
+    def step(
+        self,
+        rows: dict[FakeRequest, Sequence[int]],
+        *,
+        finished: dict[FakeRequest, step_pb2.StepFinished] | None = None,
+        cached: dict[FakeRequest, int] | None = None,
+        step_number: int = 1,
+    ) -> None:
+        """Send one step with these tokens to the session of its requests."""
+        order = list(rows)
+        columns = step_pb2.Step(
+            step_number=step_number,
+            handles=array("I", [request.handle for request in order]).tobytes(),
+            num_tokens=bytes(len(ids) for ids in rows.values()),
+            token_ids=array("I", [token_id for ids in rows.values() for token_id in ids]).tobytes(),
+        )
+        for request, record in (finished or {}).items():
+            columns.finished.add().CopyFrom(record)
+            columns.finished[-1].row = order.index(request)
+        for request, num_cached in (cached or {}).items():
+            columns.first.add(row=order.index(request), num_cached_tokens=num_cached)
+        order[0].session.send(step=columns)
+
+    def pool(self, request: FakeRequest, tensor: tensor_pb2.Tensor | None, *, num_cached: int = 0) -> None:
+        step = step_pb2.Step(
+            step_number=1,
+            handles=array("I", [request.handle]).tobytes(),
+            first=[step_pb2.StepFirst(row=0, num_cached_tokens=num_cached)],
+            finished=[step_pb2.StepFinished(row=0, reason=output_pb2.FINISH_REASON_STOP)],
+        )
+        if tensor is not None:
+            step.extras.add(row=0, pooling_output=tensor)
+        request.session.send(step=step)
+
+    def become_ready(self) -> None:
+        self.is_ready = True
+        for session in self.sessions:
+            session.send(ready=self._ready())
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[engine_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[engine_pb2.ConnectResponse, None]:
+        """Hello, hello_ack, ready, then whatever was sent."""
+        session = FakeSession()
+        first = await anext(aiter(request_iterator))
+        session.hello = first.hello
+        self.num_connects += 1
+        self.num_heartbeats = 0
+        reader = asyncio.ensure_future(self._read(session, request_iterator))
+        heart = asyncio.ensure_future(self._beat(session))
+        yield engine_pb2.ConnectResponse(
+            hello_ack=session_pb2.HelloAck(
+                engine_id=f"engine-{self.dp_rank}",
+                engine_epoch=7,
+                dp_rank=self.dp_rank,
+                dp_size=2,
+                state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
+                max_inflight_adds=self.max_inflight_adds,
+                ack_interval_messages=4,
+                features=self.features,
+                schema_revision=self.schema_revision,
+                min_peer_revision=self.min_peer_revision,
+            )
+        )
+        if self.is_ready:
+            session.send(ready=self._ready())
+        self.sessions.append(session)
+        self._notify()
+        try:
+            while (message := await session.outgoing.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            heart.cancel()
+            self.sessions.remove(session)
+            self._notify()
+
+    async def GetArtifacts(
+        self, request: engine_pb2.GetArtifactsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
+        self.num_downloads += 1
+        for artifact in self._artifacts():
+            if artifact.kind not in request.kinds:
+                continue
+            content = self.files[artifact.kind]
+            for offset in range(0, len(content), 4096):
+                chunk = content[offset : offset + 4096]
+                yield engine_pb2.GetArtifactsResponse(artifact=artifact, offset=offset, chunk=chunk)
+
+    async def _read(self, session: FakeSession, messages: AsyncIterator[engine_pb2.ConnectRequest]) -> None:
+        async for message in messages:
+            for entry in message.add.entries:
+                request = FakeRequest(session, entry)
+                self.requests.append(request)
+                if self.script is not None:
+                    self.script(self, request)
+            for wanted in message.adopt.entries:
+                self.num_asked_adoptions += 1
+                self._adopt(session, wanted)
+            for request in self.requests:
+                if request.session is session and request.handle in message.abort.handles:
+                    request.abort_reason = message.abort.reason
+                    request.num_aborts += list(message.abort.handles).count(request.handle)
+            self.num_acks += message.HasField("ack")
+            if message.HasField("goodbye"):
+                self.goodbyes.append(message.goodbye.reason)
+                if not message.goodbye.leaves_adoptable:
+                    self._give_up(session)
+            self._notify()
+        session.outgoing.put_nowait(None)
+
+    def _give_up(self, session: FakeSession) -> None:
+        for request in self.requests:
+            if request.session is session:
+                request.entry.resume_state = b""
+
+    def _adopt(self, session: FakeSession, wanted: engine_pb2.AdoptEntry) -> None:
+        """Hand over a request whose session is gone, and let the script go on with it where there is more."""
+        kept = [
+            request
+            for request in self.requests
+            if request.entry.request_id == wanted.request_id
+            and request.entry.resume_state
+            and request.abort_reason in (None, engine_pb2.ABORT_REASON_STOP_STRING)
+        ]
+        if not kept or kept[-1].session in self.sessions:
+            code = grpc.StatusCode.FAILED_PRECONDITION if kept else grpc.StatusCode.NOT_FOUND
+            status = error_pb2.ErrorStatus(code=code.value[0], message="not to be had")
+            session.send(add_rejected=engine_pb2.AddRejected(handle=wanted.handle, status=status))
+            return
+        request = kept[-1]
+        steps = [one for one in request.session.steps if _row_of(one, request.handle) is not None]
+        row = _merged([(one, _row_of(one, request.handle)) for one in steps], wanted.handle)
+        request.session, request.handle, request.abort_reason = session, wanted.handle, None
+        request.num_adoptions += 1
+        adopted = engine_pb2.Adopted(
+            handle=wanted.handle,
+            attempt=request.entry.attempt,
+            prompt_token_ids=request.entry.prompt_token_ids,
+            resume_state=request.entry.resume_state,
+        )
+        session.send(adopted=adopted)
+        session.send(step=row)
+        request.entry.output_token_ids = row.token_ids
+        if self.script is not None and not row.finished:
+            self.script(self, request)
+
+    async def _beat(self, session: FakeSession) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self.has_heartbeat:
+                session.send(heartbeat=self.heartbeat)
+                self.num_heartbeats += 1
+                self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _ready(self) -> session_pb2.Ready:
+        return session_pb2.Ready(
+            model_name=self.model,
+            fingerprint=session_pb2.Fingerprint(digest=self.fingerprint),
+            artifacts=self._artifacts(),
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS_ID],
+            supported_tasks=self.supported_tasks,
+        )
+
+    def _artifacts(self) -> list[session_pb2.Artifact]:
+        return [
+            session_pb2.Artifact(
+                kind=kind, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+            )
+            for kind, content in self.files.items()
+        ]
+
+
+def _row_of(step: step_pb2.Step, handle: int) -> int | None:
+    handles = array("I", step.handles).tolist()
+    return handles.index(handle) if handle in handles else None
+
+
+def _merged(rows: Sequence[tuple[step_pb2.Step, int | None]], handle: int) -> step_pb2.Step:
+    """One row of what a request has in steps, of which log probabilities are told only where it is alone."""
+    merged = step_pb2.Step(step_number=1, handles=array("I", [handle]).tobytes())
+    counts = []
+    for step, row in rows:
+        assert row is not None
+        start = 4 * sum(step.num_tokens[:row])
+        merged.token_ids += step.token_ids[start : start + 4 * step.num_tokens[row]]
+        counts += [step.num_tokens[row]] if step.num_tokens[row] else []
+        merged.sampled_logprobs += step.sampled_logprobs
+        merged.sampled_ranks += step.sampled_ranks
+        if step.HasField("top_logprobs"):
+            merged.top_logprobs.k = step.top_logprobs.k
+            merged.top_logprobs.token_ids += step.top_logprobs.token_ids
+            merged.top_logprobs.logprobs += step.top_logprobs.logprobs
+        for records, of_merged in (
+            (step.first, merged.first),
+            (step.finished, merged.finished),
+            (step.extras, merged.extras),
+        ):
+            for record in records:
+                if record.row == row:
+                    of_merged.add().CopyFrom(record)
+                    of_merged[-1].row = 0
+    merged.num_tokens = bytes([sum(counts)])
+    if len(counts) > 1:
+        merged.parts.add(row=0, num_tokens=counts)
+    return merged
+
+
+def answer(text: str, *, token_ids: Sequence[int] | None = None) -> Script:
+    """A script that answers every request with `text`, a token a step, and then the end of sequence."""
+    ids = list(TOKENIZER.encode(text).ids if token_ids is None else token_ids)
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        for index, token_id in enumerate(ids):
+            engine.step({request: [token_id]}, cached={request: 16} if index == 0 else None)
+        engine.step({request: [EOS_ID]}, finished={request: AT_EOS})
+
+    return script
+
+
+AT_EOS = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_STOP, eos_token_id=EOS_ID)
+AT_LENGTH = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_LENGTH)
+
+
+# A frontend in front of such engines, and a client of it.
 
 
 class Client:
@@ -154,6 +502,14 @@ async def serving(
         await frontend.close()
         for engine in engines:
             await engine.kill()
+
+
+@contextlib.asynccontextmanager
+async def serving_one(**options) -> AsyncGenerator[tuple[FakeEngine, Client, Frontend], None]:
+    """A frontend with one engine that answers when a test says so."""
+    engine = FakeEngine()
+    async with serving(engine, **options) as (client, frontend):
+        yield engine, client, frontend
 
 
 async def read_all(call) -> tuple[generate_pb2.Started, str, list[int], generate_pb2.Finished]:

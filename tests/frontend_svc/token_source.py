@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from random import Random
 
-from tests.frontend_svc.fake_engine import AT_EOS, AT_LENGTH, EOS_ID, TOKENIZER, FakeEngine, FakeRequest
+from tests.frontend_svc.fakes import AT_EOS, AT_LENGTH, EOS_ID, TOKENIZER, FakeEngine, FakeRequest
 from triptych.engine.v1 import add_pb2, step_pb2
 
 _TEXT = " sat on the mat 日本 😀 and the dog ran."
@@ -26,7 +26,6 @@ class TokenSource:
         self.faults: list[str] = []
 
     def __call__(self, engine: FakeEngine, request: FakeRequest) -> None:
-        """Answer `request` from where it stands."""
         entry, done = request.entry, request.output
         whole, ending = whole_output(entry)
         if done != whole[: len(done)] or len(done) >= len(whole):

@@ -13,7 +13,6 @@ from tests.gpu.rig import GpuModel, load_on
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device("cuda")

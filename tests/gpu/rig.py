@@ -21,7 +21,6 @@ MAX_NUM_SEQS = 8
 
 
 def load_on(device: torch.device, folder: Path, model_impl: str, is_deterministic: bool) -> LoadedModel:
-    """The checkpoint in `folder` in fp32."""
     wishes = LoadWishes(
         dtype="float32",
         device=device.type,
@@ -40,7 +39,6 @@ class GpuModel:
     ours: LoadedModel
 
     def runner(self, *, has_graphs: bool = False, logits_processors: tuple = ()) -> ModelRunner:
-        """A runner with nothing in its rows."""
         kv = KVTensors(self.ours.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), self.ours.device)
         # The memory is used as it comes, so the worst that it can hold must reach no result.
         for stack in kv.stacks:

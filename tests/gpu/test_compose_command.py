@@ -28,7 +28,6 @@ class _Side:
         self._side = side
 
     def execute(self, plan: StepPlan):
-        """Launch it."""
         return self._side.executor.launch(plan)
 
 

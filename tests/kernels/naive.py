@@ -22,7 +22,6 @@ def naive_attention(
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """[T, H, E] float64."""
     share = query.shape[1] // key_cache.shape[1]
     rows, token = [], 0
     for row, (num_tokens, total) in enumerate(
@@ -49,7 +48,6 @@ def naive_attention(
 
 
 def naive_uniform(seed: int, position: int, draw: int) -> float:
-    """SplitMix64 in Python integers."""
     bits = _mix((_mix((_mix(seed) + position) & _WORD) + draw) & _WORD)
     return (bits >> 12) * 2.0**-52
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triptych_kernels import ops_for
+from triptych_kernels import REFERENCE, ops_for
 from triptych_kernels.reference.activation import silu_and_mul
 from triptych_kernels.reference.linear import pack_linear
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
@@ -105,3 +105,165 @@ def test_the_door_offers_ops_for_this_machine():
         "native-cpu",
         "native-cpu-amx",
     )
+
+
+# The reference of mixtures of experts against one token and one expert at a time.
+
+_GENERATOR_SEED = 5
+
+
+def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert):
+    num_features = down.shape[2]
+    output = [0.0] * down.shape[1]
+    for expert, weight in zip(expert_ids, expert_weights, strict=True):
+        local = expert - first_expert
+        if not 0 <= local < down.shape[0]:
+            continue
+        projected = [sum(w * v for w, v in zip(row, x, strict=True)) for row in gate_up[local].tolist()]
+        gates, ups = projected[:num_features], projected[num_features:]
+        hidden = [gate / (1 + math.exp(-gate)) * up for gate, up in zip(gates, ups, strict=True)]
+        for place, row in enumerate(down[local].tolist()):
+            output[place] += weight * sum(w * h for w, h in zip(row, hidden, strict=True))
+    return output
+
+
+@pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize(("num_tokens", "num_per_token"), [(1, 1), (7, 2), (12, 4)])
+def test_experts_equal_the_naive_loop(num_tokens, num_per_token, first_expert):
+    generator = torch.Generator().manual_seed(_GENERATOR_SEED)
+    x = torch.randn(num_tokens, 6, generator=generator)
+    gate_up = torch.randn(4, 10, 6, generator=generator)
+    down = torch.randn(4, 6, 5, generator=generator)
+    ids = torch.stack([torch.randperm(6, generator=generator)[:num_per_token] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, num_per_token, generator=generator)
+
+    output = REFERENCE.pack_experts(gate_up, down, first_expert=first_expert)(x, ids, weights)
+
+    expected = [
+        naive_token(row.tolist(), gate_up, down, row_ids.tolist(), row_weights.tolist(), first_expert)
+        for row, row_ids, row_weights in zip(x, ids, weights, strict=True)
+    ]
+    torch.testing.assert_close(output, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_sum_over_experts_is_rounded_once():
+    x = torch.ones(1, 1, dtype=torch.bfloat16)
+    gate_up = torch.ones(3, 2, 1, dtype=torch.bfloat16)
+    down = torch.ones(3, 1, 1, dtype=torch.bfloat16)
+    # Each of the small parts alone would vanish when it is added to the first in bf16.
+    weights = torch.tensor([[1.0, 2**-9, 2**-9]])
+    part = float(torch.sigmoid(torch.tensor(1.0)).to(torch.bfloat16))
+    output = REFERENCE.pack_experts(gate_up, down)(x, torch.tensor([[0, 1, 2]]), weights)
+    assert output.item() == float(torch.tensor(part * (1 + 2**-8)).to(torch.bfloat16))
+    assert output.item() > part
+
+
+def test_num_bytes_is_what_the_weights_take():
+    experts = REFERENCE.pack_experts(torch.zeros(2, 8, 3), torch.zeros(2, 3, 4))
+    assert experts.num_bytes == 4 * (2 * 8 * 3 + 2 * 3 * 4)
+
+
+def test_experts_taken_and_joined_are_those_that_were_packed_together():
+    generator = torch.Generator().manual_seed(_GENERATOR_SEED)
+    gate_up, down = torch.randn(4, 10, 6, generator=generator), torch.randn(4, 6, 5, generator=generator)
+    experts = REFERENCE.pack_experts(gate_up, down, first_expert=2)
+    x, ids, weights = torch.ones(1, 6), torch.tensor([[2, 5]]), torch.ones(1, 2)
+    again = experts.take(2, 3).join(experts.take(3, 6))
+    assert again.expert_range == experts.expert_range == (2, 6)
+    assert torch.equal(again(x, ids, weights), experts(x, ids, weights))
+    with pytest.raises(ValueError, match="do not follow"):
+        experts.take(2, 3).join(experts.take(4, 6))
+
+
+# The references of low-rank additions against one number at a time.
+
+ADAPTERS = [2, -1, 0, 0, 1, 2, -1]
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+def test_shrink_equals_the_naive_loop(id_dtype):
+    x, weights = values(7, 5), values(3, 4, 5, seed=1)
+    shrunk = REFERENCE.lora_shrink(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype))
+    for token, adapter in enumerate(ADAPTERS):
+        for place in range(4):
+            expected = (
+                0.0
+                if adapter < 0
+                else sum(float(a * b) for a, b in zip(x[token], weights[adapter, place], strict=True))
+            )
+            assert float(shrunk[token, place]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+def test_expand_equals_the_naive_loop(id_dtype):
+    x, weights, scales, out = values(7, 4), values(3, 6, 4, seed=1), values(3, seed=2), values(7, 6, seed=3)
+    before = out.clone()
+    REFERENCE.lora_expand(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype), scales, out)
+    for token, adapter in enumerate(ADAPTERS):
+        for place in range(6):
+            added = (
+                0.0
+                if adapter < 0
+                else float(scales[adapter])
+                * sum(float(a * b) for a, b in zip(x[token], weights[adapter, place], strict=True))
+            )
+            assert float(out[token, place]) == pytest.approx(float(before[token, place]) + added, abs=1e-5)
+
+
+def test_shrink_of_bf16_is_in_fp32():
+    x, weights = values(2, 64).bfloat16(), values(1, 3, 64, seed=1).bfloat16()
+    shrunk = REFERENCE.lora_shrink(x, weights, torch.tensor([0, 0]))
+    torch.testing.assert_close(shrunk, x.float() @ weights[0].float().T, rtol=1e-6, atol=1e-5)
+
+
+def test_an_adapter_that_nobody_uses_may_hold_anything():
+    weights = torch.full((2, 3, 5), float("nan"))
+    shrunk = REFERENCE.lora_shrink(values(4, 5), weights, torch.full((4,), -1))
+    assert torch.equal(shrunk, torch.zeros(4, 3))
+    out = values(4, 3)
+    before = out.clone()
+    expand = torch.full((2, 3, 3), float("nan"))
+    REFERENCE.lora_expand(shrunk, expand, torch.full((4,), -1), torch.ones(2), out)
+    assert torch.equal(out, before)
+
+
+# The reference of token masks against one bit at a time.
+
+
+def packed(allowed: list[set[int]], vocab_size: int) -> torch.Tensor:
+    """Masks in which exactly these tokens are allowed."""
+    rows = []
+    for tokens in allowed:
+        words = [0] * -(-vocab_size // 32)
+        for token in tokens:
+            words[token // 32] |= 1 << (token % 32)
+        rows.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 63, 64, 129])
+def test_exactly_the_allowed_tokens_keep_their_logits(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(4, vocab_size, generator=generator)
+    allowed = [
+        set(),
+        set(range(vocab_size)),
+        {vocab_size - 1},
+        set(torch.randperm(vocab_size, generator=generator)[: vocab_size // 2].tolist()),
+    ]
+    before = logits.clone()
+    REFERENCE.apply_token_mask(logits, packed(allowed, vocab_size))
+    for row, tokens in enumerate(allowed):
+        for token in range(vocab_size):
+            expected = float(before[row, token]) if token in tokens else float("-inf")
+            assert float(logits[row, token]) == expected
+
+
+def test_the_sign_bit_of_a_word_is_a_token_too():
+    logits = torch.zeros(1, 64)
+    REFERENCE.apply_token_mask(logits, torch.tensor([[-(2**31), 0]], dtype=torch.int32))
+    assert logits.isfinite().nonzero().tolist() == [[0, 31]]

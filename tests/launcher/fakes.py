@@ -34,7 +34,6 @@ class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        """One started, two deltas, one finished."""
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         if request.sampling.temperature > 2:

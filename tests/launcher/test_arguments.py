@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from launcher.arguments import EMBEDDED_NAME, parse_serve, with_model
+from launcher.flags import split_flags
 from launcher.services import embedded_model
-from service_kit.config import ConfigError
+from service_kit.config import ConfigError, option
 
 
 def test_without_a_model_the_embedded_one_is_served_under_its_name_with_one_thread() -> None:
@@ -76,8 +78,73 @@ def test_engines_that_share_experts_are_told_so_and_their_group_is_known(tmp_pat
         (["--ready-file", "/"], "is a folder"),
     ],
 )
-def test_what_no_service_can_take_is_refused_before_anything_starts(
-    arguments: list[str], message: str
-) -> None:
+def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_serve(arguments)
+
+
+# Which service a flag of `serve` goes to.
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    model: str | None = option(None, help="model", positional=True)
+    port: int = option(1, help="port")
+    data_parallel_size: int = option(1, short="dp", help="engines")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    port: int = option(2, help="port")
+    max_num_seqs: int = option(8, help="rows")
+    log_level: str = option("info", help="level")
+    enable_prefix_caching: bool = option(True, help="reuse")
+    admin_port: int = option(0, help="port")
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    port: int = option(3, help="port")
+    log_level: str = option("info", help="level")
+    max_queued_requests: int = option(4, help="queue")
+
+
+SERVICES = {"engine": EngineConfig, "frontend": FrontendConfig}
+
+
+def test_each_flag_goes_to_every_service_that_has_it() -> None:
+    argv = ["--max-num-seqs", "4", "--log-level=debug", "--max-queued-requests", "9"]
+    own, routed = split_flags(argv, OwnConfig, SERVICES)
+    assert own == []
+    assert routed == {
+        "engine": ["--max-num-seqs", "4", "--log-level=debug"],
+        "frontend": ["--log-level=debug", "--max-queued-requests", "9"],
+    }
+
+
+def test_what_serve_has_itself_stays_with_it() -> None:
+    own, routed = split_flags(["some/model", "--port", "0", "-dp", "2"], OwnConfig, SERVICES)
+    assert own == ["some/model", "--port", "0", "-dp", "2"]
+    assert routed == {"engine": [], "frontend": []}
+
+
+def test_a_switch_does_not_swallow_the_model() -> None:
+    own, routed = split_flags(["--no-enable-prefix-caching", "some/model"], OwnConfig, SERVICES)
+    assert own == ["some/model"]
+    assert routed["engine"] == ["--no-enable-prefix-caching"]
+
+
+def test_an_unknown_flag_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown flag --max-num-seq; did you mean --max-num-seqs"):
+        split_flags(["--max-num-seq", "4"], OwnConfig, SERVICES)
+
+
+@pytest.mark.parametrize("flag", ["--admin-port", "--engine", "--coordinator", "--index", "--config"])
+def test_what_would_contradict_the_launcher_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="runs alone"):
+        split_flags([flag, "1"], OwnConfig, SERVICES)
+
+
+def test_a_flag_without_its_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs needs a value"):
+        split_flags(["--max-num-seqs"], OwnConfig, SERVICES)

@@ -26,7 +26,6 @@ from tests.service_kit.fakes import SERVICE_NAME, FakeService  # noqa: E402
 
 
 async def serve(fd: int) -> int:
-    """Run until drained."""
     loop = asyncio.get_running_loop()
     go_on, idle = asyncio.Event(), asyncio.Event()
     manner = sys.argv[3] if len(sys.argv) > 3 else ""

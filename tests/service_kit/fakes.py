@@ -82,5 +82,4 @@ async def serving(
 
 
 async def call_unary(channel: Any, request: bytes = b"", **keywords: Any) -> Any:
-    """Call Unary of the fake service."""
     return await channel.unary_unary(f"/{SERVICE_NAME}/Unary")(request, **keywords)

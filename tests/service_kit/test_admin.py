@@ -31,7 +31,6 @@ def telemetry() -> Iterator[None]:
 
 @pytest.fixture
 async def admin(telemetry: None) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
-    """A stub of a served admin service."""
     servicer = AdminServicer(
         "engine", "engine-0", lambda: {"state": "draining", "num_running": 3, "model": "tiny"}
     )
@@ -98,9 +97,7 @@ async def test_the_rest_is_unimplemented(admin: admin_pb2_grpc.AdminServiceStub)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_service_without_an_engine_takes_no_utility_calls(
-    admin: admin_pb2_grpc.AdminServiceStub,
-) -> None:
+async def test_a_service_without_an_engine_takes_no_utility_calls(admin):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await admin.Utility(admin_pb2.UtilityRequest())
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

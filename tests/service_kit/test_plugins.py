@@ -12,7 +12,6 @@ GROUP = "triptych.test_plugins"
 
 
 def notes(folder: Path) -> list[str]:
-    """Which plugins were called, in order."""
     diary = folder / "diary"
     return diary.read_text().split() if diary.exists() else []
 
@@ -25,7 +24,6 @@ def install(folder: Path, name: str, body: str = "") -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path with three plugins."""
     for name in ("second", "first", "third"):
         install(tmp_path, name)
         # Of another test's folder.
@@ -43,9 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["all", "some", "none"],
 )
-def test_those_that_are_wanted_are_called_once_in_the_order_of_their_names(
-    installed: Path, wanted: tuple[str, ...], called: list[str]
-) -> None:
+def test_those_that_are_wanted_are_called_once_in_the_order_of_their_names(installed, wanted, called):
     assert load_plugins(wanted, group=GROUP) == called
     assert notes(installed) == called
 

@@ -150,9 +150,7 @@ def test_a_process_that_leaves_has_said_everything_and_tidies_up_nothing() -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_after_its_work_a_signal_ends_a_process_at_once_with_the_code_of_its_work(
-    number: signal.Signals,
-) -> None:
+def test_after_its_work_a_signal_ends_a_process_at_once_with_the_code_of_its_work(number):
     program = (
         "import sys; from service_kit.process import end_at_once_on_signals; end_at_once_on_signals(7)\n"
         "print('set', flush=True)\n"

@@ -18,12 +18,18 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest as Request
 
 from service_kit.channel import open_channel
 from service_kit.errors import InvalidTransition
+from service_kit.health import HealthServicer
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
 from service_kit.server import (
+    V1_NAME,
+    V1ALPHA_NAME,
     AddressError,
     Lifecycle,
     Registration,
@@ -32,7 +38,7 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
-from tests.service_kit.fakes import SERVICE_NAME, FakeService, call_unary, serving
+from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAM = f"/{SERVICE_NAME}/Stream"
@@ -55,7 +61,6 @@ class RunningProgram:
         return await asyncio.to_thread(self.process.wait, 60)
 
     async def not_serving(self) -> None:
-        """Wait until health says so."""
         async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest()):
             if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 return
@@ -366,3 +371,124 @@ async def test_a_stopped_server_is_let_go_of_while_its_loop_runs() -> None:
     (own,) = grpc_servers().keys() - others.keys()
     await server.stop(0.0)
     assert own not in grpc_servers()
+
+
+Response = health_pb2.HealthCheckResponse
+
+
+async def check(channel: Any, name: str) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+    return int(answer.status)
+
+
+def watch(channel: Any, name: str) -> Any:
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+
+
+async def test_a_process_is_alive_before_its_services_are_ready() -> None:
+    async with serving([FakeService().register()]) as (server, channel):
+        assert await check(channel, "") == Response.SERVING
+        assert await check(channel, SERVICE_NAME) == Response.NOT_SERVING
+        server.set_ready(SERVICE_NAME, True)
+        assert await check(channel, SERVICE_NAME) == Response.SERVING
+        server.set_ready(SERVICE_NAME, False)
+        assert await check(channel, SERVICE_NAME) == Response.NOT_SERVING
+
+
+async def test_an_unknown_name_is_not_found() -> None:
+    async with serving([]) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(channel, "test.v1.Other")
+        assert (await watch(channel, "test.v1.Other").read()).status == Response.SERVICE_UNKNOWN
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_watcher_is_told_of_every_change() -> None:
+    async with serving([FakeService().register()]) as (server, channel):
+        call = watch(channel, SERVICE_NAME)
+        seen = [(await call.read()).status]
+        for is_ready in (True, False, True):
+            server.set_ready(SERVICE_NAME, is_ready)
+            seen.append((await call.read()).status)
+        server.drain()
+        seen.append((await call.read()).status)
+        call.cancel()
+    assert seen == [
+        Response.NOT_SERVING,
+        Response.SERVING,
+        Response.NOT_SERVING,
+        Response.SERVING,
+        Response.NOT_SERVING,
+    ]
+
+
+async def test_draining_is_for_good() -> None:
+    async with serving([FakeService().register()]) as (server, channel):
+        server.drain()
+        server.set_ready(SERVICE_NAME, True)
+        assert await check(channel, SERVICE_NAME) == Response.NOT_SERVING
+        assert await check(channel, "") == Response.NOT_SERVING
+
+
+async def test_a_watcher_that_leaves_takes_no_other_with_it() -> None:
+    async with serving([FakeService().register()]) as (server, channel):
+        leaving, staying = watch(channel, SERVICE_NAME), watch(channel, SERVICE_NAME)
+        await leaving.read()
+        await staying.read()
+        leaving.cancel()
+        assert await leaving.code() is grpc.StatusCode.CANCELLED
+        server.set_ready(SERVICE_NAME, True)
+        assert (await staying.read()).status == Response.SERVING
+        staying.cancel()
+
+
+async def test_watches_end_with_the_server() -> None:
+    async with serving([FakeService().register()]) as (server, channel):
+        call = watch(channel, "")
+        assert (await call.read()).status == Response.SERVING
+        await asyncio.wait_for(server.stop(grace_s=60.0), 30)
+        assert (await call.read()).status == Response.NOT_SERVING
+        assert await call.read() is EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+
+def test_only_served_names_have_a_status() -> None:
+    with pytest.raises(ValueError, match="is not served here"):
+        HealthServicer([SERVICE_NAME]).set_ready("test.v1.Other", True)
+
+
+async def ask(channel: Any, service: str, request: Request) -> Any:
+    method = channel.stream_stream(
+        f"/{service}/ServerReflectionInfo",
+        request_serializer=Request.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = method()
+    await call.write(request)
+    answer = await call.read()
+    await call.done_writing()
+    return answer
+
+
+@pytest.mark.parametrize("service", [V1_NAME, V1ALPHA_NAME])
+async def test_services_are_listed_under_both_names(service: str) -> None:
+    async with serving([]) as (_, channel):
+        answer = await ask(channel, service, Request(list_services=""))
+    names = {entry.name for entry in answer.list_services_response.service}
+    assert names == {"grpc.health.v1.Health", V1_NAME, V1ALPHA_NAME}
+
+
+@pytest.mark.parametrize("symbol", ["grpc.health.v1.Health", V1_NAME, V1ALPHA_NAME])
+async def test_every_listed_service_can_be_described(symbol: str) -> None:
+    async with serving([]) as (_, channel):
+        answer = await ask(channel, V1_NAME, Request(file_containing_symbol=symbol))
+    file = descriptor_pb2.FileDescriptorProto()
+    file.ParseFromString(answer.file_descriptor_response.file_descriptor_proto[0])
+    assert symbol in [f"{file.package}.{service.name}" for service in file.service]
+
+
+async def test_reflection_can_be_left_out() -> None:
+    async with serving([], reflection=False) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, V1_NAME, Request(list_services=""))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -17,30 +17,24 @@ class BudgetWatch:
         self.num_given_back = 0
 
     def begin_step(self) -> None:
-        """Nobody has anything."""
         self._taken.clear()
 
     def admits(self, request: Request) -> bool:
-        """Everybody."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """Everything."""
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Note who has what; nobody takes twice."""
         expect(request not in self._taken and num_tokens > 0, "budget", f"{request.request_id} takes twice")
         self._taken[request] = num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Exactly what was taken."""
         taken = self._taken.pop(request, 0)
         expect(taken == num_tokens, "budget", f"{request.request_id} took {taken}, gives back {num_tokens}")
         self.num_given_back += 1
 
     def check(self, plan: StepPlan) -> None:
-        """The rows of a plan have what is taken."""
         taken = {request.request_id: num_tokens for request, num_tokens in self._taken.items()}
         rows = dict(zip(plan.request_ids, plan.num_tokens, strict=True))
         expect(taken == rows, "budget", f"rows have {rows}, taken is {taken}")
@@ -55,7 +49,6 @@ class AdapterCap:
         self.num_passed_over = 0
 
     def begin_step(self) -> None:
-        """No adapter is in use."""
         self._rows.clear()
 
     def admits(self, request: Request) -> bool:
@@ -65,17 +58,14 @@ class AdapterCap:
         return has_place
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """All or nothing."""
         return num_tokens if self._has_place(request) else 0
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """The adapter of a row is in use."""
         if request.extra_keys:
             self._rows[request.extra_keys[0]] += 1
             expect(len(self._rows) <= self._max_adapters, "budget", f"adapters in use: {list(self._rows)}")
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """A row less has it."""
         if request.extra_keys:
             self._rows[request.extra_keys[0]] -= 1
             self._rows += Counter()
@@ -90,14 +80,14 @@ class EncoderBudget:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._remaining = max_tokens
-        self._encoded: set[tuple[Request, int]] = set()
+        self.remaining = max_tokens
+        self.encoded: set[tuple[Request, int]] = set()
         self._of_step: dict[Request, list[tuple[int, int]]] = {}
         self.num_clipped = 0
 
     def begin_step(self) -> None:
         """The encoder is idle. What was encoded is kept."""
-        self._remaining = self._max_tokens
+        self.remaining = self._max_tokens
         self._of_step.clear()
 
     def admits(self, request: Request) -> bool:
@@ -106,7 +96,7 @@ class EncoderBudget:
 
     def clip(self, request: Request, num_tokens: int) -> int:
         """Up to the first span that cannot be encoded in this step."""
-        start, remaining = request.num_computed_tokens, self._remaining
+        start, remaining = request.num_computed_tokens, self.remaining
         for span in request.spans:
             if self._needs(request, span.start, span.num_tokens, start, start + num_tokens):
                 remaining -= span.num_tokens
@@ -120,17 +110,16 @@ class EncoderBudget:
         end = request.num_computed_tokens
         for span in request.spans:
             if self._needs(request, span.start, span.num_tokens, end - num_tokens, end):
-                self._encoded.add((request, span.start))
+                self.encoded.add((request, span.start))
                 self._of_step.setdefault(request, []).append((span.start, span.num_tokens))
-                self._remaining -= span.num_tokens
-                expect(self._remaining >= 0, "budget", f"{request.request_id}: too much to encode")
+                self.remaining -= span.num_tokens
+                expect(self.remaining >= 0, "budget", f"{request.request_id}: too much to encode")
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Nothing of the row was encoded."""
         for start, num_span_tokens in self._of_step.pop(request, []):
-            self._encoded.discard((request, start))
-            self._remaining += num_span_tokens
+            self.encoded.discard((request, start))
+            self.remaining += num_span_tokens
 
     def _needs(self, request: Request, span_start: int, num_span_tokens: int, start: int, end: int) -> bool:
         is_touched = span_start < end and span_start + num_span_tokens > start
-        return is_touched and (request, span_start) not in self._encoded
+        return is_touched and (request, span_start) not in self.encoded

@@ -21,17 +21,14 @@ class CacheWatch:
         """Nothing: evictions are told on their own."""
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
-        """A prefix is shared."""
         self.num_shared += len(block_ids)
 
     def on_store(self, stored: StoredBlocks) -> None:
-        """Content can be found in one block more."""
         group = stored.group
         for block_hash in stored.block_hashes:
             self.stored[block_hash, group] += 1
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:
-        """And in one less."""
         self.num_evictions += 1
         count = self.stored[block_hash, group] - 1
         if count < 0:
@@ -44,5 +41,4 @@ class CacheWatch:
             del self.stored[block_hash, group]
 
     def on_clear(self) -> None:
-        """Nothing can be found."""
         self.stored.clear()

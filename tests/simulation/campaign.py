@@ -62,11 +62,9 @@ class Report:
 
     @property
     def too_rare(self) -> list[str]:
-        """What should happen more often."""
         return [name for name in COVERED if self.num_seeds_with[name] < MIN_SHARE * self.num_seeds]
 
     def as_json(self) -> dict[str, object]:
-        """For machines."""
         return {
             "num_seeds": self.num_seeds,
             "num_requests_per_seed": self.num_requests,

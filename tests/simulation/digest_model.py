@@ -48,7 +48,6 @@ class Identity:
         return contents
 
     def encoder_digests(self) -> list[int]:
-        """What the slots of cross-attention hold."""
         return [link(self.root, -3 - place) for place in range(self.num_encoder_tokens)]
 
     def extend(self, digests: list[int], token_ids: Sequence[int]) -> None:

@@ -54,6 +54,5 @@ class FeatureHook:
             self.held.append(self.kv_cache.hold(request))
 
     def let_go(self) -> None:
-        """The oldest blocks have been sent."""
         if self.held and self.kv_cache is not None:
             self.kv_cache.let_go(self.held.pop(0))

@@ -28,7 +28,6 @@ class History:
         return sum(map(len, self.answers))
 
     def take(self, output: RequestOutput) -> None:
-        """An output comes."""
         request_id, reason = output.request_id, output.finish_reason
         if self.has_ended:
             raise BrokenInvariant("terminal-once", f"{request_id} has an output behind its last")

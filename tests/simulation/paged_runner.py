@@ -95,7 +95,6 @@ class PagedRunner:
         self.num_padding_drafts = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
         rows = self.rows
         has_lost, self.has_lost_plans = self.has_lost_plans, False
         for request_id in plan.released:

@@ -6,20 +6,28 @@ import random
 
 import pytest
 
+from engine_svc.cache.attention import (
+    AttentionKind,
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    SlidingWindow,
+)
 from engine_svc.cache.block_pool import BlockPool
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.core.request import BlockTable, ContentSpan, FinishReason, Request, RequestOutput
-from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.request import BlockTable, FinishReason, Request, RequestOutput
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from tests.simulation.alone import Turn, answers_alone
+from tests.simulation.alone import answers_alone
 from tests.simulation.broken import BrokenInvariant
-from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
+from tests.simulation.budgets import BudgetWatch
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.campaign import Fault, Report
 from tests.simulation.digest_model import Identity
 from tests.simulation.history import History
 from tests.simulation.invariants import check_conservation, check_content, check_events, check_plan
+from tests.simulation.paged_runner import PagedRunner, first_read
 from tests.simulation.setup import draw_setup
 from tests.simulation.simulation import Simulation
 
@@ -28,18 +36,15 @@ CONFIG = SchedulerConfig(max_model_len=32, max_num_batched_tokens=8, max_num_seq
 
 
 def request(request_id: str = "a", *, adapter: str = "") -> Request:
-    """A small request."""
     return Request(request_id, [3, 4, 5], 3, SAMPLING, extra_keys=(adapter,) if adapter else ())
 
 
 def right_answer() -> list[int]:
-    """What a small request yields."""
     history = History(request())
     return next(answers_alone(history.identity, history.turns, 32)).token_ids
 
 
 def output(tokens: list[int], reason: FinishReason | None, *, num_cached: int | None = None) -> RequestOutput:
-    """An output of the small request."""
     return RequestOutput("a", tokens, reason, num_cached_tokens=num_cached)
 
 
@@ -105,19 +110,6 @@ def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
         history.take(wrong)
 
 
-def test_repetition_ends_an_answer_as_its_limits_say():
-    identity = Identity(5, ())
-    ended_by = {
-        next(
-            answers_alone(
-                identity, [Turn([token], SamplingParams(max_tokens=60, repetition=RepetitionLimits(1)))], 99
-            )
-        ).reason
-        for token in range(8)
-    }
-    assert FinishReason.REPETITION in ended_by
-
-
 def test_a_block_that_nobody_lists_or_somebody_lists_wrongly_is_noticed():
     pool = BlockPool(5)
     [held] = pool.allocate(1)
@@ -158,7 +150,6 @@ def test_events_have_to_tell_what_can_be_found():
 
 
 def plan(num_tokens: list[int], *, new_block_ids: list[list[list[int]]] | None = None) -> StepPlan:
-    """A plan with rows of so many tokens."""
     rows = range(len(num_tokens))
     return StepPlan(
         1,
@@ -250,35 +241,6 @@ def test_what_is_given_back_is_what_was_taken():
         watch.give_back(row, 2)
 
 
-def test_no_more_adapters_than_the_cap():
-    cap = AdapterCap(1)
-    first, same, other = request("a", adapter="x"), request("b", adapter="x"), request("c", adapter="y")
-    cap.take(first, 1)
-    assert cap.admits(same) and cap.admits(request()) and not cap.admits(other)
-    assert cap.clip(other, 5) == 0
-    cap.give_back(first, 1)
-    assert cap.admits(other)
-    cap.take(other, 1)
-    with pytest.raises(BrokenInvariant, match="budget"):
-        cap.take(first, 1)
-
-
-def test_a_span_is_encoded_whole_and_within_the_budget_of_a_step():
-    budget = EncoderBudget(4)
-    spans = (ContentSpan(1, 3, "x"), ContentSpan(6, 3, "y"))
-    pictures = Request("a", list(range(10)), 10, SAMPLING, spans=spans)
-    assert budget.clip(pictures, 10) == 6
-    pictures.num_computed_tokens = 6
-    budget.take(pictures, 6)
-    assert budget.clip(pictures, 4) == 0
-    pictures.num_computed_tokens = 8
-    with pytest.raises(BrokenInvariant, match="budget"):
-        budget.take(pictures, 2)
-    budget.begin_step()
-    pictures.num_computed_tokens = 6
-    assert budget.clip(pictures, 4) == 4
-
-
 def test_the_same_seed_lives_the_same_life():
     assert draw_setup(random.Random(5)) == draw_setup(random.Random(5))
     assert draw_setup(random.Random(5)) != draw_setup(random.Random(6))
@@ -293,3 +255,135 @@ def test_a_report_tells_broken_seeds_and_what_is_too_rare():
     assert told["broken"] == [{"seed": 7, "step": 3, "invariant": "isolation", "detail": "wrong"}]
     assert "hit" not in report.too_rare and "eviction" in report.too_rare and "preemption" in report.too_rare
     assert told["coverage"]["hit"] == 0.05
+
+
+# The simulator's runner computes what it was planned to, and sees every block that holds something else.
+
+TOKENS = [3, 4, 5, 6]
+
+
+def runner(*kinds: AttentionKind, overlaps: bool = False) -> PagedRunner:
+    """A runner for these groups, which knows some requests of one tenant and one of another."""
+    made = PagedRunner(kinds or (FullAttention(2),), random.Random(0), overlaps=overlaps)
+    made.identities = {name: Identity(11, (), 3) for name in "abc"} | {"other": Identity(12, ())}
+    return made
+
+
+def admission(
+    request_id: str, block_ids: list[list[int]], *, token_ids: list[int] = TOKENS
+) -> AdmittedRequest:
+    return AdmittedRequest(request_id, token_ids, len(token_ids), SamplingParams(max_tokens=8), block_ids)
+
+
+def row_plan(
+    request_id: str,
+    computed: int,
+    num_tokens: int,
+    new_block_ids: list[list[int]],
+    *,
+    admitted: AdmittedRequest | None = None,
+    drafts: tuple[int, ...] = (),
+    samples: bool = True,
+) -> StepPlan:
+    return StepPlan(
+        step_number=1,
+        admitted=[] if admitted is None else [admitted],
+        request_ids=[request_id],
+        num_tokens=[num_tokens],
+        num_computed_tokens=[computed],
+        new_block_ids=[new_block_ids],
+        draft_token_ids=[list(drafts)],
+        samples=[samples],
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_id", "token_ids", "block_id"),
+    [("b", [3, 9, 5, 6], 1), ("other", TOKENS, 1), ("b", TOKENS, 2), ("b", TOKENS, 7)],
+    ids=["other tokens", "other tenant", "other block", "never written"],
+)
+def test_a_prefix_of_other_content_is_noticed(request_id: str, token_ids: list[int], block_id: int):
+    small = runner()
+    small.run(row_plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
+    admitted = admission(request_id, [[block_id]], token_ids=token_ids)
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        small.run(row_plan(request_id, 2, 2, [[3]], admitted=admitted))
+
+
+def test_a_block_that_another_row_wrote_to_is_noticed():
+    small = runner()
+    small.run(row_plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
+    small.run(row_plan("b", 0, 4, [[2, 3]], admitted=admission("b", [[]], token_ids=[7, 8, 9, 9])))
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        small.run(row_plan("a", 4, 1, [[4]]))
+
+
+def test_a_half_filled_block_that_another_group_wrote_to_is_noticed():
+    small = runner(FullAttention(4), FullAttention(4))
+    small.run(row_plan("a", 0, 3, [[1], [2]], admitted=admission("a", [[], []]), samples=False))
+    small.run(row_plan("b", 0, 3, [[3], [1]], admitted=admission("b", [[], []]), samples=False))
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        small.run(row_plan("a", 3, 1, []))
+
+
+def test_a_window_needs_what_it_reads_and_nothing_before():
+    small = runner(SlidingWindow(2, 3))
+    small.run(row_plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
+    assert small.run(
+        row_plan("b", 4, 1, [[3]], admitted=admission("b", [[0, 2]], token_ids=[*TOKENS, 7]))
+    ).sampled[0]
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        small.run(row_plan("c", 4, 1, [[4]], admitted=admission("c", [[1, 0]], token_ids=[*TOKENS, 7])))
+
+
+def test_what_the_encoder_wrote_is_read_again():
+    small = runner(FullAttention(4), CrossAttention(2))
+    small.run(row_plan("a", 0, 4, [[1], [2, 3]], admitted=admission("a", [[], []])))
+    assert small.run(row_plan("a", 4, 1, [[4], []])).sampled[0]
+    small.run(row_plan("b", 0, 4, [[3], [5, 6]], admitted=admission("b", [[], []])))
+    with pytest.raises(BrokenInvariant, match="isolation"):
+        small.run(row_plan("a", 5, 1, []))
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "first"),
+    [
+        (FullAttention(2), 9, 0),
+        (SlidingWindow(2, 4), 9, 6),
+        (SlidingWindow(2, 1), 9, 9),
+        (SlidingWindow(2, 4), 2, 0),
+        (ChunkedLocal(2, 4), 9, 8),
+        (ChunkedLocal(2, 4), 8, 8),
+        (ChunkedLocal(2, 4), 7, 4),
+    ],
+)
+def test_where_reading_begins(kind: AttentionKind, position: int, first: int):
+    assert first_read(kind, position) == first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        row_plan("a", 5, 1, [[3]]),
+        row_plan("a", 4, 1, [[3]], samples=False),
+        row_plan("a", 3, 1, []),
+        row_plan("a", 4, 1, []),
+        row_plan("a", 4, 1, [[0]]),
+        row_plan("a", 4, 1, [[3]], admitted=admission("a", [[]])),
+        StepPlan(2, released=["b"]),
+    ],
+    ids=[
+        "too far",
+        "does not sample",
+        "too short",
+        "no room",
+        "placeholder",
+        "admitted twice",
+        "released twice",
+    ],
+)
+def test_a_plan_that_does_not_fit_the_rows_is_noticed(wrong: StepPlan):
+    small = runner()
+    small.run(row_plan("a", 0, 4, [[1, 2]], admitted=admission("a", [[]])))
+    with pytest.raises(BrokenInvariant):
+        small.run(wrong)

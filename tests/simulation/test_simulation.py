@@ -13,7 +13,6 @@ NUM_REQUESTS = 100
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """What a small campaign saw."""
     return run_campaign(range(NUM_SEEDS), NUM_REQUESTS)
 
 

@@ -45,7 +45,6 @@ class Workload:
         self._spare_ids.append(request.request_id)
 
     def draw(self, now: float) -> Request:
-        """The next request."""
         rng = self._rng
         random = rng.random
         draw = random()
@@ -87,7 +86,6 @@ class Workload:
         return request
 
     def draw_turn(self) -> Turn:
-        """Further input for a session."""
         rng = self._rng
         return Turn(rng.choices(_TOKENS, k=rng.randint(1, 6)), self.draw_sampling())
 

@@ -73,7 +73,6 @@ class World:
 
     @property
     def unfinished(self) -> list[Request]:
-        """Requests that have not ended."""
         return [history.request for history in self.histories.values()]
 
     def add(self, request: Request, *, num_remote_tokens: int = 0, is_sent: bool = False) -> bool:
@@ -115,7 +114,6 @@ class World:
         return True
 
     def unblock(self, request_id: str, name: str) -> None:
-        """Take away what a request waits for."""
         self._note("unblock", request_id, name)
         self.scheduler.unblock(request_id, name)
 
@@ -244,7 +242,6 @@ class World:
         return outputs
 
     def check(self) -> None:
-        """Look at everything."""
         first_starts: dict[Request, int] = {}
         for plan, _ in self.in_flight:
             for request_id, computed in zip(plan.request_ids, plan.num_computed_tokens, strict=True):

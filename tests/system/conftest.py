@@ -16,7 +16,6 @@ from tests.system.checkpoints import (
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder per architecture."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         architecture: make_checkpoint(architecture, root / architecture) for architecture in ARCHITECTURES
@@ -31,7 +30,6 @@ def llama(checkpoints: dict[str, Path]) -> str:
 
 @pytest.fixture(scope="session")
 def slow_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a Llama with slow steps."""
     return str(make_slow_llama(tmp_path_factory.mktemp("slow-llama")))
 
 

@@ -123,6 +123,5 @@ class CoreDriver:
 
 
 def load(folder: Path, model_impl: str = "auto", dtype: str = "auto", cpu_isa: str = "auto") -> LoadedModel:
-    """The folder's model on one thread."""
     wishes = LoadWishes(num_threads=1, model_impl=model_impl, dtype=dtype, cpu_isa=cpu_isa)
     return load_model(folder, wishes)

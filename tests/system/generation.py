@@ -48,7 +48,6 @@ def request_of(
 async def collect(
     stub: inference_pb2_grpc.InferenceServiceStub, request: generate_pb2.GenerateRequest
 ) -> Answer:
-    """Stream one request to its end."""
     answer = Answer()
     async for response in stub.Generate(request, timeout=CALL_LIMIT_S):
         match response.WhichOneof("event"):
@@ -65,7 +64,6 @@ async def collect(
 
 
 def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids without the special ones."""
     return [rng.randrange(VOCAB_FIRST_PLAIN_ID, vocab_size) for _ in range(num_tokens)]
 
 

@@ -39,7 +39,6 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return f"http://127.0.0.1:{port}"
 
     async def stop(self) -> None:
-        """End at once."""
         await self._server.stop(None)
 
     async def Export(self, request, context):

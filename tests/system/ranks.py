@@ -183,7 +183,6 @@ class Driver:
         return self._scheduler.has_work or bool(self._in_flight)
 
     def add(self, request_id: str, sampling: SamplingParams) -> None:
-        """A request with a random prompt."""
         prompt = [self._rng.randrange(VOCAB_SIZE) for _ in range(self._rng.randint(3, 70))]
         self._scheduler.add(Request(request_id, prompt, len(prompt), sampling))
 
@@ -207,12 +206,10 @@ class Driver:
 
 
 def greedy(max_tokens: int = 64) -> SamplingParams:
-    """The most likely token, to the last."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def mixed_sampling(index: int, max_tokens: int) -> SamplingParams:
-    """Wishes of all kinds, by index."""
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 20},

@@ -88,7 +88,6 @@ class Stack:
                 await asyncio.sleep(0.05)
 
     def engine(self, engine: ChildProcess) -> EngineView:
-        """What an engine says of itself."""
         return EngineView(engine_pb2_grpc.EngineCoreServiceStub(self.channel(engine)))
 
 
@@ -108,7 +107,6 @@ class EngineView:
         self._stub = stub
 
     async def stats(self) -> session_pb2.Stats:
-        """The counters now."""
         answer = await self._stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=10)
         return answer.stats
 
@@ -121,12 +119,10 @@ class EngineView:
         return stats
 
     async def until_idle(self) -> session_pb2.Stats:
-        """Ask until nothing runs or waits."""
         return await self.until(lambda stats: stats.num_running == 0 and stats.num_waiting == 0)
 
 
 def address_of(child: ChildProcess) -> str:
-    """Where a child listens for its peers."""
     return listeners_of(child)[0]
 
 

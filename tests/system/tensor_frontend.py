@@ -116,7 +116,6 @@ class TensorFrontend:
 
 
 def large_tensor(seed: int = 0) -> WireTensor:
-    """10 MB of finite numbers."""
     row = bytes(4 * HIDDEN - 4) + seed.to_bytes(4, "little")
     return WireTensor.of(tensor_pb2.D_TYPE_FP32, [PLACES, HIDDEN], row * PLACES)
 

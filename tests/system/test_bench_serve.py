@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +26,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("dataset", FLAGS)
-async def test_figures_are_those_of_a_proxy_in_front_of_the_server(
-    dataset: str, slow_llama: str, tmp_path: Path
-) -> None:
+async def test_figures_are_those_of_a_proxy_in_front_of_the_server(dataset, slow_llama, tmp_path):
     path = tmp_path / "figures.json"
     flags = [f"--dataset={dataset}", f"--num-requests={NUM_REQUESTS}", "--temperature=0", f"--json={path}"]
     async with Stack() as stack:

@@ -69,9 +69,7 @@ async def test_an_engine_whose_steps_all_fail_ends_and_every_request_hears_of_it
 
 
 @pytest.mark.parametrize("source", [FAILING_LOAD, FAILING_FORWARD], ids=["load", "first forward"])
-async def test_an_engine_that_cannot_get_ready_says_so_in_one_line_and_exits_with_an_error(
-    tmp_path: Path, source: str
-) -> None:
+async def test_an_engine_that_cannot_get_ready_says_so_in_one_line_and_exits_with_an_error(tmp_path, source):
     write_plugin(tmp_path, "failing", source)
     async with Stack({"PYTHONPATH": python_path(tmp_path)}) as stack:
         engine = await stack.start("engine", MODEL, "--port=0")

@@ -56,9 +56,7 @@ def check_handed_on(client: StreamClient) -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.3])
-async def test_at_the_deadline_of_a_drain_sessions_are_told_that_their_requests_have_to_move(
-    deadline_s: float,
-) -> None:
+async def test_at_the_deadline_of_a_drain_sessions_are_told_that_their_requests_have_to_move(deadline_s):
     async with busy_engine(f"--drain-deadline-s={deadline_s}") as (engine, client):
         engine.terminate()
         await client.until(lambda: client.is_over, patience_s=WAIT_LIMIT_S)

@@ -116,9 +116,7 @@ async def read_all(
     return seen, reading
 
 
-async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(
-    llama: str, tmp_path: Path
-) -> None:
+async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llama, tmp_path):
     rng = random.Random(4)
     prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in STREAMS]
     brake = Brake(tmp_path)
@@ -175,9 +173,7 @@ async def ended(child: ChildProcess) -> str:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("cause", ["deadline", "signal"])
-async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(
-    llama: str, cause: str, tmp_path: Path
-) -> None:
+async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(llama, cause, tmp_path):
     rng = random.Random(5)
     prompts = [random_prompt(rng, 12, VOCAB_SIZE) for _ in MIXED_STREAMS]
     deadline_s = {"deadline": 1, "signal": 600}[cause]

@@ -107,9 +107,7 @@ async def test_a_coordinator_killed_and_restarted_under_streams_is_not_noticed(l
 
 
 @pytest.mark.parametrize("service", ["frontend", "engine", "coordinator"])
-async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(
-    service: str, llama: str, tmp_path: Path
-) -> None:
+async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(service, llama, tmp_path):
     brake = Brake(tmp_path)
     brake.apply()
     async with Stack(brake.environment) as stack:

@@ -36,9 +36,7 @@ USER = chat_message_pb2.ChatMessage(
 )
 
 
-async def test_the_frontend_extra_alone_serves_chat_with_template_and_tools(
-    thinking_llama: str, wheel: Path, tmp_path: Path
-) -> None:
+async def test_the_frontend_extra_alone_serves_chat_with_template_and_tools(thinking_llama, wheel, tmp_path):
     bin_folder = await asyncio.to_thread(installed, wheel, "frontend", tmp_path)
     packages = next(bin_folder.parent.glob("lib/python*/site-packages"))
     num_bytes = sum(_size(folder) for folder in packages.iterdir() if not folder.name.startswith("pip"))
@@ -96,7 +94,6 @@ def _braces(folder: str) -> sampling_pb2.SamplingParams:
 async def _read(
     stub: chat_pb2_grpc.ChatServiceStub, request: chat_message_pb2.ChatRequest
 ) -> chat_message_pb2.ChatDelta:
-    """All deltas put together."""
     whole = chat_message_pb2.ChatDelta()
     async for response in stub.Chat(request, timeout=CALL_LIMIT_S):
         whole.content += response.delta.content

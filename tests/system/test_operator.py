@@ -48,7 +48,6 @@ class Operated:
         return (await self.admin.Utility(request, timeout=120)).result
 
     def streams(self) -> list[asyncio.Task[list[int]]]:
-        """All prompts as streams."""
         return [asyncio.create_task(self._ids(prompt)) for prompt in self.prompts]
 
     async def running(self) -> session_pb2.Stats:
@@ -64,7 +63,6 @@ class Operated:
         assert await asyncio.gather(*tasks) == self.undisturbed
 
     async def state(self) -> session_pb2.EngineState:
-        """What the engine says of itself."""
         stub = engine_pb2_grpc.EngineCoreServiceStub(self.stack.channel(self.trio.engine))
         info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10)
         return info.state
@@ -77,7 +75,6 @@ class Operated:
 
 @asynccontextmanager
 async def operated(model: str, *flags: str) -> AsyncIterator[Operated]:
-    """A stack whose engine has an operator."""
     rng = random.Random(8)
     prompts = [random_prompt(rng, 24, VOCAB_SIZE) for _ in range(NUM_STREAMS)]
     async with Stack() as stack:
@@ -193,9 +190,7 @@ async def forbidden_over_a_session(engine: Operated) -> int:
     raise AssertionError("the stream ended without an answer")
 
 
-async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_end(
-    slow_llama: str,
-) -> None:
+async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_end(slow_llama):
     async with operated(slow_llama, "--drain-deadline-s=600") as engine:
         address = listeners_of(engine.trio.engine)[1]
         tasks = engine.streams()
@@ -223,9 +218,7 @@ async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_en
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_an_engine_that_has_lost_its_weights_sleeps_until_it_has_them_again(
-    slow_llama: str, tmp_path: Path
-) -> None:
+async def test_an_engine_that_has_lost_its_weights_sleeps_until_it_has_them_again(slow_llama, tmp_path):
     folder = Path(shutil.copytree(slow_llama, tmp_path / "model"))
     async with operated(str(folder)) as engine:
         tasks = engine.streams()
@@ -252,7 +245,6 @@ async def test_an_engine_that_has_lost_its_weights_sleeps_until_it_has_them_agai
 
 
 async def ending_of(child: ChildProcess) -> str:
-    """How it ended, in words."""
     async with asyncio.timeout(60):
         await child.wait()
     return child.ending.partition(") ")[2]

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher.services import embedded_model
 from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
 from tests.system.generation import Answer, collect, random_prompt, request_of
 from tests.system.stack import Stack
+from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
+from triptych.common.v1 import output_pb2
 
 NUM_REQUESTS = 32
 MAX_TOKENS = 64
@@ -25,9 +28,7 @@ ENGINE_FLAGS = (
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_concurrent_requests_equal_transformers_generate(
-    architecture: str, checkpoints: dict[str, Path]
-) -> None:
+async def test_concurrent_requests_equal_transformers_generate(architecture, checkpoints):
     folder = checkpoints[architecture]
     prompts = _prompts_with_shared_heads()
     async with Stack() as stack:
@@ -67,3 +68,33 @@ def _check_streams(folder: Path, prompts: list[list[int]], answers: list[Answer]
             differences.append(f"request {index}: {difference}")
     assert not differences
     assert sum(len(set(answer.token_ids)) >= 20 for answer in answers) >= NUM_REQUESTS - 2
+
+
+# The model that ships with the package answers through three processes what transformers alone answers.
+
+ANSWER_TOKENS = 200
+QUESTIONS = (
+    "Tell me a story about a fox and a lantern.",
+    "Tell me a story about a crab and a key.",
+    "The box is blue. What colour is the box?",
+    "Where is the owl? The owl is in the garden.",
+    "Hello",
+    "What is a gRPC service?",
+)
+
+
+async def test_greedy_answers_equal_transformers_on_the_packaged_weights() -> None:
+    folder = embedded_model()
+    prompts = [f"<|user|>{question}<|end|><|assistant|>" for question in QUESTIONS] + ["Once upon a time"]
+    reference = Reference(folder)
+    async with Stack() as stack:
+        trio = await stack.start_all(str(folder), "--num-threads=1")
+        stub = stack.inference(trio.frontend)
+        tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(stack.channel(trio.frontend))
+        for prompt in prompts:
+            ids = (await tokenizer.Tokenize(tokenize_pb2.TokenizeRequest(text=prompt), timeout=10)).token_ids
+            answer = await collect(stub, request_of(list(ids), ANSWER_TOKENS, ignore_eos=False))
+            expected = reference.generate(list(ids), ANSWER_TOKENS, stop_at_eos=True)
+            assert expected.first_real_difference(answer.token_ids) is None, prompt
+            assert answer.reason == output_pb2.FINISH_REASON_STOP, prompt
+            assert answer.text.strip(), prompt

@@ -46,7 +46,6 @@ def start():
 
 @pytest.fixture
 def diary(tmp_path: Path) -> Path:
-    """Where a plugin notes what it does."""
     return tmp_path / "diary"
 
 
@@ -55,9 +54,7 @@ def stack_with(folder: Path) -> Stack:
     return Stack({"PYTHONPATH": python_path(folder)})
 
 
-async def test_a_plugin_is_called_once_in_the_engine_before_it_has_an_executor(
-    tmp_path: Path, diary: Path
-) -> None:
+async def test_a_plugin_is_called_once_in_the_engine_before_it_has_an_executor(tmp_path, diary):
     write_plugin(tmp_path / "site", "noting", NOTING.format(diary=str(diary)))
     async with stack_with(tmp_path / "site") as stack:
         engine = await stack.start("engine", MODEL, "--port=0")
@@ -84,9 +81,7 @@ async def test_what_a_plugin_does_is_seen_by_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["coordinator", "engine", "frontend"])
-async def test_a_plugin_that_fails_stops_the_start_with_one_line_and_code_2(
-    tmp_path: Path, service: str
-) -> None:
+async def test_a_plugin_that_fails_stops_the_start_with_one_line_and_code_2(tmp_path, service):
     flags = {"coordinator": (), "engine": (MODEL,), "frontend": ("--engine=127.0.0.1:1",)}[service]
     write_plugin(tmp_path / "site", "broken", "def start(): raise RuntimeError('no such chip')\n")
     async with stack_with(tmp_path / "site") as stack:

@@ -86,9 +86,7 @@ def with_requests(driver: Driver) -> Driver:
     ],
     ids=["llama-tp2", "llama-pp2", "phi3-tp2", "windows-pp2", "mixtral-ep2", "qwen3-moe-ep2"],
 )
-def test_ranks_say_what_one_says_and_hold_their_share(
-    family: str, division: dict[str, int], folders, alone
-) -> None:
+def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders, alone):
     expected, whole_bytes = alone[family]
     num_ranks = division.get("tensor_parallel_size", 1) * division.get("pipeline_parallel_size", 1)
     excess = []
@@ -192,9 +190,7 @@ def test_an_error_in_a_rank_ends_all_of_them_and_is_told(folders) -> None:
             pending.result()
 
 
-def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones(
-    folders, alone, tmp_path: Path
-) -> None:
+def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones(folders, alone, tmp_path):
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
     file = folder / "model.safetensors"
     whole = file.read_bytes()

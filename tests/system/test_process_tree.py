@@ -43,7 +43,6 @@ class Tree:
 
     @property
     def process_ids(self) -> list[int]:
-        """All of them but the launcher."""
         return [pid for pids in self.by_title.values() for pid in pids]
 
 
@@ -83,7 +82,6 @@ def by_title(processes: list[psutil.Process]) -> dict[str, list[int]]:
 
 
 def title_of(pid: int) -> str:
-    """What `ps` shows."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
@@ -109,9 +107,7 @@ async def test_every_process_has_a_title_and_none_outlives_a_killed_launcher(tmp
         ("triptych-frontend-1", ["triptych-text-worker"]),
     ],
 )
-async def test_what_a_killed_service_has_started_ends_with_it(
-    tmp_path: Path, killed: str, gone: list[str]
-) -> None:
+async def test_what_a_killed_service_has_started_ends_with_it(tmp_path, killed, gone):
     async with whole_tree(tmp_path / "ready.json") as tree:
         [pid] = tree.by_title[killed]
         children = [child.pid for child in psutil.Process(pid).children()]

@@ -128,7 +128,6 @@ class Cluster:
 
 @asynccontextmanager
 async def ray_cluster(python: Path, ray_folder: Path, folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster of one node on loopback."""
     environment = {
         **os.environ,
         "RAY_AUTH_MODE": "token",
@@ -211,7 +210,6 @@ async def until_routed(frontend: ChildProcess, num_engines: int) -> None:
 
 
 async def status_of(admin_address: str) -> dict[str, float | str]:
-    """What a service says of itself."""
     async with open_channel(admin_address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=_STATUS_LIMIT_S)

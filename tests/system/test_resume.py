@@ -123,7 +123,6 @@ class Rig:
                 await self._changed.wait()
 
     async def until_state(self, state: EngineState) -> None:
-        """Wait for the client to be in `state`."""
         await self.until(lambda: self.client.state is state)
 
     async def until_one_connection(self) -> None:

@@ -58,7 +58,6 @@ async def read(stub: chat_pb2_grpc.ChatServiceStub, request: chat_message_pb2.Ch
 async def complete(
     stub: inference_pb2_grpc.InferenceServiceStub, prompt: Sequence[int], max_tokens: int, **fields: object
 ) -> list[int]:
-    """The ids of a greedy continuation."""
     sampling = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
     request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=prompt), sampling=sampling)
     ids: list[int] = []
@@ -75,7 +74,6 @@ class Text:
         self.opening, self.closing = (self.id_of(token) for token in (OPENING, CLOSING))
 
     def id_of(self, token: str) -> int:
-        """The id of one token."""
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None
         return token_id
@@ -149,9 +147,7 @@ async def test_127_reasoning_ends_exactly_with_its_budget_in_a_batch_and_is_told
     assert list(output.token_ids) == seven.token_ids
 
 
-async def test_127_each_block_has_the_whole_budget_and_what_the_prompt_has_of_it_counts(
-    thinking_llama: str,
-) -> None:
+async def test_127_each_block_has_the_whole_budget_and_what_the_prompt_has_of_it_counts(thinking_llama):
     text, budget = Text(thinking_llama), 6
     plain = [100, 101, 102]
     async with Stack() as stack:

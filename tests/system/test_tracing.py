@@ -24,9 +24,7 @@ async def receiver() -> AsyncIterator[tuple[OtlpReceiver, str]]:
 
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["finished", "aborted"])
-async def test_a_request_is_one_tree_under_the_clients_traceparent(
-    is_aborted: bool, slow_llama: str, receiver: tuple[OtlpReceiver, str]
-) -> None:
+async def test_a_request_is_one_tree_under_the_clients_traceparent(is_aborted, slow_llama, receiver):
     received, endpoint = receiver
     rng = random.Random(11)
     trace_id = f"{rng.getrandbits(128):032x}"

@@ -27,11 +27,9 @@ class WireProxy:
 
     @property
     def num_open(self) -> int:
-        """Connections that stand."""
         return len(self._connections)
 
     async def start(self) -> None:
-        """Listen on a port of the kernel's choice."""
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -46,7 +44,6 @@ class WireProxy:
             connection.cancel()
 
     async def stop(self) -> None:
-        """End everything."""
         self.refuse()
         self.cut()
         await asyncio.gather(*self._connections, return_exceptions=True)

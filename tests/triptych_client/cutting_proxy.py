@@ -22,7 +22,6 @@ class CuttingProxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def run(self) -> None:
-        """Accept until closed."""
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
@@ -37,12 +36,10 @@ class CuttingProxy:
                 _break(each)
 
     def heal(self) -> None:
-        """Let new connections through again."""
         with self._lock:
             self._refuses = False
 
     def close(self) -> None:
-        """Break everything and listen no more."""
         self.cut(refuses=True)
         # Closing alone would leave the thread in its accept.
         with suppress(OSError):

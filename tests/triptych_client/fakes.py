@@ -97,19 +97,16 @@ class FakeFrontend(
     def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> tokenize_pb2.DetokenizeResponse:
-        """The reverse of Tokenize."""
         return tokenize_pb2.DetokenizeResponse(text="".join(chr(id_) for id_ in request.token_ids if id_))
 
     def ListModels(
         self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> model_pb2.ListModelsResponse:
-        """One model."""
         return model_pb2.ListModelsResponse(models=[model_pb2.Model(name="tiny", max_model_len=128)])
 
     def GetServerInfo(
         self, request: model_pb2.GetServerInfoRequest, context: grpc.ServicerContext
     ) -> model_pb2.GetServerInfoResponse:
-        """A version."""
         return model_pb2.GetServerInfoResponse(version="1.2.3")
 
     def _record(self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext) -> None:

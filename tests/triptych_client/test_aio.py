@@ -106,9 +106,7 @@ async def test_the_deadline_is_an_error(client: Client, frontend: FakeFrontend) 
     assert await cancelled_in(frontend)
 
 
-async def test_unavailable_is_tried_again_before_the_first_answer(
-    client: Client, frontend: FakeFrontend
-) -> None:
+async def test_unavailable_is_tried_again_before_the_first_answer(client, frontend):
     frontend.num_failures_left = 1
     assert (await client.generate_unary("word")).text == "word"
     assert len(frontend.requests) == 2

@@ -67,7 +67,6 @@ class Group:
         self.formation.step(self.now)
 
     def ranks(self) -> dict[str, int | None]:
-        """Who is told to prepare as which rank."""
         orders = self.formation.orders()
         return {id_: order.rank for id_, order in orders.items() if isinstance(order, Prepare)}
 

@@ -83,7 +83,6 @@ class Engine:
         return self.prepared if is_due and self.prepared is not None else None
 
     def report(self) -> RankReport:
-        """What it says of itself."""
         return RankReport(self.generation, self.is_loaded, self.was_formed, self.is_leaving)
 
 
@@ -133,7 +132,6 @@ class World:
             self._lost_at[engine.engine_id] = self.now
 
     def kill(self, engine: Engine) -> None:
-        """The process ends without a word."""
         self.disconnect(engine)
         engine.is_alive, engine.generation = False, 0
 

@@ -7,6 +7,7 @@ import pytest
 from coordinator_svc.data_parallel.formation import Phase
 from coordinator_svc.data_parallel.orders import Abort, Commit, Prepare
 from tests.coordinator_svc.data_parallel.formation_fakes import Group, formed
+from tests.coordinator_svc.data_parallel.lockstep_world import World
 
 
 def test_the_first_generation_waits_for_all_ranks_and_meets_at_rank_0() -> None:
@@ -371,3 +372,166 @@ def test_a_member_that_may_only_be_silent_is_not_told_to_have_ended() -> None:
     group.pass_time(2.0)
     group.take("a", "b")
     assert group.formation.orders() == dict.fromkeys("ab", Commit(2))
+
+
+# What ends an attempt to form a generation, and what follows. No network, no real time.
+
+
+def test_a_refusal_ends_the_attempt_and_the_next_ones_come_later_and_later() -> None:
+    group = Group(size=2)
+    group.join("a", "b")
+    group.load("a", "b")
+    group.take("a")
+    group.refuse("b", "no memory")
+    assert group.formation.last_failure == "engine b refuses generation 1: no memory"
+    assert group.formation.preparing == 2
+    group.refuse("b")
+    waits = []
+    for generation in range(3, 12):
+        next_at = group.formation.next_at()
+        assert next_at is not None
+        waits.append(next_at - group.now)
+        assert group.formation.orders() == {"a": Abort(generation - 1), "b": Abort(generation - 1)}
+        group.pass_time(next_at - group.now)
+        assert group.formation.preparing == generation
+        group.refuse("b")
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_a_phase_that_takes_too_long_is_given_up() -> None:
+    group = Group(size=2)
+    group.join("a", "b")
+    group.load("a", "b")
+    group.take("a")
+    group.pass_time(600.0)
+    assert group.formation.last_failure == "not ready within 600 s: b"
+    assert group.formation.preparing == 2
+    group.take("a", "b")
+    group.take("a", "b")
+    group.pass_time(60.0)
+    assert group.formation.last_failure == "generation 2 not formed within 60 s: a, b"
+    group.pass_time(0.25)
+    assert group.formation.preparing == 3
+
+
+def test_a_member_lost_while_preparing_is_waited_for_during_the_grace_only() -> None:
+    group = formed("a", "b", "c")
+    group.fall_apart("a", "b", "c")
+    group.lose("c")
+    group.pass_time(0.2)
+    assert group.formation.preparing == 2
+    group.pass_time(0.1)
+    assert group.ranks() == {"a": 0, "b": 1}
+    assert group.formation.preparing == 3
+
+
+def test_a_member_that_restarts_while_preparing_ends_the_attempt() -> None:
+    group = formed("a", "b")
+    group.fall_apart("a", "b")
+    group.join("b", epoch=2)
+    assert group.formation.orders() == {"a": Prepare(3, 1, 0, "host-a", 7000)}
+
+
+def test_a_member_lost_while_committing_ends_the_attempt() -> None:
+    group = formed("a", "b", "c")
+    group.fall_apart("a", "b", "c")
+    group.take("a", "b", "c")
+    group.take("a", "b")
+    group.lose("c")
+    group.pass_time(0.3)
+    assert group.ranks() == {"a": 0, "b": 1}
+    assert group.change_over("a", "b") == 3
+
+
+def test_a_member_cut_off_while_committing_does_not_end_it_where_the_others_have_met() -> None:
+    group = formed("a", "b", "c")
+    group.fall_apart("a", "b", "c")
+    group.take("a", "b", "c")
+    group.take("a", "b", "c")
+    group.stand(2, "a")
+    group.lose("c")
+    group.stand(2, "b")
+    assert group.formation.phase is Phase.RESTING
+    group.join("c")
+    group.stand(2, "c")
+    assert group.formation.is_settled
+
+
+def test_a_generation_lost_before_all_have_confirmed_it_is_followed_by_another() -> None:
+    group = Group(size=2)
+    group.join("a", "b")
+    group.load("a", "b")
+    group.take("a", "b")
+    group.take("a", "b")
+    group.stand(1, "a")
+    group.fall_apart("a")
+    assert group.formation.last_failure == "engine a has lost generation 1 again"
+    assert group.ranks() == {"a": 0, "b": 1}
+
+
+# Lockstep groups through crashes, restarts, cuts and scalings by chance, with books that no process has.
+
+_NUM_TURNS = 600
+_MAX_TURNS_TO_FORM = 6000
+
+
+def _disturb(world: World) -> None:
+    """Sometimes something goes wrong, or somebody wants another size."""
+    engine = world.random.choice(world.engines)
+    choice = world.random.random()
+    if choice < 0.010:
+        world.kill(engine)
+    elif choice < 0.040 and not engine.is_alive:
+        engine.restart()
+    elif choice < 0.050:
+        world.disconnect(engine)
+    elif choice < 0.055:
+        world.restart_coordinator()
+    elif choice < 0.060:
+        size = world.random.randint(1, world.size)
+        world.formation.resize(size, [one.engine_id for one in world.engines[size:]])
+
+
+def _turn(world: World) -> None:
+    engine = world.random.choice(world.engines)
+    if engine.is_alive:
+        world.move(engine)
+    world.advance(world.random.choice((0.0, 0.01, 0.05, 0.2)))
+
+
+def _is_one_group(world: World) -> bool:
+    generations = {engine.generation for engine in world.engines}
+    return len(generations) == 1 and 0 not in generations and world.formation.is_settled
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_no_number_is_given_twice_and_all_end_in_one_group(seed: int, size: int) -> None:
+    world = World(seed, size)
+    for _ in range(_NUM_TURNS):
+        _turn(world)
+        _disturb(world)
+    world.formation.resize(None)
+    for engine in world.engines:
+        if not engine.is_alive or engine.is_leaving:
+            world.kill(engine)
+            engine.restart()
+    num_turns = 0
+    while not _is_one_group(world) and num_turns < _MAX_TURNS_TO_FORM:
+        _turn(world)
+        num_turns += 1
+    assert _is_one_group(world), f"{world.engines} {world.formation.last_failure}"
+    assert world.formation.members == tuple(engine.engine_id for engine in world.engines)
+
+
+def test_the_world_has_seen_what_it_is_there_for() -> None:
+    num_generations = num_changed = 0
+    for seed in range(20):
+        world = World(seed, 3)
+        for _ in range(_NUM_TURNS):
+            _turn(world)
+            _disturb(world)
+        num_generations += len(world.met)
+        num_changed += len({len(members) for members in world.met.values()}) > 1
+    assert num_generations > 20
+    assert num_changed > 5

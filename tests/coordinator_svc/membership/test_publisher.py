@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from coordinator_svc.membership.load import MIN_MEMBERS_INTERVAL_S, MIN_PUBLISH_INTERVAL_S, PublishTimer
 from coordinator_svc.membership.publisher import ChangeSignal, Publisher
 from coordinator_svc.membership.registry import EngineRegistry
 from coordinator_svc.membership.topology import Topology
@@ -101,3 +102,91 @@ async def test_a_message_that_a_frontend_refuses_is_followed_by_a_snapshot_once_
         await one.turn(1.0)
         await one.turn(5.0)
         assert [message.WhichOneof("message") for message in one.sent[-2:]] == ["snapshot", "delta"]
+
+
+# What publishing must not cost: a wake-up for each report, or the same work again for each subscriber.
+
+
+def topology_of(num_engines: int) -> Topology:
+    topology = Topology(EngineRegistry(FakeClock(), lease_s=3.0), coordinator_epoch=5)
+    for index in range(num_engines):
+        topology.register_engine(registration(engine_id=f"e{index}"), index + 1)
+    return topology
+
+
+def report(topology: Topology, index: int, number: int) -> None:
+    load = member_pb2.EngineLoad(engine_epoch=11, step_number=number, num_running=number)
+    topology.take_report(f"e{index}", index + 1, coordinator_pb2.EngineReport(seq=number, load=load))
+
+
+def test_subscribers_that_have_seen_the_same_get_the_same_delta() -> None:
+    topology = topology_of(3)
+    first, second = topology.seen(), topology.seen()
+    report(topology, 1, 1)
+    delta = topology.delta(first)
+    assert topology.delta(second) is delta
+    assert [load.num_running for load in delta.loads] == [1]
+
+
+def test_a_delta_made_for_somebody_is_not_given_out_when_something_has_changed_since() -> None:
+    topology = topology_of(2)
+    seen = topology.seen()
+    report(topology, 0, 1)
+    early = topology.delta(seen)
+    report(topology, 1, 2)
+    late = topology.delta(seen)
+    assert [load.num_running for load in early.loads] == [1]
+    assert [load.num_running for load in late.loads] == [1, 2]
+    topology.leave_engine("e0", 1)
+    assert topology.delta(seen).removed_engine_ids == ["e0"]
+    assert not early.removed_engine_ids
+
+
+def test_who_has_seen_less_gets_more() -> None:
+    topology = topology_of(2)
+    old = topology.seen()
+    report(topology, 0, 1)
+    new = topology.seen()
+    report(topology, 1, 1)
+    assert [len(topology.delta(seen).loads) for seen in (old, new)] == [2, 1]
+
+
+async def test_loads_wake_only_those_who_wait_for_loads() -> None:
+    signal = ChangeSignal()
+    anything = asyncio.ensure_future(signal.wait(60.0))
+    urgent = asyncio.ensure_future(signal.wait(60.0, loads_too=False))
+    await asyncio.sleep(0)
+    signal.notify_loads()
+    await asyncio.wait_for(anything, 10.0)
+    assert not urgent.done()
+    signal.notify()
+    await asyncio.wait_for(urgent, 10.0)
+
+
+def test_loads_go_to_all_subscribers_at_the_same_moment() -> None:
+    timers = {start: PublishTimer(start) for start in (7.003, 7.05, 7.0991)}
+    due = {
+        round(start + timer.wait_s(start, members_changed=False, loads_changed=True), 6)
+        for start, timer in timers.items()
+    }
+    assert due == {7.1}
+
+
+def test_a_timer_that_is_a_little_early_does_not_have_the_loads_sent_twice() -> None:
+    timer = PublishTimer(6.95)
+    timer.published(6.9998)
+    wait_s = timer.wait_s(6.9998, members_changed=False, loads_changed=True)
+    assert wait_s > 0.9 * MIN_PUBLISH_INTERVAL_S
+
+
+def test_members_are_told_at_once_until_they_change_too_often_and_then_together() -> None:
+    timer = PublishTimer(50.0)
+    num_at_once = 0
+    while timer.wait_s(50.0, members_changed=True, loads_changed=False) == 0:
+        timer.published(50.0)
+        num_at_once += 1
+        assert num_at_once < 100
+    assert num_at_once >= 3
+    assert timer.wait_s(50.0, members_changed=True, loads_changed=False) <= MIN_MEMBERS_INTERVAL_S
+    later = 50.0 + 100 * MIN_MEMBERS_INTERVAL_S
+    assert timer.wait_s(later, members_changed=True, loads_changed=False) == 0

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
+from coordinator_svc.membership.load import Load, LoadReport, LoadTable, PublishTimer
 from coordinator_svc.membership.registry import EngineRegistry, Member, MemberState, Registration
+from coordinator_svc.membership.topology import (
+    MAX_NOTED,
+    MAX_REPORTS_PER_S,
+    MIN_INTERVAL_S,
+    EpochCheck,
+    ReportInterval,
+)
 from service_kit.clock import FakeClock
 from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition
 
@@ -252,3 +262,171 @@ def test_an_engine_that_was_to_leave_may_report_that_it_stays_but_not_that_it_lo
     assert registry.report("a", 1, MemberState.READY).state is MemberState.READY
     with pytest.raises(FailedPrecondition, match="JOINING after READY"):
         registry.report("a", 1, MemberState.JOINING)
+
+
+# Loads: their order within an engine, and when a subscriber hears of them.
+
+
+def report(seq: int, *, step: int = 0, epoch: int = 1, running: int = 0) -> LoadReport:
+    return LoadReport(epoch, seq, step, Load(num_running=running))
+
+
+def test_a_newer_report_replaces_an_older_one() -> None:
+    table = LoadTable()
+    assert table.put("a", report(1, running=1))
+    assert table.put("a", report(2, running=5))
+    found = table.find("a")
+    assert found is not None
+    assert found.load.num_running == 5
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [report(2, step=10), report(1, step=99), report(3, step=9)],
+    ids=["same seq", "older seq", "step going backwards"],
+)
+def test_a_stale_report_is_dropped_and_counted(stale: LoadReport) -> None:
+    table = LoadTable()
+    table.put("a", report(2, step=10, running=7))
+    assert not table.put("a", stale)
+    assert table.num_stale == 1
+    found = table.find("a")
+    assert found is not None
+    assert found.load.num_running == 7
+
+
+def test_engines_do_not_share_an_order() -> None:
+    table = LoadTable()
+    assert table.put("fast", report(900, step=90_000))
+    assert table.put("slow", report(1, step=3))
+
+
+def test_another_epoch_starts_its_own_order() -> None:
+    table = LoadTable()
+    table.put("a", report(900, step=90_000))
+    assert table.put("a", report(1, step=0, epoch=2, running=1))
+
+
+def test_a_new_session_counts_anew_so_that_a_step_from_the_future_ends_with_the_one_before() -> None:
+    table = LoadTable()
+    table.put("a", report(50, step=2**63))
+    table.restart_order("a")
+    assert table.put("a", report(1, step=99, running=2))
+    assert not table.put("a", report(2, step=98, running=3))
+
+
+def test_only_loads_that_changed_are_to_be_published() -> None:
+    table = LoadTable()
+    table.put("a", report(1, running=1))
+    table.put("b", report(1, running=1))
+    seen = table.version
+    table.put("a", report(2, step=5, running=1))
+    assert table.changed_since(seen) == {}
+    table.put("b", report(2, running=2))
+    assert list(table.changed_since(seen)) == ["b"]
+
+
+def test_a_forgotten_engine_has_no_load() -> None:
+    table = LoadTable()
+    table.put("a", report(1))
+    table.forget("a")
+    assert table.find("a") is None
+    assert table.changed_since(0) == {}
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "members", "loads", "wait_s"),
+    [
+        (0.0, True, False, 0.0),
+        (0.0, False, True, 0.1),
+        (0.04, False, True, 0.06),
+        (3.0, False, True, 0.0),
+        (3.0, False, False, 2.0),
+        (9.0, False, False, 0.0),
+    ],
+)
+def test_members_are_published_at_once_loads_soon_and_nothing_now_and_then(elapsed_s, members, loads, wait_s):
+    timer = PublishTimer(now=100.0)
+    due = timer.wait_s(100.0 + elapsed_s, members_changed=members, loads_changed=loads)
+    assert due == pytest.approx(wait_s)
+
+
+# Who knows a later coordinator is refused, and said to be so once.
+
+
+def refuse(check: EpochCheck, who: str, epoch: int) -> None:
+    with pytest.raises(FailedPrecondition, match=f"{who} knows coordinator epoch {epoch}") as refused:
+        check.check(who, epoch)
+    assert refused.value.reason == "STALE_COORDINATOR"
+
+
+def test_only_a_later_epoch_is_refused() -> None:
+    check = EpochCheck(5)
+    for epoch in (0, 4, 5):
+        check.check("engine a", epoch)
+    refuse(check, "engine a", 6)
+    assert check.num_refused == 1
+
+
+def test_who_asks_again_and_again_is_logged_once_until_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    check = EpochCheck(5)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(10):
+            refuse(check, "engine a", 6)
+            refuse(check, "frontend b", 6)
+        assert (len(caplog.records), check.num_refused) == (2, 20)
+        refuse(check, "engine a", 7)
+        assert len(caplog.records) == 3
+        check.check("engine a", 0)
+        refuse(check, "engine a", 7)
+    assert len(caplog.records) == 4
+
+
+def test_who_was_refused_is_noted_within_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    check = EpochCheck(5)
+    with caplog.at_level(logging.ERROR):
+        for index in range(MAX_NOTED + 1):
+            refuse(check, f"engine {index}", 6)
+        refuse(check, f"engine {MAX_NOTED}", 6)
+        assert len(caplog.records) == MAX_NOTED + 1
+        refuse(check, "engine 0", 6)
+    assert len(caplog.records) == MAX_NOTED + 2
+
+
+# How often engines report, by how many there are.
+
+
+def test_few_engines_report_as_often_as_they_do_by_themselves() -> None:
+    interval = ReportInterval(max_s=1.0)
+    assert not any(interval.follow(num_engines) for num_engines in range(201))
+    assert (interval.seconds, interval.is_default) == (MIN_INTERVAL_S, True)
+
+
+def test_reports_of_all_stay_below_the_limit_and_not_far_below() -> None:
+    interval = ReportInterval(max_s=10.0)
+    for num_engines in (*range(4097), *range(4096, -1, -1)):
+        interval.follow(num_engines)
+        assert num_engines / interval.seconds <= MAX_REPORTS_PER_S
+        assert interval.is_default or num_engines / interval.seconds >= MAX_REPORTS_PER_S / 2
+    assert interval.is_default
+
+
+def test_engines_that_come_and_go_one_by_one_change_it_seldom() -> None:
+    interval = ReportInterval(max_s=10.0)
+    assert sum(interval.follow(num_engines) for num_engines in range(4097)) < 20
+    # Nor does one that comes and goes at a limit.
+    for limit in range(1, 4096):
+        interval.follow(limit)
+        assert sum(interval.follow(limit + turn % 2) for turn in range(6)) <= 1
+
+
+def test_it_is_never_longer_than_a_lease_allows() -> None:
+    interval = ReportInterval(max_s=1.0)
+    assert interval.follow(4096) and interval.seconds == 1.0
+    assert not interval.follow(4000)
+
+
+def test_a_lease_that_is_shorter_than_the_default_changes_nothing() -> None:
+    interval = ReportInterval(max_s=0.05)
+    assert not interval.follow(4096)
+    assert interval.is_default

@@ -35,24 +35,19 @@ class FakeEngines:
         self.membership: dict[str, tuple[int, frozenset[str]]] = {}
 
     def groups(self) -> Mapping[str, Group]:
-        """Every group that has a member."""
         return dict(self.members)
 
     def find(self, engine_id: str) -> GroupEngine | None:
-        """The engine of that id, or None."""
         engines = (engine for group in self.members.values() for engine in group.engines)
         return next((engine for engine in engines if engine.engine_id == engine_id), None)
 
     def num_in_flight(self, engine_id: str) -> int:
-        """Seven, whoever it is."""
         return 7
 
     def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
-        """Remember what was wanted last."""
         self.membership[group] = (size, leaving)
 
     async def drain(self, engine_id: str, deadline_s: float) -> str:
-        """Have it drain."""
         self.told.append((engine_id, deadline_s))
         if engine_id in self.unreachable:
             raise Unavailable(f"engine {engine_id} has no session")
@@ -61,7 +56,6 @@ class FakeEngines:
         return self.refusals.get(engine_id, "")
 
     def evict(self, engine_id: str, reason: str) -> int:
-        """Take it out."""
         self.evicted.append((engine_id, reason))
         self.move(engine_id, MemberState.GONE)
         return 42
@@ -75,7 +69,6 @@ class FakeEngines:
         self.signal.notify()
 
     def join(self, group: str, engine: GroupEngine) -> None:
-        """One more engine."""
         held = self.members[group]
         self.members[group] = Group(group, (*held.engines, engine), held.formed)
         self.signal.notify()
@@ -120,6 +113,5 @@ async def scaling_service(*groups: Group, rebuilt_at: float = 0.0) -> AsyncItera
 
 @asynccontextmanager
 async def asking(served: Served) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
-    """A client of it."""
     async with open_channel(served.address) as channel:
         yield scaling_pb2_grpc.ScalingServiceStub(channel)

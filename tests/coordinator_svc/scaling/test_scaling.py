@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 import pytest
 
-from coordinator_svc.membership.registry import MemberState
+from coordinator_svc.membership.publisher import ChangeSignal
+from coordinator_svc.membership.registry import EngineRegistry, MemberState
+from coordinator_svc.membership.topology import Topology
+from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.group import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
+from coordinator_svc.scaling.servicer import LEAVE_DEADLINE_S, ScalingServicer
+from service_kit.clock import FakeClock
 from service_kit.errors import (
     Aborted,
     Cancelled,
@@ -19,7 +28,14 @@ from service_kit.errors import (
     InvalidTransition,
     NotFound,
     ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    from_rpc_error,
 )
+from tests.coordinator_svc.fakes import registration
+from tests.coordinator_svc.scaling.scaling_fakes import FakeEngines, asking, dense, scaling_service
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2, scaling_pb2
 
 READY, JOINING, DRAINING = MemberState.READY, MemberState.JOINING, MemberState.DRAINING
 _ENDS = {OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED}
@@ -35,7 +51,6 @@ def group(*engines: GroupEngine | int, name: str = "") -> Group:
 
 
 def look(scaling: Scaling, present: Group, now: float = 1.0) -> list[str]:
-    """Whom it tells to drain."""
     return scaling.look({present.name: present}, now)
 
 
@@ -307,3 +322,351 @@ def test_an_operation_moves_as_its_table_says() -> None:
             else:
                 with pytest.raises(InvalidTransition):
                     operation.move_to(after)
+
+
+# The scaling service over real gRPC, with members that the test moves.
+
+_S = 60.0
+
+
+async def refused(call: Any) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call
+    return from_rpc_error(failed.value)
+
+
+async def ended(stub: Any, operation_id: str) -> list[scaling_pb2.Operation]:
+    """All that a watch of an operation shows until its end."""
+    watch = stub.WatchOperation(scaling_pb2.WatchOperationRequest(operation_id=operation_id), timeout=_S)
+    return [message.operation async for message in watch]
+
+
+async def test_a_growth_is_watched_from_its_beginning_to_its_end() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=3), timeout=_S)).operation
+        assert (begun.state, begun.old_size, begun.num_engines_ready) == (1, 2, 2)
+        watching = asyncio.ensure_future(ended(stub, begun.operation_id))
+        served.engines.join("", GroupEngine("e2", 1, 2, MemberState.JOINING))
+        served.engines.move("e2", MemberState.READY)
+        shown = await watching
+        assert shown[-1].state == scaling_pb2.OPERATION_STATE_DONE
+        got = await stub.GetOperation(
+            scaling_pb2.GetOperationRequest(operation_id=begun.operation_id), timeout=_S
+        )
+        assert got.operation == shown[-1]
+        listed = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=_S)
+        assert list(listed.operations) == [got.operation]
+
+
+async def test_a_shrink_tells_the_highest_ranks_to_drain_and_ends_when_they_are_gone() -> None:
+    async with scaling_service(dense("", 0, 1, 2)) as served, asking(served) as stub:
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
+        watching = asyncio.ensure_future(ended(stub, begun.operation_id))
+        for engine_id in ("e1", "e2"):
+            served.engines.move(engine_id, MemberState.GONE)
+        assert (await watching)[-1].state == scaling_pb2.OPERATION_STATE_DONE
+        assert sorted(served.engines.told) == [("e1", LEAVE_DEADLINE_S), ("e2", LEAVE_DEADLINE_S)]
+
+
+async def test_an_engine_that_refuses_to_drain_fails_the_operation_with_its_reason() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        served.engines.refusals["e1"] = "what is a drain?"
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
+        [*_, last] = await ended(stub, begun.operation_id)
+        assert last.state == scaling_pb2.OPERATION_STATE_FAILED
+        assert last.error.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        assert last.error.message == "engine e1 refuses to drain: what is a drain?"
+
+
+async def test_a_second_operation_is_aborted_with_the_name_of_the_first() -> None:
+    async with scaling_service(dense("", 0)) as served, asking(served) as stub:
+        first = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=2), timeout=_S)).operation
+        error = await refused(stub.Scale(scaling_pb2.ScaleRequest(new_size=3), timeout=_S))
+        assert error.code is grpc.StatusCode.ABORTED
+        assert error.metadata["operation_id"] == first.operation_id
+
+
+async def test_an_operation_that_is_cancelled_says_so_and_the_old_size_is_wanted() -> None:
+    async with scaling_service(dense("", 0)) as served, asking(served) as stub:
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=2), timeout=_S)).operation
+        request = scaling_pb2.CancelOperationRequest(operation_id=begun.operation_id)
+        cancelled = (await stub.CancelOperation(request, timeout=_S)).operation
+        assert cancelled.state == scaling_pb2.OPERATION_STATE_CANCELLED
+        assert cancelled.error.code == grpc.StatusCode.CANCELLED.value[0]
+
+
+async def test_whoever_starts_engines_is_told_every_change_of_the_sizes() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        watch = aiter(stub.WatchGroups(scaling_pb2.WatchGroupsRequest(), timeout=_S))
+        first = await anext(watch)
+        assert first.coordinator_epoch == 9
+        assert list(first.groups) == [scaling_pb2.GroupState(size=2)]
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=3), timeout=_S)).operation
+        wanted = scaling_pb2.GroupState(size=2, wanted_size=3, operation_id=begun.operation_id)
+        assert list((await anext(watch)).groups) == [wanted]
+        served.engines.join("", GroupEngine("e2", 1, 2, MemberState.READY))
+        assert list((await anext(watch)).groups) == [scaling_pb2.GroupState(size=3, wanted_size=3)]
+
+
+async def test_a_lockstep_group_is_told_its_members_until_it_has_changed_over() -> None:
+    formed = Formed(generation=1, size=2, is_settled=True)
+    async with scaling_service(dense("moe", 0, 1, formed=formed)) as served, asking(served) as stub:
+        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
+        assert served.engines.membership == {"moe": (1, frozenset({"moee1"}))}
+        watching = asyncio.ensure_future(ended(stub, begun.operation_id))
+        changed = Formed(generation=2, size=1, is_settled=True)
+        served.engines.members["moe"] = dense("moe", 0, formed=changed)
+        served.engines.signal.notify()
+        [*_, last] = await watching
+        assert (last.state, last.generation) == (scaling_pb2.OPERATION_STATE_DONE, 2)
+
+
+async def test_the_group_may_be_left_out_where_it_is_the_only_one_or_has_no_name() -> None:
+    async with scaling_service(dense("a", 0), dense("b", 0)) as served, asking(served) as stub:
+        error = await refused(stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S))
+        assert (error.code, error.message) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "dp_group is '', must be one of: 'a', 'b'",
+        )
+        error = await refused(stub.Scale(scaling_pb2.ScaleRequest(dp_group="c", new_size=1), timeout=_S))
+        assert (error.code, error.message) == (
+            grpc.StatusCode.NOT_FOUND,
+            "no engine of group 'c' is there; groups: 'a', 'b'",
+        )
+        del served.engines.members["b"]
+        assert (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation.dp_group == "a"
+
+
+async def test_a_coordinator_that_has_just_started_changes_nothing() -> None:
+    async with scaling_service(dense("", 0), rebuilt_at=3.0) as served, asking(served) as stub:
+        error = await refused(stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "REBUILDING")
+        assert error.retry_after_ms == 3001
+        served.clock.advance(3.0)
+        await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)
+
+
+async def test_one_engine_is_drained_and_told_again_where_it_gets_a_deadline() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        for deadline_ms in (0, 0, 1500):
+            request = scaling_pb2.DrainEngineRequest(engine_id="e1", deadline_ms=deadline_ms)
+            assert (await stub.DrainEngine(request, timeout=_S)).num_in_flight == 7
+        assert served.engines.told == [("e1", 0.0), ("e1", 1.5)]
+
+
+async def test_why_one_engine_is_not_drained_is_said() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        served.engines.refusals["e0"] = "no"
+        served.engines.unreachable.add("e1")
+        codes = {}
+        for engine_id in ("e0", "e1", "e2"):
+            request = scaling_pb2.DrainEngineRequest(engine_id=engine_id)
+            codes[engine_id] = (await refused(stub.DrainEngine(request, timeout=_S))).code.name
+        assert codes == {"e0": "FAILED_PRECONDITION", "e1": "UNAVAILABLE", "e2": "NOT_FOUND"}
+        endless = scaling_pb2.DrainEngineRequest(engine_id="e0", deadline_ms=2**63)
+        assert (await refused(stub.DrainEngine(endless, timeout=_S))).code.name == "INVALID_ARGUMENT"
+
+
+async def test_an_engine_is_evicted_once() -> None:
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        request = scaling_pb2.EvictEngineRequest(engine_id="e1", reason="it hangs")
+        assert (await stub.EvictEngine(request, timeout=_S)).version == 42
+        assert served.engines.evicted == [("e1", "it hangs")]
+        assert (await refused(stub.EvictEngine(request, timeout=_S))).code.name == "NOT_FOUND"
+
+
+async def test_an_operation_that_is_not_known_is_named() -> None:
+    async with scaling_service() as served, asking(served) as stub:
+        request = scaling_pb2.GetOperationRequest(operation_id="scale-8")
+        assert (await refused(stub.GetOperation(request, timeout=_S))).code.name == "NOT_FOUND"
+        with pytest.raises(grpc.aio.AioRpcError, match="scale-8"):
+            await ended(stub, "scale-8")
+
+
+class CountingSignal(ChangeSignal):
+    """Counts how often somebody who waited was woken."""
+
+    num_woken = 0
+
+    async def wait(self, timeout_s: float, *, loads_too: bool = True) -> None:
+        await super().wait(timeout_s, loads_too=loads_too)
+        self.num_woken += 1
+
+
+async def test_loads_are_no_reason_to_look_at_operations() -> None:
+    engines, signal = FakeEngines(dense("", 0)), CountingSignal()
+    servicer = ScalingServicer(Scaling(), engines, signal, FakeClock(), epoch=9, rebuilt_at=0.0)
+    running = asyncio.ensure_future(servicer.run())
+    for notify, num_woken in ((signal.notify_loads, 0), (signal.notify, 1)):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        notify()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert signal.num_woken == num_woken
+    running.cancel()
+    await asyncio.wait((running,))
+
+
+# Scaling over the real membership: who is there, commands to engines and their answers, evictions.
+
+
+class Members:
+    """A topology whose engines have sessions that a test plays."""
+
+    def __init__(self) -> None:
+        registry = EngineRegistry(FakeClock(), lease_s=30.0)
+        self.topology = Topology(registry, coordinator_epoch=5)
+        self.engines = MemberEngines(registry, self.topology)
+        self.sent = asyncio.Event()
+
+    def join(self, engine_id: str, **fields: object) -> None:
+        message = registration(engine_id=engine_id, **fields)
+        self.topology.register_engine(message, 1)
+        self.topology.commands.open(engine_id, 1, self.sent.set)
+        self.topology.join_group(message)
+
+    async def command(self, engine_id: str) -> command_pb2.Command:
+        """The next command that the engine is sent."""
+        await asyncio.wait_for(self.sent.wait(), 10)
+        (command,) = self.topology.commands.take_unsent(engine_id, 1)
+        return command
+
+    def answer(self, engine_id: str, command: command_pb2.Command, refusal: str = "") -> None:
+        result = command_pb2.CommandResult(command_id=command.command_id)
+        if refusal:
+            result.nack.CopyFrom(error_pb2.ErrorStatus(code=9, message=refusal))
+        else:
+            result.ack.SetInParent()
+        self.topology.take_result(engine_id, result)
+
+
+@asynccontextmanager
+async def draining(
+    members: Members, engine_id: str, deadline_s: float = 2.0
+) -> AsyncIterator[asyncio.Future[str]]:
+    """An engine that is being told to drain within so long."""
+    task = asyncio.ensure_future(members.engines.drain(engine_id, deadline_s))
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+async def test_engines_are_grouped_by_the_name_of_their_group() -> None:
+    members = Members()
+    members.join("a", dp_group="one", dp_size=2, dp_rank=1)
+    members.join("b", dp_group="one", dp_size=2)
+    members.join("c")
+    groups = members.engines.groups()
+    assert {name: [engine.engine_id for engine in group.engines] for name, group in groups.items()} == {
+        "one": ["a", "b"],
+        "": ["c"],
+    }
+    assert [engine.dp_rank for engine in groups["one"].engines] == [1, 0]
+    assert groups["one"].engines[0].state is MemberState.JOINING
+    assert groups["one"].formed is None
+
+
+async def test_a_group_has_the_least_cache_of_its_engines_that_serve() -> None:
+    members = Members()
+    for engine_id, num_kv_blocks in (("a", 700), ("b", 640), ("c", 9)):
+        capacity = member_pb2.EngineCapacity(
+            num_kv_blocks=num_kv_blocks, block_size=16, max_num_seqs=8, max_model_len=64
+        )
+        members.join(engine_id, capacity=capacity)
+    members.join("d")
+    assert members.engines.groups()[""].num_kv_blocks == 0
+    ready = coordinator_pb2.EngineReport(state=member_pb2.MEMBER_STATE_READY)
+    for engine_id in ("a", "b", "d"):
+        members.topology.take_report(engine_id, 1, ready)
+    assert members.engines.groups()[""].num_kv_blocks == 640
+
+
+async def test_a_lockstep_group_says_how_far_its_ranks_are_and_takes_another_size() -> None:
+    members = Members()
+    members.join("a", dp_group="moe", dp_size=2, lockstep=True)
+    formed = members.engines.groups()["moe"].formed
+    assert formed is not None
+    assert (formed.generation, formed.size, formed.is_settled) == (0, 0, False)
+    members.engines.want_members("moe", 1, frozenset())
+    assert members.topology.groups.formations()["moe"].target_size == 1
+
+
+async def test_an_engine_is_told_to_drain_with_its_deadline_and_answers() -> None:
+    members = Members()
+    members.join("a")
+    async with draining(members, "a") as drained:
+        command = await members.command("a")
+        assert command.drain.deadline_ms == 2000
+        members.answer("a", command)
+        assert await drained == ""
+
+
+async def test_the_reason_of_a_refusal_is_handed_on() -> None:
+    members = Members()
+    members.join("a")
+    async with draining(members, "a") as drained:
+        members.answer("a", await members.command("a"), refusal="not now")
+        assert await drained == "not now"
+
+
+async def test_two_who_have_one_engine_drained_both_get_its_answer() -> None:
+    members = Members()
+    members.join("a")
+    async with draining(members, "a") as first:
+        await members.command("a")
+        members.sent.clear()
+        async with draining(members, "a", 5.0) as second:
+            command = await members.command("a")
+            assert command.drain.deadline_ms == 5000
+            members.answer("a", command, refusal="not now")
+            assert (await first, await second) == ("not now", "not now")
+
+
+async def test_an_engine_without_a_session_is_not_waited_for() -> None:
+    members = Members()
+    with pytest.raises(Unavailable, match="engine a has no session"):
+        await members.engines.drain("a", 0.0)
+    members.join("a")
+    members.topology.commands.close("a", 1)
+    with pytest.raises(Unavailable, match="engine a has no session"):
+        await members.engines.drain("a", 0.0)
+    # Nothing is left over that it would be told when it comes back.
+    members.topology.commands.open("a", 2, members.sent.set)
+    assert members.topology.commands.take_unsent("a", 2) == []
+
+
+async def test_an_engine_that_stands_alone_is_no_rank_of_a_lockstep_group_without_a_name() -> None:
+    members = Members()
+    members.join("alone")
+    members.join("a", dp_size=2, lockstep=True)
+    members.join("b", dp_size=2, dp_rank=1, lockstep=True)
+    (group,) = members.engines.groups().values()
+    assert [engine.engine_id for engine in group.engines] == ["a", "b"]
+    alone = members.engines.find("alone")
+    assert alone is not None and alone.engine_id == "alone"
+    assert members.engines.find("nobody") is None
+
+
+async def test_requests_of_an_engine_are_those_that_run_and_those_that_wait() -> None:
+    members = Members()
+    members.join("a")
+    report = coordinator_pb2.EngineReport(seq=1)
+    report.load.engine_epoch, report.load.num_running, report.load.num_waiting = 11, 3, 2
+    members.topology.take_report("a", 1, report)
+    assert members.engines.num_in_flight("a") == 5
+    assert members.engines.num_in_flight("nobody") == 0
+
+
+async def test_an_evicted_process_is_gone_and_does_not_come_back_but_its_successor_may() -> None:
+    members = Members()
+    members.join("a", engine_epoch=11)
+    version = members.topology.version
+    assert members.engines.evict("a", "it hangs") > version
+    assert members.engines.groups() == {}
+    with pytest.raises(FailedPrecondition, match="it hangs") as refused:
+        members.join("a", engine_epoch=11)
+    assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    members.join("a", engine_epoch=12)
+    assert list(members.engines.groups()) == [""]

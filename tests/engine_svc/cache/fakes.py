@@ -25,7 +25,6 @@ def request(
     skips_lookup: bool = False,
     max_tokens: int = 1000,
 ) -> Request:
-    """A request with these prompt tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, skip_reading_prefix_cache=skips_lookup)
     return Request(
         request_id,
@@ -40,7 +39,6 @@ def request(
 
 
 def tokens(num_tokens: int, first: int = 0) -> list[int]:
-    """Different tokens, counted from `first`."""
     return list(range(first, first + num_tokens))
 
 
@@ -86,6 +84,11 @@ class SmallCache:
         admitted.num_computed_tokens = admitted.num_tokens
         return True
 
+    def admitted(self, admitted: Request) -> Request:
+        """The request, which has to find room."""
+        assert self.admit(admitted)
+        return admitted
+
     def append(self, running: Request, new_tokens: list[int]) -> list[int] | None:
         """Compute tokens that came behind; returns the new blocks."""
         running.token_ids.extend(new_tokens)
@@ -112,7 +115,6 @@ class SmallCache:
         return [self.pool.key_of(block_id) for table in holder.block_tables for block_id in table.block_ids]
 
     def ref_counts_of(self, holder: Request) -> list[int]:
-        """How many hold each block of a request."""
         return [
             self.pool.ref_count(block_id) for table in holder.block_tables for block_id in table.block_ids
         ]

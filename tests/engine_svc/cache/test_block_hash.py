@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from engine_svc.cache.block_hash import BlockHasher
+from engine_svc.cache.block_hash import BlockHasher, span_keys
 from engine_svc.core.request import ContentSpan, Request
 from tests.engine_svc.cache.fakes import request, tokens
 
@@ -105,9 +105,7 @@ def test_50_the_order_of_keys_matters():
         ((b"model", "", ("",)), (b"model", "", ())),
     ],
 )
-def test_50_no_part_of_the_root_can_borrow_from_its_neighbour(
-    one: tuple[bytes, str, tuple[str, ...]], other: tuple[bytes, str, tuple[str, ...]]
-):
+def test_50_no_part_of_the_root_can_borrow_from_its_neighbour(one, other):
     roots = [BlockHasher(16, fingerprint).root(salt, keys) for fingerprint, salt, keys in (one, other)]
     assert roots[0] != roots[1]
 
@@ -162,3 +160,33 @@ def test_the_smallest_block_has_one_token():
     assert len(_hashes(request("a", tokens(3)), block_size=1)) == 3
     with pytest.raises(ValueError, match="block_size is 0, must be at least 1"):
         BlockHasher(0)
+
+
+# Which keys a block has of the spans that reach into it, and where each begins.
+
+TWO_SPANS = (ContentSpan(11, 10, "aaa"), ContentSpan(30, 10, "bbb"))
+
+
+@pytest.mark.parametrize(
+    ("start", "keys"),
+    [(0, [("aaa", 11)]), (16, [("aaa", -5), ("bbb", 14)]), (32, [("bbb", -2)]), (48, [])],
+)
+def test_49_a_block_has_the_keys_of_its_spans_with_their_beginnings(start: int, keys: list[tuple[str, int]]):
+    assert span_keys(TWO_SPANS, start, start + 16) == keys
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "reaches"),
+    [
+        (15, 1, False),
+        (15, 2, True),
+        (16, 1, True),
+        (31, 1, True),
+        (32, 1, False),
+        (0, 16, False),
+        (0, 17, True),
+    ],
+)
+def test_a_span_belongs_to_a_block_from_its_first_token_in_it_to_its_last(start, num_tokens, reaches):
+    expected = [("key", start - 16)] if reaches else []
+    assert span_keys([ContentSpan(start, num_tokens, "key")], 16, 32) == expected

@@ -64,7 +64,6 @@ class CacheMachine(RuleBasedStateMachine):
         num_lookahead_tokens: int,
         drops_last: bool,
     ) -> None:
-        """A cache of any shape."""
         self.config = CacheConfig(
             num_blocks,
             groups,
@@ -160,7 +159,6 @@ class CacheMachine(RuleBasedStateMachine):
             check_events(self.cache.pool, self.watch)
 
     def teardown(self) -> None:
-        """kv-idle-zero."""
         for request in self.holders:
             self.cache.release(request)
         for block_ids in self.kept:

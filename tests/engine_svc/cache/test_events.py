@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
+from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.block_pool import BlockPool, content_key
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.core.request import Request
 from tests.engine_svc.cache.doubles import EventLog
 from tests.engine_svc.cache.fakes import SmallCache, request, tables_of, tokens
-from tests.simulation.cache_watch import CacheWatch
 
 
 def _stores(log: EventLog) -> list[StoredBlocks]:
@@ -23,8 +19,7 @@ def _stores(log: EventLog) -> list[StoredBlocks]:
 def test_54_caching_three_blocks_is_one_event_with_three_hashes_and_48_tokens():
     log = EventLog()
     small = SmallCache(11, observers=(log,))
-    first = request("a", tokens(55))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(55)))
     root = small.cache.hasher.root()
     stored = StoredBlocks(first.block_hashes, root, tokens(48), 16, 0)
     assert log.take() == [("allocate", [1, 2, 3, 4]), ("store", stored)]
@@ -51,8 +46,7 @@ def test_54_caching_other_content_in_their_place_is_three_removed_and_one_stored
 def test_54_reset_is_one_event_and_a_refused_one_none():
     log = EventLog()
     small = SmallCache(4, observers=(log,))
-    first = request("a", tokens(48))
-    assert small.admit(first)
+    first = small.admitted(request("a", tokens(48)))
     log.take()
     assert not small.cache.reset()
     assert log.take() == []
@@ -75,8 +69,7 @@ def test_54_a_hit_tells_which_blocks_are_shared_and_what_is_stored_behind_them()
 def test_54_the_parent_of_later_blocks_is_the_hash_before_and_of_the_first_the_root_of_their_request():
     log = EventLog()
     small = SmallCache(11, block_size=4, observers=(log,), fingerprint=b"model")
-    running = request("a", tokens(4), salt="tenant", extra_keys=("adapter",))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(4), salt="tenant", extra_keys=("adapter",)))
     root = small.cache.hasher.root("tenant", ("adapter",))
     assert _stores(log) == [StoredBlocks(running.block_hashes, root, [0, 1, 2, 3], 4, 0)]
     small.append(running, tokens(3, 4))
@@ -89,8 +82,7 @@ def test_54_the_parent_of_later_blocks_is_the_hash_before_and_of_the_first_the_r
 def test_54_every_group_tells_of_its_own_blocks():
     log = EventLog()
     small = SmallCache(30, groups=(FullAttention(8), SlidingWindow(4, 8)), observers=(log,))
-    running = request("a", tokens(17))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(17)))
     hashes, root = running.block_hashes, small.cache.hasher.root()
     assert _stores(log) == [
         StoredBlocks([hashes[1], hashes[3]], root, tokens(16), 8, 0),
@@ -130,8 +122,7 @@ def test_54_a_group_that_stores_nothing_is_not_told_of():
     log = EventLog()
     groups = FullAttention(8), SlidingWindow(4, 8)
     small = SmallCache(30, groups=groups, drop_last_matched_block=True, observers=(log,))
-    running = request("a", tokens(8))
-    assert small.admit(running)
+    running = small.admitted(request("a", tokens(8)))
     assert [stored.group for stored in _stores(log)] == [0, 1]
     # The block that a hit gives up may be the third of the window; full attention has no second yet.
     small.append(running, tokens(4, 8))
@@ -156,8 +147,7 @@ def test_without_prefix_caching_only_blocks_are_told_of():
     log = EventLog()
     small = SmallCache(4, enable_prefix_caching=False, observers=(log,))
     for name in ("a", "b"):
-        holder = request(name, tokens(48))
-        assert small.admit(holder)
+        holder = small.admitted(request(name, tokens(48)))
         small.cache.release(holder)
     assert log.take() == [("allocate", [1, 2, 3]), ("allocate", [3, 2, 1])]
 
@@ -166,37 +156,9 @@ def test_every_observer_is_told_everything():
     logs = EventLog(), EventLog()
     small = SmallCache(4, observers=logs)
     for first in (0, 0, 500):
-        holder = request(f"from {first}", tokens(48, first))
-        assert small.admit(holder)
+        holder = small.admitted(request(f"from {first}", tokens(48, first)))
         small.cache.release(holder)
     assert small.cache.reset()
     told = logs[0].take()
     assert {event[0] for event in told} == {"allocate", "hold", "store", "evict", "clear"}
     assert logs[1].take() == told
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [(FullAttention(4),), (FullAttention(4), SlidingWindow(4, 9)), (FullAttention(8), SlidingWindow(4, 5))],
-)
-def test_54_the_events_reproduce_what_can_be_found(groups: tuple[AttentionKind, ...]):
-    watch = CacheWatch()
-    small = SmallCache(40, groups=groups, observers=(watch,))
-    running: list[Request] = []
-    for index in range(40):
-        # Beginnings come again, so that content is shared, stored twice and evicted.
-        prompt = [*tokens(4 * (index % 4)), *tokens(index % 11 + 1, 100 * (index % 3 + 1))]
-        holder = request(f"r{index}", prompt, skips_lookup=index % 5 == 0)
-        while not small.admit(holder):
-            small.cache.release(running.pop(0))
-        running.append(holder)
-        small.append(running[0], tokens(3, index))
-        found = Counter(filter(None, (small.pool.key_of(block_id) for block_id in range(1, 40))))
-        assert Counter({content_key(*place): num for place, num in watch.stored.items()}) == found
-        assert len(found) == small.pool.num_cached_keys
-    assert watch.num_evictions > 20
-    assert watch.num_shared > 20
-    for holder in running:
-        small.cache.release(holder)
-    assert small.cache.reset()
-    assert not watch.stored

@@ -86,13 +86,7 @@ def _find(
         (WINDOWS, ("", "", ""), 1, True, ()),
     ],
 )
-def test_a_hit_is_as_long_as_all_groups_accept(
-    groups: tuple[AttentionKind, ...],
-    patterns: tuple[str, ...],
-    num_tokens: int,
-    drop_last: bool,
-    expected: tuple[list[int], ...],
-):
+def test_a_hit_is_as_long_as_all_groups_accept(groups, patterns, num_tokens, drop_last, expected):
     hit = _find(groups, patterns, num_tokens, drop_last=drop_last)
     assert hit.block_ids == expected
     assert hit.num_tokens == (len(expected[0]) * groups[0].block_size if expected else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from dataclasses import replace
 
 import grpc
@@ -9,15 +11,16 @@ import pytest
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason
-from engine_svc.core.sampling_params import RepetitionLimits
+from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.sampling_params import RepetitionLimits, ThinkingBudget
+from engine_svc.core.step import PromptPlaces, TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
-from engine_svc.loop.step_output import FinishedRow, StepOutput
+from engine_svc.loop.step_output import FinishedRow, StepOutput, Told
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
 # Of token 4 twice.
 BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))
@@ -377,3 +380,148 @@ def test_a_prompt_that_is_too_long_is_refused_for_its_length_whatever_it_holds()
     entry = make_entry(1, prompt=[VOCAB_SIZE + 1] * MAX_MODEL_LEN)
     with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN} tokens"):
         to_request(entry)
+
+
+# Bad words on the wire: sequences of ids, refused with value and limit where they cannot be.
+
+
+def test_bad_words_are_sequences_of_ids():
+    entry = make_entry(1, prompt=[1])
+    entry.bad_words.add(token_ids=column([3, 4]))
+    entry.bad_words.add(token_ids=column([5]))
+    assert to_request(entry).sampling.bad_words == ((3, 4), (5,))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([column([])], "bad_words is 0, it takes 1 to 64 ids a word"),
+        ([column([1] * 65)], "bad_words is 65, it takes 1 to 64 ids a word"),
+        ([b"123"], "bad_words has 3 bytes"),
+        ([column([VOCAB_SIZE])], f"bad_words is {VOCAB_SIZE}, it takes below the vocabulary's size"),
+        ([column([1])] * 1025, "bad_words is 1025, it takes at most 1024 words"),
+    ],
+)
+def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, message):
+    entry = make_entry(1, prompt=[1])
+    for word in words:
+        entry.bad_words.add(token_ids=word)
+    with pytest.raises(InvalidArgument, match=message):
+        to_request(entry)
+
+
+# behaviour 116 on the wire: columns parallel to the tokens, NaN where nobody asked.
+
+
+def floats(column: bytes) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in array("f", column)]
+
+
+def ints(column: bytes) -> list[int]:
+    return array("I", column).tolist()
+
+
+def step_of(output: StepOutput, told: Told) -> step_pb2.Step:
+    output.tell(told)
+    return messages.to_step(output, {})
+
+
+def test_116_without_wishes_the_columns_are_empty():
+    step = messages.to_step(StepOutput(1, [5], [1], [9]), {})
+    assert (step.sampled_logprobs, step.sampled_ranks, step.HasField("top_logprobs")) == (b"", b"", False)
+    assert not step.extras
+
+
+def test_116_rows_that_asked_for_more_or_less_share_the_columns():
+    told = Told(
+        {
+            6: TokenLogprobs([-0.5, -1.5], [1, 3], 2, [7, 8, 3, 4], [-0.5, -2.0, -0.25, -1.0]),
+            8: TokenLogprobs([-3.0], [9], 1, [2], [-0.125]),
+            9: TokenLogprobs([-4.0], [12]),
+        }
+    )
+    step = step_of(StepOutput(1, [5, 6, 8, 9], [2, 2, 1, 1], [1, 2, 7, 4, 5, 6]), told)
+    assert floats(step.sampled_logprobs) == [None, None, -0.5, -1.5, -3.0, -4.0]
+    assert ints(step.sampled_ranks) == [0, 0, 1, 3, 9, 12]
+    top = step.top_logprobs
+    assert top.k == 2
+    assert ints(top.token_ids) == [0] * 4 + [7, 8, 3, 4, 2, 0, 0, 0]
+    assert floats(top.logprobs) == [None] * 4 + [-0.5, -2.0, -0.25, -1.0, -0.125, None, None, None]
+
+
+def test_116_who_asks_for_no_other_token_gets_no_further_columns():
+    step = step_of(StepOutput(1, [5], [1], [9]), Told({5: TokenLogprobs([-0.5], [1])}))
+    assert floats(step.sampled_logprobs) == [-0.5]
+    assert not step.HasField("top_logprobs")
+
+
+def test_116_the_first_prompt_entry_is_none():
+    places = [
+        PromptPlaces(1, TokenLogprobs([-0.5, -1.0], [1, 2], 1, [3, 4], [-0.25, -0.75])),
+        PromptPlaces(3, TokenLogprobs([-2.0], [5], 1, [6], [-0.5])),
+    ]
+    step = step_of(StepOutput(1, [5, 6], [1, 1], [8, 9]), Told(prompts={6: places}))
+    assert [extra.row for extra in step.extras] == [1, 1]
+    first, second = (extra.prompt_logprobs for extra in step.extras)
+    assert (first.first_position, second.first_position) == (0, 3)
+    assert (floats(first.logprobs), ints(first.ranks)) == ([None, -0.5, -1.0], [0, 1, 2])
+    assert (ints(first.top.token_ids), floats(first.top.logprobs)) == ([0, 3, 4], [None, -0.25, -0.75])
+    assert (floats(second.logprobs), ints(second.ranks), second.top.k) == ([-2.0], [5], 1)
+
+
+def test_116_a_prompt_that_yields_no_token_yet_has_a_row_of_its_own():
+    told = Told(prompts={9: [PromptPlaces(1, TokenLogprobs([], []))]})
+    step = step_of(StepOutput(1, [5], [1], [8]), told)
+    assert ints(step.handles) == [5, 9]
+    assert step.num_tokens == b"\x01\x00"
+    extra = step.extras[0]
+    assert (extra.row, floats(extra.prompt_logprobs.logprobs)) == (1, [None])
+    assert not extra.prompt_logprobs.HasField("top")
+
+
+# Budgets and limits among the sampling parameters of an ADD, that depend on the engine or come with more.
+
+
+def to_limited_request(entry: add_pb2.AddEntry, **facts: int) -> Request:
+    return messages.to_request(entry, session_number=1, facts=replace(make_facts(), **facts), now=0.0)
+
+
+def test_an_engine_tells_as_many_logprobs_as_it_is_configured_to():
+    for wish in ("logprobs", "prompt_logprobs"):
+        asked = make_entry(1, **{wish: 25})
+        with pytest.raises(InvalidArgument, match=f"{wish} is 25, it takes 0 to 20"):
+            to_limited_request(asked)
+        assert getattr(to_limited_request(asked, max_logprobs=25).sampling, wish) == 25
+        everything = make_entry(1, **{wish: -1})
+        assert getattr(to_limited_request(everything, max_logprobs=-1).sampling, wish) == -1
+        with pytest.raises(InvalidArgument, match=f"{wish} is -2, it takes -1 to"):
+            to_limited_request(make_entry(1, **{wish: -2}), max_logprobs=-1)
+
+
+def thinking_entry(budget: int, start: list[int], end: list[int]) -> add_pb2.AddEntry:
+    entry = make_entry(1, thinking_token_budget=budget)
+    entry.reasoning_options.start_token_ids.extend(start)
+    entry.reasoning_options.end_token_ids.extend(end)
+    return entry
+
+
+def test_127_a_thinking_budget_comes_with_its_markers_and_minus_one_is_none():
+    assert to_limited_request(thinking_entry(5, [7], [8, 9])).sampling.thinking == ThinkingBudget(
+        5, (7,), (8, 9)
+    )
+    assert to_limited_request(thinking_entry(-1, [7], [8])).sampling.thinking is None
+    assert to_limited_request(make_entry(1)).sampling.thinking is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "start", "end", "shown"),
+    [
+        (-2, [7], [8], "thinking_token_budget is -2"),
+        (5, [], [8], "start_token_ids is 0, it takes 1 to 16"),
+        (5, [7], [8] * 17, "end_token_ids is 17"),
+        (5, [10**6], [8], "start_token_ids is 1000000, it takes below"),
+    ],
+)
+def test_127_a_thinking_budget_that_cannot_be_kept_is_refused(budget, start, end, shown):
+    with pytest.raises(InvalidArgument, match=shown):
+        to_limited_request(thinking_entry(budget, start, end))

@@ -130,7 +130,6 @@ class PostedBoard(Board):
         self._posted = threading.Condition()
 
     def post(self, figures: Figures) -> None:
-        """Replace what is read."""
         with self._posted:
             super().post(figures)
             self._posted.notify_all()
@@ -256,7 +255,6 @@ class Rank:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have it done in the engine thread."""
         self.inbox.put(Call(work))
 
     def ask(self, work: Callable[[], object]) -> object:

@@ -59,7 +59,6 @@ class Recording:
         self.scheduler.update(plan, StepResult(plan.step_number, sampled, {}, list(non_finite)), 0.0)
 
     def end(self) -> dict[str, Any]:
-        """Close the file and read it."""
         self.scheduler.close()
         return read_case(self.path)
 

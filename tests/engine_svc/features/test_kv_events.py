@@ -37,7 +37,6 @@ class Replica:
         self.seen: Counter[str] = Counter()
 
     def apply(self, events: Sequence[KVEvent]) -> None:
-        """Take in one batch."""
         for event in events:
             self.seen[type(event).__name__] += 1
             match event:
@@ -50,7 +49,6 @@ class Replica:
                     self.blocks.clear()
 
     def store(self, stored: StoredBlocks) -> None:
-        """Take in a run."""
         parent, size = stored.parent_hash, stored.block_size
         assert len(stored.token_ids) == size * len(stored.block_hashes)
         for index, block_hash in enumerate(stored.block_hashes):
@@ -73,7 +71,6 @@ class Told:
         self.stage = Stage(hooks=[events], observers=[events], **stage)
 
     def read(self) -> list[list[KVEvent]]:
-        """What is new, taken in."""
         batches = self.log.take(self.reader, 10_000)
         assert batches is not None
         for batch in batches:
@@ -132,7 +129,6 @@ class Workload:
         return num_lost > 0
 
     def add(self) -> None:
-        """One more request."""
         rng = self.rng
         head = [10 + rng.randrange(2)] * rng.choice((4, 8, 12))
         prompt = head + [rng.randrange(20, 23)] * rng.randrange(1, 20)

@@ -41,9 +41,7 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
     }
 
 
-def test_steps_that_overlap_have_their_own_durations_and_those_that_fail_no_line(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_steps_that_overlap_have_their_own_durations_and_those_that_fail_no_line(caplog):
     clock = FakeClock(5.0)
     hook = LogSteps(clock)
     with caplog.at_level(logging.INFO):

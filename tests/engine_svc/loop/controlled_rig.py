@@ -94,7 +94,6 @@ class Controlled:
         await self.call(pause=utility_pb2.PauseCall(mode=mode, **fields))
 
     async def resume(self) -> None:
-        """End a pause."""
         await self.call(resume=utility_pb2.ResumeCall())
 
     async def pass_by(self) -> None:
@@ -156,5 +155,4 @@ async def running(engine: Controlled, *handles: int, num_tokens: int) -> None:
 
 
 def tokens_of(handle: int, num_tokens: int) -> list[int]:
-    """What an undisturbed run yields."""
     return expected_tokens(prompt_of(handle), handle, num_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -38,9 +37,7 @@ def fail_while_failing(held: list[weakref.ref[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("work", [fail, fail_as_a_refusal, fail_while_failing])
-def test_an_error_says_where_it_arose_and_holds_nothing_that_the_work_had_in_hand(
-    work: Callable[[list[weakref.ref[Tensor]]], None],
-):
+def test_an_error_says_where_it_arose_and_holds_nothing_that_the_work_had_in_hand(work):
     held: list[weakref.ref[Tensor]] = []
     answer: Future[None] = Future()
     with without_collections():

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
 
+import grpc
 import pytest
+from google.rpc import status_pb2
+from grpc_status import rpc_status
 
+from engine_svc.admin.lifecycle import EngineState
 from engine_svc.loop.pause import Part, PauseMode, StandstillState
 from engine_svc.scheduler.config import PauseState
 from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, ServiceError
+from tests.engine_svc.fakes import LIMIT_S
+from tests.engine_svc.loop.controlled_rig import KEEP, WAIT, Controlled, controlled, running, tokens_of
 from tests.engine_svc.loop.pause_rig import ALL, ASLEEP, PAUSED, PAUSING, RUNNING, Rig, in_state
+from tests.engine_svc.session.service_rig import LENGTH, make_entry
+from triptych.engine.v1 import utility_pb2
 
 
 @pytest.mark.parametrize(
@@ -41,9 +49,7 @@ from tests.engine_svc.loop.pause_rig import ALL, ASLEEP, PAUSED, PAUSING, RUNNIN
         (ASLEEP, lambda rig: rig.machine.wake(), RUNNING),
     ],
 )
-def test_every_call_in_every_state(
-    before: StandstillState, call: Callable[[Rig], object], after: StandstillState
-) -> None:
+def test_every_call_in_every_state(before, call, after):
     rig = in_state(before)
     call(rig)
     assert rig.machine.state is after
@@ -202,9 +208,7 @@ def test_after_an_error_that_nobody_has_foreseen_nothing_runs_before_a_wake() ->
 
 
 @pytest.mark.parametrize(("before", "after"), [(RUNNING, RUNNING), (PAUSING, RUNNING), (PAUSED, PAUSED)])
-def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(
-    before: StandstillState, after: StandstillState
-) -> None:
+def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(before, after):
     rig = in_state(before)
     rig.loop.num_running = 0
     rig.machine.note_away([Part.WEIGHTS])
@@ -310,3 +314,49 @@ def check(rig: Rig, answers: list[Future[None]]) -> None:
     assert rig.loop.held is {RUNNING: PauseState.NONE, PAUSING: PauseState.NEW}.get(state, PauseState.ALL)
     assert rig.runner.away <= rig.machine.asleep, "a step would find memory missing"
     assert state is PAUSING or all(answer.done() for answer in answers)
+
+
+# The end of an engine that an operator has paused or put to sleep: what is held moves at once.
+
+
+async def check_drained(engine: Controlled) -> None:
+    """The session is over, and its frontend knows that the engine has left with requests of its own."""
+    frontend = engine.frontend
+    await frontend.until(lambda: frontend.is_over)
+    assert frontend.error is not None
+    assert frontend.error.code() is grpc.StatusCode.UNAVAILABLE
+    status: status_pb2.Status = rpc_status.from_call(frontend.error)
+    assert b"ENGINE_DRAINED" in b"".join(detail.value for detail in status.details)
+    assert engine.rig.engine.lifecycle.state is EngineState.STOPPED
+
+
+@pytest.mark.parametrize("call", [{"pause": {"mode": KEEP}}, {"sleep": {"level": 1, "mode": KEEP}}])
+async def test_what_is_held_is_not_waited_for(call):
+    async with controlled() as engine:
+        await engine.call(**call)
+        await engine.frontend.add(make_entry(1))
+        await engine.pass_by()
+        async with asyncio.timeout(LIMIT_S):
+            await engine.rig.servicer.drain()
+        await check_drained(engine)
+        assert engine.frontend.tokens == {}
+
+
+async def test_a_pause_that_lets_the_running_finish_is_waited_for_and_no_longer():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=30)
+        pause = utility_pb2.PauseCall(mode=WAIT)
+        pausing = asyncio.create_task(engine.call(pause=pause))
+        await engine.let_calls_begin()
+        await engine.frontend.add(make_entry(2))
+        await engine.frontend.flush()
+        drain = asyncio.create_task(engine.rig.servicer.drain())
+        await engine.frontend.until(lambda: "draining" in engine.frontend.kinds())
+        assert not drain.done()
+        engine.rig.executor.gate.set()
+        await pausing
+        async with asyncio.timeout(LIMIT_S):
+            await drain
+        await check_drained(engine)
+        assert engine.frontend.finished == {1: [LENGTH]}
+        assert engine.frontend.tokens == {1: tokens_of(1, 30)}

@@ -73,7 +73,6 @@ class Desk:
             return await self.tell(**command)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a change makes it true."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._changed.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
@@ -90,7 +90,6 @@ def _are_quiet(cluster: Cluster) -> bool:
 
 
 async def _turns() -> None:
-    """Let everything run that can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -140,9 +139,7 @@ async def _cut_it_short(cluster: Cluster, leaver: Leaver) -> None:
 
 @pytest.mark.parametrize("cause", [_lose_the_coordinator, _come_apart, _cut_it_short])
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before", "meanwhile"])
-async def test_nobody_is_waited_for_who_cannot_come(
-    cause: Callable[[Cluster, Leaver], Awaitable[None]], comes_first: bool
-):
+async def test_nobody_is_waited_for_who_cannot_come(cause, comes_first):
     async with a_leaver() as (cluster, leaver), asyncio.timeout(PATIENCE_S):
         if cause is _cut_it_short and comes_first:
             leaver.engine.lifecycle.move_to(EngineState.DRAINING)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
+import pytest
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
@@ -19,8 +20,8 @@ from engine_svc.data_parallel.driver import Standing
 from engine_svc.loop.mailbox import Board, Figures, Inbox
 from engine_svc.membership.commands import EXIT_MISMATCH
 from engine_svc.membership.departure import Departure
-from engine_svc.membership.membership import MISMATCH, Membership
-from service_kit.clock import MonotonicClock
+from engine_svc.membership.membership import MISMATCH, Fence, Membership, ReportPace
+from service_kit.clock import FakeClock, MonotonicClock
 from service_kit.errors import FailedPrecondition, InvalidArgument
 from service_kit.server import INTERNAL, Registration, Server
 from tests.connections import without_collections
@@ -335,3 +336,79 @@ async def test_what_an_operator_says_of_an_engine_is_told():
         await coordinator.until(lambda: bool(coordinator.registrations))
         told = {label.key: label.value for label in coordinator.registrations[0].labels}
         assert told == {"zone": "a", "rack": "7"}
+
+
+# How often an engine reports, and that no interval keeps it from renewing its lease in time.
+
+
+def reported(at: float, *, renew_after_s: float | None = None) -> ReportPace:
+    pace = ReportPace()
+    if renew_after_s is not None:
+        pace.set_renewal(renew_after_s)
+    pace.note_report(at)
+    return pace
+
+
+def test_the_first_report_is_due_at_once():
+    assert ReportPace().must_renew(0.0)
+
+
+@pytest.mark.parametrize(("has_work", "wait_s"), [(True, 0.1), (False, 0.5)])
+def test_an_engine_without_work_looks_less_often(has_work, wait_s):
+    assert reported(7.0).wait_s(7.0, has_work=has_work) == wait_s
+
+
+def test_no_interval_is_shorter_than_the_least():
+    pace = reported(7.0)
+    pace.set_interval(0.0)
+    assert pace.wait_s(7.0, has_work=True) == 0.1
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 0.7, 3600.0])
+@pytest.mark.parametrize("renew_after_s", [0.2, 1.0])
+@pytest.mark.parametrize("has_work", [True, False])
+def test_a_lease_is_renewed_in_time_however_long_the_interval_is(interval_s, renew_after_s, has_work):
+    pace, now = reported(0.0, renew_after_s=renew_after_s), 0.0
+    pace.set_interval(interval_s)
+    while not pace.must_renew(now):
+        now += pace.wait_s(now, has_work=has_work)
+    assert now == pytest.approx(renew_after_s)
+
+
+def test_what_was_late_is_not_waited_for():
+    assert reported(0.0, renew_after_s=1.0).wait_s(5.0, has_work=True) == 0.0
+
+
+# Which of two coordinators is obeyed.
+
+
+def test_only_the_highest_epoch_is_obeyed_within_its_lease():
+    clock = FakeClock()
+    fence = Fence(clock)
+    assert fence.hear(5, 3.0)
+    assert fence.hear(7, 3.0)
+    clock.advance(2.9)
+    assert not fence.hear(5, 3.0)
+    assert fence.epoch == 7
+
+
+def test_each_word_of_the_highest_renews_its_lease():
+    clock = FakeClock()
+    fence = Fence(clock)
+    for _ in range(3):
+        assert fence.hear(7, 3.0)
+        clock.advance(2.0)
+    assert not fence.hear(5, 3.0)
+
+
+def test_a_lower_epoch_is_obeyed_after_a_lease_without_the_highest():
+    clock = FakeClock()
+    fence = Fence(clock)
+    assert fence.hear(7, 3.0)
+    assert fence.least == 7
+    clock.advance(3.0)
+    assert fence.least == 0
+    assert fence.hear(5, 3.0)
+    # What comes back then is newer again.
+    assert fence.hear(7, 3.0)
+    assert not fence.hear(5, 3.0)

@@ -245,7 +245,6 @@ _OTHERS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def make_config(family: str) -> PreTrainedConfig:
-    """The config of a tiny model of `family`."""
     if family in _OF_BLOCKS:
         model_type, extra = _OF_BLOCKS[family]
         options = {**_BLOCK, **extra}

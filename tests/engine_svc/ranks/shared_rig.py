@@ -132,7 +132,6 @@ class Sharing:
             engine.group = group
 
     def leave(self) -> None:
-        """Every member closes its group."""
         for engine in self.members:
             if engine.group is not None:
                 engine.group.close()

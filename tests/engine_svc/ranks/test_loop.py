@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import re
+import select
+import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import cast
 
 import pytest
 
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
+from engine_svc.ranks import process_group
+from engine_svc.ranks import watch as rank_watch
 from engine_svc.ranks.loop import EarlyStage, RankLoop, Reporter, Silent, UnknownCall
 from engine_svc.ranks.plan_channel import Channel, ChannelReader, ChannelWriter, create_channel
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder, PlanEncoder
+from engine_svc.ranks.process_group import GroupLimits, ProcessGroup
+from engine_svc.ranks.progress_board import ProgressBoard
 from engine_svc.ranks.result_codec import decode_result, encode_result
+from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
 from engine_svc.runner.input_batch import InputBatch
+from service_kit import stacks
 from tests.engine_svc.runner.fakes import apply
+from tests.engine_svc.session.unread import exit_code_unread
 
 SIZES = {"max_num_seqs": 4, "num_groups": 1}
 
@@ -59,7 +73,6 @@ class FakeStep:
     known: StepResult
 
     def result(self) -> StepResult:
-        """It."""
         return self.known
 
 
@@ -144,9 +157,7 @@ def test_a_row_without_a_token_gets_one_that_every_model_has(channel: Channel) -
 
 
 @pytest.mark.parametrize("end_rank", [None, print])
-def test_results_are_told_in_the_order_of_the_steps(
-    end_rank: Callable[[Exception], object] | None, channel: Channel
-) -> None:
+def test_results_are_told_in_the_order_of_the_steps(end_rank, channel):
     reader = ChannelReader(channel.readers[0])
     reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=end_rank)
     for number in range(1, 4):
@@ -235,3 +246,203 @@ def test_a_call_that_no_rank_knows_is_an_error(channel: Channel) -> None:
     )
     with pytest.raises(UnknownCall, match="'fly' is not among count"):
         loop.run()
+
+
+# Whatever becomes of a rank, somebody is told, and nothing is waited for any more.
+
+PATIENCE_S = 60.0
+
+
+def start_of(spec: Mapping[str, object]) -> RankStart:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return RankStart("tests.engine_svc.ranks.doomed_rank", spec, (), environment)
+
+
+def lost_after(spec: Mapping[str, object]) -> RankLost:
+    """What is told of a rank that does what `spec` says."""
+    told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    board = ProgressBoard.create(1)
+    watch = RankWatch([start_of(spec)], board, limits=WatchLimits(), on_lost=told.put)
+    try:
+        lost = told.get(timeout=PATIENCE_S)
+        assert select.select([watch.lost_fd], [], [], 0)[0] == [watch.lost_fd]
+        with pytest.raises(RankLost, match=re.escape(lost.why)):
+            watch.next_message(0.0)
+    finally:
+        watch.stop(grace_s=0.0)
+        board.close()
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+    ids=["SIGKILL", "a-real-time-signal"],
+)
+def test_a_rank_that_any_signal_ends_is_lost(number: int, name: str) -> None:
+    assert str(lost_after({"signal": int(number)})) == f"rank 0 was ended by {name}"
+
+
+def test_a_watch_that_fails_has_lost_its_ranks() -> None:
+    assert "can no longer be watched (JSONDecodeError)" in str(lost_after({"says": "no message\n"}))
+
+
+def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(stacks, "_WAIT_S", 2.0)
+    monkeypatch.setattr(stacks, "_MAX_WAIT_S", 4.0)
+    monkeypatch.setattr(rank_watch, "_WRITE_S", 30.0)
+    board = ProgressBoard.create(2)
+    starts = [start_of({"says": '{"ready": {}}\n'}) for _ in range(2)]
+    watch = RankWatch(starts, board, limits=WatchLimits())
+    try:
+        for _ in starts:
+            watch.next_message(PATIENCE_S)
+        process_ids = watch.process_ids
+        assert str(watch.blame(1, "did not finish a step")) == "rank 1 did not finish a step"
+    finally:
+        watch.stop(grace_s=0.0)
+        board.close()
+    written = capfd.readouterr().err
+    first, second = (written.index(f"Rank {rank} (process {process_ids[rank]}):") for rank in range(2))
+    for text in (written[first:second], written[second:]):
+        assert re.search(r'File ".*doomed_rank\.py", line \d+ in main', text), text
+
+
+ASKING = """
+from service_kit.stacks import write_beside, write_stacks_of
+write_beside(lambda: write_stacks_of([1 << 22]), 0.05)
+os._exit(7)
+"""
+
+
+def test_whoever_asks_for_stacks_goes_on_where_nobody_reads_them() -> None:
+    assert exit_code_unread(ASKING) == 7
+
+
+# For how long ranks are waited for.
+
+STEP_S = 3.0
+
+
+class BlamingWatch:
+    """A watch over two ranks that live."""
+
+    lost_fd = None
+    lost = None
+    process_ids = (1, 2)
+
+    def blame(self, rank: int, why: str) -> RankLost:
+        return RankLost(rank, why)
+
+    def stop(self) -> None:
+        """There are no ranks."""
+
+
+class Results:
+    """Yields nothing for `num_waits` waits, then a result."""
+
+    def __init__(self, num_waits: float) -> None:
+        self.num_waits = num_waits
+        self.waited_s: list[float] = []
+        self.written_fd = os.eventfd(0)  # nothing is written there
+
+    def receive(self, *, timeout_s: float) -> bytes | None:
+        self.waited_s.append(timeout_s)
+        is_there = len(self.waited_s) > self.num_waits
+        return encode_result(StepResult(1, [[7]])) if is_there else None
+
+    def close(self) -> None:
+        os.close(self.written_fd)
+
+
+@pytest.fixture
+def group_with(monkeypatch):
+    """Makes a group whose results are those given."""
+    made = []
+
+    def make(results: Results) -> ProcessGroup:
+        monkeypatch.setattr(process_group, "ChannelReader", lambda *arguments, **options: results)
+        group = ProcessGroup(
+            cast(RankWatch, BlamingWatch()),
+            ProgressBoard.create(2),
+            create_channel(2),
+            create_channel(1),
+            PlanEncoder(max_num_seqs=4, num_groups=1),
+            GroupLimits(step_s=STEP_S),
+        )
+        made.append(group)
+        return group
+
+    yield make
+    for group in made:
+        group.shutdown()
+
+
+def test_a_wait_that_was_over_because_all_stood_still_is_not_the_ranks_fault(group_with):
+    # The clock went on while neither they nor we did: the first wait ended at once, whatever it was for.
+    assert group_with(Results(num_waits=1)).launch(StepPlan(1)).result().sampled == [[7]]
+
+
+def test_a_step_is_waited_for_as_long_as_it_may_take(group_with):
+    results = Results(num_waits=float("inf"))
+    pending = group_with(results).launch(StepPlan(1))
+    with pytest.raises(RankLost, match="rank 0 did not finish a step in 3 s"):
+        pending.result()
+    assert sum(results.waited_s) == pytest.approx(STEP_S)
+
+
+# What is asked of ranks beside steps, and for how long they may be silent then.
+
+
+class FakeWatch:
+    """Two ranks that answer a call, unless one is lost."""
+
+    def __init__(self) -> None:
+        self.lost_fd = os.eventfd(0)
+        self.lost: RankLost | None = None
+        self.process_ids = [11, 12]
+        self.may_be_busy = False
+        self.was_busy: list[bool] = []  # at each answer
+        self._num_answers = 0
+
+    def next_message(self, timeout_s: float) -> tuple[int, RankMessage]:
+        self.was_busy.append(self.may_be_busy)
+        if self.lost is not None:
+            raise self.lost
+        self._num_answers += 1
+        return self._num_answers - 1, {"answer": {"number": self._num_answers}}
+
+    def stop(self) -> None:
+        os.close(self.lost_fd)
+
+
+@pytest.fixture
+def watch() -> FakeWatch:
+    return FakeWatch()
+
+
+@pytest.fixture
+def group(watch: FakeWatch) -> Iterator[ProcessGroup]:
+    made = ProcessGroup(
+        cast(RankWatch, watch),
+        ProgressBoard.create(2),
+        create_channel(2),
+        create_channel(1),
+        PlanEncoder(max_num_seqs=1, num_groups=1),
+        GroupLimits(),
+    )
+    yield made
+    made.shutdown()
+
+
+def test_ranks_may_be_as_silent_as_at_their_start_while_they_do_what_they_are_called_for(watch, group):
+    assert group.call("stop_profile") == [{"number": 1}, {"number": 2}]
+    assert watch.was_busy == [True, True]
+    assert not watch.may_be_busy
+
+
+def test_a_rank_that_is_lost_in_a_call_is_told_of(watch: FakeWatch, group: ProcessGroup) -> None:
+    watch.lost = RankLost(1, "was ended by SIGKILL")
+    with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
+        group.call("stop_profile")
+    assert not watch.may_be_busy

@@ -17,7 +17,6 @@ VOCAB_SIZE = 50
 
 
 def random_logits(num_rows: int, *, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
-    """[num_rows, vocab_size] fp32."""
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
@@ -55,7 +54,6 @@ class SamplerRig:
         self.sampler.enter(row, AdmittedRequest(str(row), token_ids, len(prompt), sampling, [[]]))
 
     def leave(self, row: int) -> None:
-        """Take `row` from its request."""
         self.sampler.leave(row)
         self.lengths[row] = 0
 
@@ -71,7 +69,6 @@ class SamplerRig:
         return written
 
     def append(self, row: int, token: int) -> None:
-        """Add a token to a row."""
         self.token_ids[row, self.lengths[row]] = token
         self.lengths[row] += 1
 

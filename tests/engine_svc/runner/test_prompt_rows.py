@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import random
+from array import array
+from collections import defaultdict
 
 import pytest
 import torch
 
+from engine_svc.build.engine import build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.convert import messages
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Add, Board, Inbox, Stop
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.loop.step_output import StepOutput
+from engine_svc.runner.executor import InlineExecutor
+from engine_svc.scheduler.config import SchedulerConfig
+from service_kit.clock import FakeClock
+from tests.engine_svc.model.checkpoints import MAX_POSITION
+from tests.engine_svc.runner.conftest import BLOCK_SIZE
 
 PROMPT = [random.Random(4).randrange(3, 160) for _ in range(41)]
 
@@ -84,3 +102,116 @@ def test_a_preempted_request_is_told_of_its_prompt_again_but_not_of_its_output(t
     assert again.prompt_logprobs[0].first_position == 1
     assert again.prompt_logprobs[0].told.logprobs == pytest.approx(first.told.logprobs, abs=1e-5)
     assert len(again.logprobs[0].ranks) == 1
+
+
+# Loop, scheduler, runner and wire together: what frontends are told, chunked, crowded and preempted.
+
+NUM_TOKENS = 56
+NUM_TOP = 2
+
+
+class Reader:
+    """The session of a frontend, as the loop sees it: reads steps off the wire until all have ended."""
+
+    def __init__(self, inbox: Inbox, num_requests: int) -> None:
+        self._inbox = inbox
+        self._num_left = num_requests
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+        self.ranks: dict[int, list[int]] = defaultdict(list)
+        self.top_logprobs: dict[int, list[float]] = defaultdict(list)
+        self.prompt_places: dict[int, list[int]] = defaultdict(list)
+        self.prompt_logprobs: dict[int, list[float]] = defaultdict(list)
+
+    def publish(self, output: StepOutput) -> None:
+        step = messages.to_step(output, {})
+        handles, token_ids = array("I", step.handles).tolist(), array("I", step.token_ids).tolist()
+        logprobs, ranks = array("f", step.sampled_logprobs).tolist(), array("I", step.sampled_ranks).tolist()
+        k, top = step.top_logprobs.k, array("f", step.top_logprobs.logprobs).tolist()
+        start = 0
+        for handle, num_tokens in zip(handles, step.num_tokens, strict=True):
+            end = start + num_tokens
+            self.tokens[handle] += token_ids[start:end]
+            self.logprobs[handle] += logprobs[start:end]
+            self.ranks[handle] += ranks[start:end]
+            self.top_logprobs[handle] += top[k * start : k * end]
+            start = end
+        for extra in step.extras:
+            places = extra.prompt_logprobs
+            told = array("f", places.logprobs).tolist()
+            first = places.first_position
+            self.prompt_places[handles[extra.row]] += range(first, first + len(told))
+            self.prompt_logprobs[handles[extra.row]] += told
+        self._num_left -= len(step.finished)
+        if not self._num_left:
+            self._inbox.put(Stop())
+
+
+def run(model, requests: list[Request], *, num_blocks: int, depth: int) -> Reader:
+    """Every request to its end, request number n under handle n."""
+    core = build_core(
+        SchedulerConfig(
+            max_model_len=MAX_POSITION, max_num_seqs=8, max_num_batched_tokens=24,
+            async_scheduling=depth > 1, max_steps_in_flight=depth,
+        ),
+        CacheConfig(num_blocks, (FullAttention(BLOCK_SIZE),)),
+    )  # fmt: skip
+    inbox = Inbox(max_commands=100)
+    reader = Reader(inbox, len(requests))
+    engine = Engine(
+        scheduler=core.scheduler, executor=InlineExecutor(model.runner()), inbox=inbox, board=Board(),
+        clock=FakeClock(), lockstep=NoLockstep(), max_in_flight=depth,
+    )  # fmt: skip
+    for handle, request in enumerate(requests):
+        inbox.put(Add(request, reader, handle))
+    engine.run()
+    return reader
+
+
+def make_requests() -> list[Request]:
+    choose = random.Random(6)
+    told: dict[str, object] = {"logprobs": NUM_TOP, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+    penalised = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+    wishes: list[dict[str, object]] = [
+        told,
+        {"temperature": 1.0, "seed": 3, **penalised},
+        {**told, **penalised, "temperature": 0.8, "seed": 4},
+        {"bad_words": ((5, 6), (9,)), "temperature": 2.0, "seed": 5, "min_tokens": 5, "eos_token_id": 7},
+        {**told, "min_p": 0.05, "temperature": 1.5, "seed": 6},
+    ]
+    return [
+        Request(
+            str(handle),
+            [choose.randrange(3, 160) for _ in range(40 + 7 * handle)],
+            40 + 7 * handle,
+            SamplingParams(**{"max_tokens": NUM_TOKENS, "temperature": 0.0, **wish}),
+        )
+        for handle, wish in enumerate(wishes)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_place_is_told_once_and_rightly_whoever_is_preempted(tiny_model, depth):
+    model = tiny_model("llama")
+    requests = make_requests()
+    crowded = run(model, requests, num_blocks=52, depth=depth)
+    assert sum(request.num_preemptions for request in requests) >= 2
+    roomy = run(model, make_requests(), num_blocks=256, depth=depth)
+    assert crowded.tokens == roomy.tokens
+    for handle, request in enumerate(requests):
+        tokens = crowded.tokens[handle]
+        if request.sampling.logprobs is None:
+            assert all(math.isnan(logprob) for logprob in crowded.logprobs[handle])
+            assert handle not in crowded.prompt_places
+            continue
+        num_prompt = request.num_prompt_tokens
+        prompt = request.token_ids[:num_prompt]
+        expected = expected_logprobs(model, prompt + tokens)
+        own = expected[torch.arange(num_prompt - 1, num_prompt - 1 + len(tokens)), torch.tensor(tokens)]
+        assert crowded.logprobs[handle] == pytest.approx(own.tolist(), abs=1e-4)
+        best = expected[num_prompt - 1 : -1].topk(NUM_TOP).values.flatten().tolist()
+        assert crowded.top_logprobs[handle] == pytest.approx(best, abs=1e-4)
+        assert crowded.prompt_places[handle] == list(range(num_prompt))
+        own = expected[torch.arange(num_prompt - 1), torch.tensor(prompt[1:])]
+        assert math.isnan(crowded.prompt_logprobs[handle][0])
+        assert crowded.prompt_logprobs[handle][1:] == pytest.approx(own.tolist(), abs=1e-4)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine_svc.core.sampling_params import ThinkingBudget
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sampling.logprobs import SampledLogprobs
-from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig, random_logits
+from tests.engine_svc.runner.sampler_rig import CPU, VOCAB_SIZE, SamplerRig, random_logits
+from triptych_kernels import REFERENCE, ops_for
+from triptych_kernels.reference.sampling import kept_weights
 
 # Every feature, alone and with others.
 WISHES = [
@@ -178,3 +184,569 @@ def test_logits_of_half_precision_are_sampled_from_and_not_written():
     kept = logits.clone()
     assert int(rig.choose(logits, [0]).token_ids) == 6
     assert torch.equal(logits, kept)
+
+
+# behaviours 107 to 112, 114 and 127: penalties, bans, bias and budgets, one logit at a time.
+
+PROMPT = [1, 2, 3, 40]
+OUTPUT = [10, 11, 11, 12, 12, 12]
+
+
+def flat_logits(num_rows: int, value: float = 0.0) -> torch.Tensor:
+    return torch.full((num_rows, VOCAB_SIZE), value)
+
+
+@pytest.mark.parametrize("penalty", [2.0, -2.0])
+def test_107_presence_penalty_lowers_tokens_of_the_output_alone(penalty):
+    rig = SamplerRig()
+    rig.enter(0, prompt=PROMPT, output=OUTPUT, presence_penalty=penalty)
+    row = rig.changed(flat_logits(1), [0])[0]
+    lowest, highest = int(row.argmin()), int(row.argmax())
+    assert (lowest in OUTPUT) == (penalty > 0)
+    assert (highest in OUTPUT) == (penalty < 0)
+    expected = flat_logits(1)[0]
+    expected[[10, 11, 12]] = -penalty
+    assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("penalty", [2.0, -2.0])
+def test_108_frequency_penalty_counts_each_time(penalty):
+    rig = SamplerRig()
+    rig.enter(0, prompt=[*PROMPT, 12], output=OUTPUT, frequency_penalty=penalty)
+    row = rig.changed(flat_logits(1), [0])[0]
+    assert int(row.argmin() if penalty > 0 else row.argmax()) == 12
+    expected = flat_logits(1)[0]
+    expected[[10, 11, 12]] = torch.tensor([-penalty, -2 * penalty, -3 * penalty])
+    assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("penalty", [1.9, 0.1])
+def test_109_repetition_penalty_weakens_what_prompt_or_output_have(penalty):
+    rig = SamplerRig()
+    rig.enter(0, prompt=PROMPT, output=OUTPUT, repetition_penalty=penalty)
+    seen = sorted({*PROMPT, *OUTPUT})
+    for value in (1.5, -1.5):
+        row = rig.changed(flat_logits(1, value), [0])[0]
+        expected = flat_logits(1, value)[0]
+        expected[seen] = value / torch.tensor(penalty) if value > 0 else value * torch.tensor(penalty)
+        assert torch.equal(row, expected)
+        assert all((row[token] < value) == (penalty > 1) for token in seen)
+
+
+def test_penalties_together_are_repetition_then_frequency_then_presence():
+    rig = SamplerRig(max_num_seqs=3)
+    logits = random_logits(3)
+    tokens = {row: random.Random(row).choices(range(VOCAB_SIZE), k=9 * (row + 1)) for row in range(3)}
+    for row in range(3):
+        rig.enter(
+            row, prompt=tokens[row][:5], output=tokens[row][5:], presence_penalty=0.3 * row,
+            frequency_penalty=-0.2, repetition_penalty=1.3,
+        )  # fmt: skip
+    changed = rig.changed(logits, [2, 0, 1])
+    for index, row in enumerate([2, 0, 1]):
+        for token in range(VOCAB_SIZE):
+            value = float(logits[index, token])
+            if token in tokens[row]:
+                value = value / 1.3 if value > 0 else value * 1.3
+            count = tokens[row][5:].count(token)
+            value -= -0.2 * count
+            value -= 0.3 * row * (count > 0)
+            assert float(changed[index, token]) == pytest.approx(value, abs=1e-5)
+
+
+def test_counts_of_one_step_are_gone_in_the_next():
+    rig = SamplerRig()
+    rig.enter(0, output=[5, 5], frequency_penalty=1.0)
+    first = rig.changed(flat_logits(1), [0])
+    assert torch.equal(rig.changed(flat_logits(1), [0]), first)
+    rig.append(0, 6)
+    assert rig.changed(flat_logits(1), [0])[0, [5, 6]].tolist() == [-2.0, -1.0]
+
+
+def test_rows_are_counted_one_after_the_other_where_the_vocabulary_is_large():
+    vocab_size = (1 << 23) + 1
+    rig = SamplerRig(vocab_size=vocab_size, max_num_seqs=2)
+    rig.enter(0, output=[5, 5], frequency_penalty=1.0)
+    rig.enter(1, output=[5, vocab_size - 1], presence_penalty=0.5)
+    logits = torch.zeros(2, vocab_size)
+    rig.choose(logits, [0, 1])
+    assert logits[0].nonzero().flatten().tolist() == [5]
+    assert logits[1].nonzero().flatten().tolist() == [5, vocab_size - 1]
+    assert (float(logits[0, 5]), float(logits[1, 5])) == (-2.0, -0.5)
+
+
+def test_110_only_allowed_ids_are_left_and_rows_without_the_option_are_untouched():
+    rig = SamplerRig()
+    rig.enter(0, allowed_token_ids=frozenset({4, 49}))
+    rig.enter(1)
+    rig.enter(2, allowed_token_ids=frozenset({0, 10**9}))
+    logits = random_logits(3)
+    changed = rig.changed(logits, [0, 1, 2])
+    for index, allowed in ((0, [4, 49]), (2, [0])):
+        assert torch.equal(changed[index, allowed], logits[index, allowed])
+        assert int(changed[index].isneginf().sum()) == VOCAB_SIZE - len(allowed)
+    assert torch.equal(changed[1], logits[1])
+
+
+def banned(rig: SamplerRig, row: int) -> list[int]:
+    return rig.changed(random_logits(1), [row])[0].isneginf().nonzero().flatten().tolist()
+
+
+def test_111_bad_words_of_one_token_always_and_of_several_only_behind_their_prefix():
+    rig = SamplerRig()
+    rig.enter(0, bad_words=((5,), (7, 8), (6, 7, 9), (7, 9)))
+    assert banned(rig, 0) == [5]
+    rig.append(0, 7)
+    assert banned(rig, 0) == [5, 8, 9]
+    rig.append(0, 6)
+    assert banned(rig, 0) == [5]
+    rig.append(0, 7)
+    assert banned(rig, 0) == [5, 8, 9]
+    rig.append(0, 1)
+    assert banned(rig, 0) == [5]
+
+
+def test_111_a_prefix_that_the_prompt_ends_with_forbids_nothing():
+    rig = SamplerRig()
+    rig.enter(0, prompt=[4, 7], bad_words=((7, 8), (4, 7, 9)))
+    assert banned(rig, 0) == []
+    # Longer than all that is known.
+    rig.enter(1, prompt=[1], bad_words=((2, 3, 4, 5, 6),))
+    assert banned(rig, 1) == []
+
+
+def test_111_of_two_words_with_the_same_end_one_is_enough():
+    rig = SamplerRig()
+    rig.enter(0, output=[3, 4], bad_words=((9, 8), (4, 8), (7, 8)))
+    rig.enter(1, output=[3, 4], bad_words=((9, 8), (5, 8)))
+    assert (banned(rig, 0), banned(rig, 1)) == ([8], [])
+
+
+def test_112_logit_bias_adds_exactly_to_those_ids():
+    rig = SamplerRig()
+    rig.enter(0, logit_bias=((4, 2.5), (0, -100.0)))
+    rig.enter(1)
+    logits = random_logits(2)
+    expected = logits.clone()
+    expected[0, 4] += 2.5
+    expected[0, 0] += -100.0
+    assert torch.equal(rig.changed(logits, [0, 1]), expected)
+    # In another order, as rows come and go.
+    assert torch.equal(rig.changed(logits.flip(0), [1, 0]), expected.flip(0))
+
+
+def test_112_a_bias_is_there_before_penalties():
+    rig = SamplerRig()
+    rig.enter(0, output=[4], logit_bias=((4, 3.0),), repetition_penalty=2.0)
+    assert rig.changed(flat_logits(1, -1.0), [0])[0, 4] == 1.0
+
+
+def test_114_ends_are_forbidden_until_the_minimum_and_free_after_it():
+    rig = SamplerRig()
+    ends = {"eos_token_id": 7, "stop_token_ids": frozenset({8, 10**9})}
+    rig.enter(0, min_tokens=2, **ends)
+    rig.enter(1, min_tokens=2, ignore_eos=True, **ends)
+    rig.enter(2, **ends)
+    expected = [[7, 8], [8], []]
+    assert [banned(rig, row) for row in range(3)] == expected
+    rig.append(0, 1)
+    assert [banned(rig, row) for row in range(3)] == expected
+    rig.append(0, 1)
+    assert [banned(rig, row) for row in range(3)] == [[], [8], []]
+
+
+def test_114_rules_follow_their_rows_through_every_order_and_reuse():
+    choose = random.Random(3)
+    rig = SamplerRig(max_num_seqs=8)
+    ends: dict[int, int] = {}
+    minimum: dict[int, int] = {}
+    for _ in range(300):
+        row = choose.randrange(8)
+        if row in ends:
+            rig.leave(row)
+            del ends[row]
+        else:
+            ends[row], minimum[row] = choose.randrange(VOCAB_SIZE), choose.randrange(4)
+            rig.enter(row, eos_token_id=ends[row], min_tokens=minimum[row])
+        rows = choose.sample(sorted(ends), choose.randint(0, len(ends)))
+        if not rows:
+            continue
+        is_forbidden = rig.changed(random_logits(len(rows)), rows).isneginf()
+        for index, row in enumerate(rows):
+            is_early = rig.lengths[row] < 3 + minimum[row]
+            assert is_forbidden[index].nonzero().flatten().tolist() == ([ends[row]] if is_early else [])
+            rig.append(row, 0)
+
+
+def chosen_after(rig: SamplerRig, row: int) -> list[int]:
+    return rig.changed(random_logits(1), [row])[0].isneginf().logical_not().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("prompt", [[1, 40], [1, 40, 5, 41, 2, 40]], ids=["opened", "opened again"])
+def test_127_when_the_budget_is_spent_the_end_marker_is_forced_token_by_token(prompt):
+    rig = SamplerRig()
+    everything = list(range(VOCAB_SIZE))
+    rig.enter(0, prompt=prompt, thinking=ThinkingBudget(3, (40,), (41, 42)))
+    for token in (5, 6, 7):
+        assert chosen_after(rig, 0) == everything
+        rig.append(0, token)
+    for marker in (41, 42):
+        assert chosen_after(rig, 0) == [marker]
+        rig.append(0, marker)
+    # Outside of a block nothing is counted.
+    for token in range(8):
+        assert chosen_after(rig, 0) == everything
+        rig.append(0, token)
+
+
+def test_127_counts_restart_for_a_new_block_and_one_that_ends_by_itself_is_left_alone():
+    rig = SamplerRig()
+    rig.enter(0, prompt=[1], thinking=ThinkingBudget(2, (40, 39), (41,)))
+    for _ in range(2):
+        for token in (40, 39, 5, 6):
+            assert len(chosen_after(rig, 0)) == VOCAB_SIZE
+            rig.append(0, token)
+        assert chosen_after(rig, 0) == [41]
+        rig.append(0, 41)
+    for token in (40, 39, 5, 41, 6, 6, 6):
+        assert len(chosen_after(rig, 0)) == VOCAB_SIZE
+        rig.append(0, token)
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "budget"),
+    [([30], 0), ([30, 31, 32], 2), ([30, 31, 32, 33, 34], 2), ([30, 31, 41], 1), ([30, 41, 41, 42], 2)],
+)
+def test_127_a_prompt_that_is_beyond_its_budget_gets_the_whole_end_marker(thoughts, budget):
+    rig = SamplerRig()
+    rig.enter(0, prompt=[20, 40, *thoughts], thinking=ThinkingBudget(budget, (40,), (41, 42, 43)))
+    marker = [41, 42, 43]
+    begun = max(count for count in range(3) if thoughts[len(thoughts) - count :] == marker[:count])
+    for token in marker[begun:]:
+        assert chosen_after(rig, 0) == [token]
+        rig.append(0, token)
+    assert len(chosen_after(rig, 0)) == VOCAB_SIZE
+
+
+def test_127_a_budget_of_nothing_ends_the_block_at_once_whatever_else_is_wished():
+    rig = SamplerRig()
+    rig.enter(
+        0, prompt=[40], thinking=ThinkingBudget(0, (40,), (41,)), allowed_token_ids=frozenset({5}),
+        bad_words=((41,),),
+    )  # fmt: skip
+    rig.enter(1, prompt=[40])
+    assert chosen_after(rig, 0) == [41]
+    assert len(chosen_after(rig, 1)) == VOCAB_SIZE
+    rig.append(0, 41)
+    assert chosen_after(rig, 0) == [5]
+
+
+# What is drawn: the distribution of each cut over 100,000 draws, and behaviours 113 and 115.
+
+NUM_DRAWS = 100_000
+NUM_SEEDS = 1000
+# Exceeded by one of a thousand samples of the right distribution, by degrees of freedom.
+CRITICAL = {49: 85.351, 29: 58.301, 20: 45.315, 9: 27.877, 8: 26.124}
+
+
+def probabilities_of(logits: list[float], *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[float]:
+    """By sorting, in float64; no two logits are equal."""
+    weights = [math.exp(value / temperature) for value in logits]
+    total = sum(weights)
+    shares = sorted(((weight / total, token) for token, weight in enumerate(weights)), reverse=True)
+    shares = [entry for entry in shares if entry[0] >= min_p * shares[0][0]]
+    shares = shares[: top_k or None]
+    mass, kept = 0.0, []
+    for share, token in shares:
+        if mass >= top_p * sum(share for share, _ in shares):
+            break
+        kept.append((share, token))
+        mass += share
+    found = [0.0] * len(logits)
+    for share, token in kept:
+        found[token] = share / mass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wish", "num_kept"),
+    [
+        ({"temperature": 0.7}, 50),
+        ({"temperature": 2.0}, 50),
+        ({"temperature": 1.0, "top_k": 10}, 10),
+        ({"temperature": 1.0, "top_p": 0.75}, 21),
+        ({"temperature": 1.0, "min_p": 0.175}, 30),
+        ({"temperature": 0.8, "top_k": 20, "top_p": 0.6, "min_p": 0.1}, 9),
+    ],
+    ids=str,
+)
+def test_draws_over_seeds_and_positions_follow_the_distribution(wish, num_kept):
+    # In no order, so that a place in the vocabulary is no place among the likely.
+    logits = torch.tensor([-0.06 * (17 * token % VOCAB_SIZE) for token in range(VOCAB_SIZE)])
+    expected = torch.tensor(probabilities_of(logits.tolist(), **wish), dtype=torch.float64) * NUM_DRAWS
+    rig = SamplerRig(max_num_seqs=NUM_SEEDS, max_length=128, ops=ops_for(CPU))
+    for row in range(NUM_SEEDS):
+        rig.enter(row, seed=row * 0x9E3779B97F4A7C15, **wish)
+    counts = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
+    for _ in range(NUM_DRAWS // NUM_SEEDS):
+        tokens = rig.choose(logits.repeat(NUM_SEEDS, 1), range(NUM_SEEDS)).token_ids
+        counts += tokens.bincount(minlength=VOCAB_SIZE)
+        rig.lengths += 1
+    is_kept = expected > 0.0
+    assert int(is_kept.sum()) == num_kept
+    assert int(counts[is_kept].sum()) == NUM_DRAWS
+    statistic = float(((counts - expected) ** 2 / expected)[is_kept].sum())
+    assert statistic < CRITICAL[num_kept - 1]
+
+
+def test_the_draw_of_a_row_is_a_function_of_seed_and_position_alone():
+    rig = SamplerRig()
+    wish = {"temperature": 1.0, "seed": 77}
+    rig.enter(0, prompt=[1, 2, 3], output=[4], **wish)
+    rig.enter(5, prompt=[9, 9, 9, 9], **wish)
+    rig.enter(6, prompt=[9, 9, 9, 9], temperature=1.0, seed=78)
+    rig.enter(7, prompt=[9, 9, 9], **wish)
+    steps = [random_logits(1, seed=seed).repeat(4, 1) for seed in range(20)]
+    drawn = torch.stack([rig.choose(logits, [0, 5, 6, 7]).token_ids for logits in steps])
+    assert torch.equal(drawn[:, 0], drawn[:, 1])
+    assert not torch.equal(drawn[:, 0], drawn[:, 2])
+    assert not torch.equal(drawn[:, 0], drawn[:, 3])
+
+
+def test_an_op_gets_columns_that_lie_together_and_no_row_that_does_not_draw():
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def sample(*columns: torch.Tensor) -> torch.Tensor:
+        seen.append(columns)
+        return REFERENCE.sample(*columns)
+
+    rig = SamplerRig(ops=replace(REFERENCE, sample=sample))
+    for row in range(6):
+        rig.enter(row, temperature=float(row % 3), top_k=row, top_p=1 - row / 10, min_p=row / 10, seed=row)
+    logits = random_logits(6)
+    rig.choose(logits.clone(), [5, 4, 3, 2, 1, 0])
+    rig.choose(logits[:2].clone(), [3, 0])
+    ((given, temperature, top_k, top_p, min_p, uniforms),) = seen
+    assert all(column.is_contiguous() for column in seen[0])
+    assert torch.equal(given, logits[[0, 1, 3, 4]])
+    assert (temperature.tolist(), top_k.tolist()) == ([2.0, 1.0, 2.0, 1.0], [5, 4, 2, 1])
+    assert top_p.tolist() == pytest.approx([0.5, 0.6, 0.8, 0.9])
+    assert min_p.tolist() == pytest.approx([0.5, 0.4, 0.2, 0.1])
+    assert [column.dtype for column in (temperature, top_p, min_p)] == [torch.float32] * 3
+    assert (top_k.dtype, uniforms.dtype) == (torch.int64, torch.float64)
+
+
+def cut(logits: torch.Tensor, **wish: object) -> torch.Tensor:
+    """The logits that a row is drawn from, read off what is told of all the vocabulary."""
+    rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
+    rig.enter(0, temperature=1.0, logprobs=-1, **wish)
+    sampled = rig.choose(logits.clone(), [0])
+    assert sampled.logprobs is not None
+    told = sampled.logprobs.by_index()[0]
+    row = torch.empty(VOCAB_SIZE)
+    row[told.top_token_ids] = torch.tensor(told.top_logprobs)
+    return row
+
+
+def test_113_min_p_leaves_a_dominant_token_alone_and_zero_masks_nothing():
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 7] = 10.0
+    assert cut(logits, min_p=0.1).isneginf().sum() == VOCAB_SIZE - 1
+    assert cut(logits, min_p=0.1)[7] == 10.0
+    assert torch.equal(cut(logits, min_p=0.0), logits[0])
+    # All that have a tenth of the largest probability, at the border.
+    near = torch.full((1, VOCAB_SIZE), -9.0)
+    near[0, [1, 2, 3]] = torch.tensor([0.0, math.log(0.1) + 1e-4, math.log(0.1) - 1e-4])
+    assert (~cut(near, min_p=0.1).isneginf()).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_115_disabled_cuts_change_nothing_and_what_was_forbidden_stays_so():
+    logits = random_logits(1)
+    logits[0, 10:20] = float("-inf")
+    for disabled in ({}, {"top_k": 0}, {"top_k": VOCAB_SIZE}, {"top_p": 1.0}):
+        assert torch.equal(cut(logits, **disabled), logits[0])
+    for wish in ({"top_k": 45}, {"top_p": 0.999}, {"min_p": 1e-9}, {"top_k": 3, "top_p": 0.5}):
+        assert cut(logits, **wish)[10:20].isneginf().all()
+
+
+@pytest.mark.parametrize("top_k", [1, 7, 40, VOCAB_SIZE])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1.0])
+def test_115_what_is_kept_equals_the_twin_by_sorting(top_k, top_p):
+    logits = random_logits(1, seed=top_k)
+    expected = probabilities_of(logits[0].tolist(), top_k=top_k, top_p=top_p)
+    assert (~cut(logits, top_k=top_k, top_p=top_p).isneginf()).tolist() == [share > 0.0 for share in expected]
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, ops_for(CPU)], ids=["reference", "of-this-machine"])
+def test_115_equal_and_wholly_forbidden_rows_do_no_harm(ops):
+    rig = SamplerRig(ops=ops)
+    for row in range(6):
+        rig.enter(row, temperature=1.0, top_k=5 * (row % 2), top_p=0.4 + 0.1 * row, min_p=0.1, seed=row)
+    logits = torch.zeros(6, VOCAB_SIZE)
+    logits[[2, 3]] = float("-inf")
+    sampled = rig.choose(logits, range(6))
+    assert sampled.highest.isfinite().tolist() == [True, True, False, False, True, True]
+    assert ((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB_SIZE)).all()
+
+
+def test_115_the_ops_of_this_machine_draw_what_the_reference_draws():
+    logits = random_logits(200, vocab_size=700)
+    tokens = []
+    for ops in (REFERENCE, ops_for(CPU)):
+        rig = SamplerRig(max_num_seqs=200, vocab_size=700, ops=ops)
+        for row in range(200):
+            rig.enter(
+                row, temperature=0.1 * (row % 15), top_k=(0, 30, 3)[row % 3], top_p=(1.0, 0.8)[row % 2],
+                min_p=(0.0, 0.02, 0.0, 0.0, 0.3)[row % 5], seed=row,
+            )  # fmt: skip
+        tokens.append(rig.choose(logits.clone(), range(200)).token_ids)
+    # Sums taken in another order may move the border between two neighbours.
+    assert int((tokens[0] != tokens[1]).sum()) <= 1
+
+
+def test_weights_of_equal_logits_at_the_border_stay_together():
+    weights = kept_weights(
+        torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([1.0]), torch.tensor([2]), torch.tensor([1.0]),
+        torch.tensor([0.0]),
+    )  # fmt: skip
+    assert (weights > 0.0).tolist() == [[True, True, True, False]]
+
+
+# behaviour 116: what is told of tokens, sampled and of the prompt.
+
+
+def by_index(rig: SamplerRig, logits: torch.Tensor, rows: list[int]) -> tuple[list[int], dict]:
+    sampled = rig.choose(logits.clone(), rows)
+    return sampled.token_ids.tolist(), {} if sampled.logprobs is None else sampled.logprobs.by_index()
+
+
+def test_116_nothing_is_told_where_nobody_asked():
+    rig = SamplerRig()
+    rig.enter(0, prompt_logprobs=3)
+    assert rig.choose(random_logits(1), [0]).logprobs is None
+    rig.enter(1, logprobs=0)
+    _, told = by_index(rig, random_logits(2), [0, 1])
+    assert list(told) == [1]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 129, 5000])
+def test_116_entries_are_within_1e_4_of_log_softmax_and_ranked_by_it(vocab_size):
+    num_rows = 12
+    rig = SamplerRig(vocab_size=vocab_size)
+    wanted = [0, 1, 2, -1, 20, 1]
+    for row in range(num_rows):
+        rig.enter(row, prompt=[0, 1], temperature=row % 2, seed=row, logprobs=wanted[row % 6])
+    logits = random_logits(num_rows, vocab_size=vocab_size)
+    expected = logits.double().log_softmax(-1)
+    tokens, told = by_index(rig, logits, list(range(num_rows)))
+    for row in range(num_rows):
+        own = expected[row, tokens[row]]
+        k = vocab_size if wanted[row % 6] == -1 else min(wanted[row % 6], vocab_size)
+        assert told[row].logprobs == [pytest.approx(float(own), abs=1e-4)]
+        rounded = logits[row].log_softmax(-1)
+        assert told[row].ranks == [int((rounded >= rounded[tokens[row]]).sum())]
+        assert told[row].k == k == len(set(told[row].top_token_ids))
+        assert told[row].top_logprobs == rounded[told[row].top_token_ids].tolist()
+        best = expected[row].topk(k).values.tolist()
+        assert told[row].top_logprobs == pytest.approx(best, abs=1e-4)
+        assert max(told[row].top_logprobs, default=0.0) <= 0.0
+
+
+def test_116_the_rank_counts_all_that_are_as_likely():
+    rig = SamplerRig()
+    rig.enter(0, logprobs=0, allowed_token_ids=frozenset({9}))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, [3, 4]] = 1.0
+    logits[0, 5] = -1.0
+    assert by_index(rig, logits, [0])[1][0].ranks == [VOCAB_SIZE - 1]
+
+
+def test_116_ids_that_are_asked_for_stand_behind_the_most_likely():
+    rig = SamplerRig()
+    rig.enter(0, logprobs=2, logprob_token_ids=(40, 3, 40))
+    rig.enter(1, logprob_token_ids=(7,))
+    logits = random_logits(2)
+    expected = logits.log_softmax(-1)
+    _, told = by_index(rig, logits, [0, 1])
+    assert told[0].k == 5
+    assert told[0].top_token_ids == [*logits[0].topk(2).indices.tolist(), 40, 3, 40]
+    assert told[0].top_logprobs[2:] == expected[0, [40, 3, 40]].tolist()
+    assert (told[1].k, told[1].top_token_ids) == (1, [7])
+
+
+def test_116_raw_is_before_every_change_and_processed_is_what_was_drawn_from():
+    wish = {
+        "temperature": 0.5, "top_k": 4, "logprobs": -1, "logit_bias": ((3, 9.0),), "repetition_penalty": 1.5,
+        "bad_words": ((8,),),
+    }  # fmt: skip
+    logits = random_logits(1)
+    logits[0, 8] = 30.0
+    rows = {}
+    for mode in LogprobsMode:
+        rig = SamplerRig(mode=mode)
+        rig.enter(0, prompt=[3, 4], **wish)
+        tokens, told = by_index(rig, logits, [0])
+        rows[mode] = torch.empty(VOCAB_SIZE)
+        rows[mode][told[0].top_token_ids] = torch.tensor(told[0].top_logprobs)
+        assert told[0].logprobs[0] == rows[mode][tokens[0]]
+    changed = rig.changed(logits, [0])[0]
+    kept = changed.topk(4).indices
+    drawn_from = torch.full((VOCAB_SIZE,), float("-inf"))
+    drawn_from[kept] = changed[kept] / 0.5
+    assert torch.equal(rows[LogprobsMode.RAW_LOGITS], logits[0])
+    assert torch.equal(rows[LogprobsMode.RAW_LOGPROBS], logits[0].log_softmax(-1))
+    assert torch.equal(rows[LogprobsMode.PROCESSED_LOGITS], drawn_from)
+    assert torch.equal(rows[LogprobsMode.PROCESSED_LOGPROBS], drawn_from.log_softmax(-1))
+    assert rows[LogprobsMode.RAW_LOGITS].max() > 0.0
+    assert rows[LogprobsMode.PROCESSED_LOGITS].max() > 0.0
+    for mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS):
+        assert rows[mode].max() <= 0.0
+        assert float(rows[mode].exp().sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 40}, {"top_k": 2}, {"min_p": 0.1}, {"top_p": 0.9}], ids=str)
+def test_116_only_what_a_cut_takes_is_minus_infinity(cut):
+    # Two tokens are likely; all others are too unlikely for a float, and are not cut away by that.
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / VOCAB_SIZE
+    logits[0, :2] = 500.0
+    rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
+    rig.enter(0, temperature=0.5, logprobs=-1, seed=1, **cut)
+    _, told = by_index(rig, logits.clone(), [0])
+    found = torch.empty(VOCAB_SIZE)
+    found[told[0].top_token_ids] = torch.tensor(told[0].top_logprobs)
+    expected = logits[0] / 0.5
+    if cut and cut.get("top_k") != 40:
+        expected[2:] = float("-inf")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_places", [0, 1, 17])
+def test_116_prompt_places_are_told_of_by_the_logits_before_them(num_places):
+    rig = SamplerRig()
+    rig.enter(0, prompt_logprobs=3, logprob_token_ids=(6,))
+    rig.enter(1, logprobs=3)
+    assert [rig.sampler.prompt_places(row, 0, 4) is not None for row in (0, 1, 2)] == [True, False, False]
+    logits = random_logits(num_places)
+    tokens = torch.arange(num_places) * 2
+    told = rig.sampler.prompt_logprobs(logits, tokens, 0).tell()
+    expected = logits.log_softmax(-1)
+    own = expected[torch.arange(num_places), tokens]
+    assert told.logprobs == own.tolist()
+    assert told.ranks == (expected >= own[:, None]).sum(-1).tolist()
+    assert told.k == 4
+    for place in range(num_places):
+        ids = told.top_token_ids[4 * place : 4 * place + 4]
+        assert ids == [*expected[place].topk(3).indices.tolist(), 6]
+        assert told.top_logprobs[4 * place : 4 * place + 4] == expected[place, ids].tolist()
+
+
+def test_116_a_long_prompt_is_looked_at_in_parts_that_add_up():
+    vocab_size = (1 << 24) // 3
+    rig = SamplerRig(vocab_size=vocab_size, max_num_seqs=2)
+    rig.enter(0, prompt_logprobs=1)
+    logits = torch.zeros(5, vocab_size)
+    logits[torch.arange(5), torch.arange(5) * 100] = torch.arange(5) + 1.0
+    told = rig.sampler.prompt_logprobs(logits, torch.arange(5) * 100, 0).tell()
+    assert told.ranks == [1] * 5
+    assert told.top_token_ids == [0, 100, 200, 300, 400]
+    assert told.top_logprobs == told.logprobs == sorted(told.logprobs)

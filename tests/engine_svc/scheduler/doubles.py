@@ -5,7 +5,6 @@ Each does what the feature would make the scheduler do, and nothing else.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from engine_svc.cache.kv_cache import KVCache
@@ -22,26 +21,21 @@ class Meter:
         self.given_back: dict[str, int] = {}
 
     def begin_step(self) -> None:
-        """Nothing is spent."""
         self.num_steps += 1
         self.spent = {}
         self.given_back = {}
 
     def admits(self, request: Request) -> bool:
-        """Everybody."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """Everything."""
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Nobody takes twice in a step."""
         assert request.request_id not in self.spent
         self.spent[request.request_id] = num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Exactly what was taken."""
         assert self.spent.pop(request.request_id) == num_tokens
         self.given_back[request.request_id] = num_tokens
 
@@ -54,7 +48,6 @@ class AtMost(Meter):
         self._limits = limits
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """What the limit leaves."""
         return min(num_tokens, self._limits.get(request.request_id, num_tokens))
 
 
@@ -67,103 +60,10 @@ class Postponed(Meter):
         self.num_left = num_steps
 
     def admits(self, request: Request) -> bool:
-        """Not that one, as long as it is to wait."""
         if request.request_id != self._request_id or self.num_left == 0:
             return True
         self.num_left -= 1
         return False
-
-
-class AdapterCap(Meter):
-    """At most so many different adapters in a step. The adapter of a request is its first extra key."""
-
-    def __init__(self, max_adapters: int) -> None:
-        super().__init__()
-        self._max_adapters = max_adapters
-        self._rows: Counter[str] = Counter()
-
-    def begin_step(self) -> None:
-        """No adapter is in use."""
-        super().begin_step()
-        self._rows.clear()
-
-    def admits(self, request: Request) -> bool:
-        """Who finds its adapter in use, or room for one more."""
-        keys = request.extra_keys
-        return not keys or keys[0] in self._rows or len(self._rows) < self._max_adapters
-
-    def take(self, request: Request, num_tokens: int) -> None:
-        """The adapter of a row is in use."""
-        super().take(request, num_tokens)
-        self._rows.update(request.extra_keys[:1])
-
-    def give_back(self, request: Request, num_tokens: int) -> None:
-        """One row less has it."""
-        super().give_back(request, num_tokens)
-        self._rows.subtract(request.extra_keys[:1])
-        self._rows += Counter()
-
-
-class EncoderBudget(Meter):
-    """Spans of prompts stand for items, which are encoded whole, so many tokens a step.
-
-    What was encoded is kept by its key until all its requests have ended. Without `splits` no row may end in
-    the middle of an item.
-    """
-
-    def __init__(self, max_tokens: int, *, splits: bool = True, longest_item: int = 0) -> None:
-        super().__init__()
-        if not splits and max_tokens < longest_item:
-            raise ValueError(f"the encoder takes {max_tokens} tokens a step, an item may have {longest_item}")
-        self._max_tokens = max_tokens
-        self._splits = splits
-        self.remaining = 0
-        self.encoded: dict[str, set[Request]] = {}  # item by key, and who needs it
-
-    def begin_step(self) -> None:
-        """The encoder is idle."""
-        super().begin_step()
-        self.remaining = self._max_tokens
-
-    def clip(self, request: Request, num_tokens: int) -> int:
-        """Up to the first item that cannot be had in this step."""
-        start, remaining = request.num_computed_tokens, self.remaining
-        end = start + num_tokens
-        for item in request.spans:
-            if not _touches(item, start, end):
-                continue
-            if not self._splits and end < item.start + item.num_tokens:
-                return max(0, item.start - start)
-            if item.key not in self.encoded:
-                remaining -= item.num_tokens
-                if remaining < 0:
-                    return max(0, item.start - start)
-        return num_tokens
-
-    def take(self, request: Request, num_tokens: int) -> None:
-        """Encode what the row begins. Its tokens count as computed by now."""
-        super().take(request, num_tokens)
-        end = request.num_computed_tokens
-        for item in request.spans:
-            if _touches(item, end - num_tokens, end):
-                if item.key not in self.encoded:
-                    self.remaining -= item.num_tokens
-                    assert self.remaining >= 0
-                self.encoded.setdefault(item.key, set()).add(request)
-
-    def give_back(self, request: Request, num_tokens: int) -> None:
-        """What only this row wanted is not encoded."""
-        super().give_back(request, num_tokens)
-        end = request.num_computed_tokens
-        for item in request.spans:
-            if end - num_tokens <= item.start < end and self.encoded[item.key] == {request}:
-                self.remaining += item.num_tokens
-                del self.encoded[item.key]
-
-    def forget(self, request: Request) -> None:
-        """A request ended; items that nobody else needs are gone."""
-        for key in [key for key, holders in self.encoded.items() if holders == {request}]:
-            del self.encoded[key]
 
 
 class Quiet:
@@ -185,43 +85,6 @@ class Quiet:
         """Nothing."""
 
 
-class PrefillThrottle(Quiet, Meter):
-    """While it is on and somebody decodes, nobody is admitted, unless the last open step left any waiting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_on = False
-        self._waiting: set[str] = set()
-        self._decoding: set[str] = set()
-        self._is_saturated = False
-
-    def admits(self, request: Request) -> bool:
-        """Nobody, while prefills are put off."""
-        return not self._defers
-
-    def on_add(self, request: Request) -> None:
-        """One more waits."""
-        self._waiting.add(request.request_id)
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """See who entered, and whether an open step was enough for all."""
-        was_open = not self._defers
-        self._waiting -= {admitted.request_id for admitted in plan.admitted}
-        columns = zip(plan.request_ids, plan.samples, strict=True)
-        self._decoding = {request_id for request_id, samples in columns if samples}
-        if was_open:
-            self._is_saturated = bool(self._waiting)
-
-    def on_finish(self, request: Request) -> None:
-        """It neither waits nor decodes any more."""
-        self._waiting.discard(request.request_id)
-        self._decoding.discard(request.request_id)
-
-    @property
-    def _defers(self) -> bool:
-        return self.is_on and not self._is_saturated and bool(self._decoding)
-
-
 class Compiler(Quiet):
     """Blocks who wants something compiled, until it is told that this is done."""
 
@@ -231,7 +94,6 @@ class Compiler(Quiet):
         self._request_ids = request_ids
 
     def on_add(self, request: Request) -> None:
-        """Begin to compile, for those who want it."""
         if request.request_id in self._request_ids:
             request.blockers.add(self.NAME)
 
@@ -249,7 +111,6 @@ class BlockHolder(Quiet):
         self._held.append(self.kv_cache.hold(request))
 
     def let_go(self) -> None:
-        """The oldest blocks have been sent."""
         assert self.kv_cache is not None
         self.kv_cache.let_go(self._held.pop(0))
 
@@ -264,7 +125,6 @@ class Loader(Quiet):
         self.reserve: Callable[[Request, int], object] | None = None  # known only after the core was built
 
     def on_add(self, request: Request) -> None:
-        """Reserve room for what comes."""
         num_tokens = self._num_tokens.get(request.request_id, 0)
         if num_tokens:
             assert self.reserve is not None
@@ -273,9 +133,4 @@ class Loader(Quiet):
 
 
 def item(start: int, num_tokens: int, key: str = "item") -> tuple[ContentSpan, ...]:
-    """A prompt's only item."""
     return (ContentSpan(start, num_tokens, key),)
-
-
-def _touches(span: ContentSpan, start: int, end: int) -> bool:
-    return span.start < end and span.start + span.num_tokens > start

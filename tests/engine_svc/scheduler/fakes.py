@@ -120,12 +120,10 @@ class Stage:
         self.now = 0.0
 
     def add(self, *requests: Request) -> None:
-        """Enter requests, one after the other."""
         for added in requests:
             self.scheduler.add(added)
 
     def schedule(self) -> StepPlan:
-        """Plan a step, one second after the last."""
         self.now += 1.0
         return self.scheduler.schedule(self.now)
 
@@ -151,7 +149,6 @@ class Stage:
         return self.scheduler.update(plan, result, self.now)
 
     def step(self, sampled: Mapping[str, Sequence[int]] | None = None) -> StepPlan:
-        """Plan a step and give it back."""
         plan = self.schedule()
         self.update(plan, sampled)
         return plan
@@ -175,10 +172,8 @@ class Stage:
 
 
 def granted(plan: StepPlan) -> dict[str, int]:
-    """Tokens of each row."""
     return dict(zip(plan.request_ids, plan.num_tokens, strict=True))
 
 
 def ids_of(requests: Iterable[Request]) -> list[str]:
-    """Who they are, in their order."""
     return [named.request_id for named in requests]

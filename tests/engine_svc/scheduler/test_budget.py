@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.core.request import Request
-from tests.engine_svc.scheduler.doubles import (
-    AdapterCap,
-    AtMost,
-    EncoderBudget,
-    Meter,
-    Postponed,
-    PrefillThrottle,
-    item,
-)
+from tests.engine_svc.scheduler.doubles import AtMost, Meter, Postponed, item
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
+from tests.simulation.budgets import AdapterCap, EncoderBudget
 
 
 class _EvenOnly(Meter):
@@ -82,28 +75,6 @@ def test_who_starves_at_the_head_of_the_queue_stops_admission():
     assert granted(stage.step()) == {"a": 1, "b": 100, "c": 10}
 
 
-def test_an_item_is_encoded_once_for_all_who_hold_it():
-    encoder = EncoderBudget(600)
-    stage = Stage(budgets=[encoder], enable_prefix_caching=False)
-    first, second = request("a", 800), request("b", 800)
-    first.spans = second.spans = item(100, 600, "same")
-    stage.add(first, second)
-    assert granted(stage.step()) == {"a": 800, "b": 800}
-    assert (encoder.remaining, encoder.encoded) == (0, {"same": {first, second}})
-    encoder.forget(first)
-    assert encoder.encoded == {"same": {first, second}}
-
-
-def test_an_item_that_was_begun_is_not_encoded_again():
-    encoder = EncoderBudget(600)
-    stage = Stage(budgets=[encoder], max_num_batched_tokens=300)
-    stage.add(_with_item("a", 800, 100, 600))
-    assert granted(stage.step()) == {"a": 300}
-    assert encoder.remaining == 0
-    assert granted(stage.step()) == {"a": 300}
-    assert encoder.remaining == 600
-
-
 def test_budgets_see_where_the_row_of_a_newcomer_begins():
     encoder = EncoderBudget(60)
     stage = Stage(budgets=[encoder])
@@ -129,21 +100,6 @@ def test_who_does_not_get_in_has_computed_nothing():
     assert stage.step().request_ids == ["a"]
     assert (starved.num_computed_tokens, starved.block_tables) == (0, [])
     assert stage.scheduler.stats().prefix_queries == 800
-
-
-# Behaviour 7.
-def test_an_item_that_is_not_split_waits_for_a_step_with_room_for_all_of_it():
-    stage = Stage(max_num_batched_tokens=1024, budgets=[EncoderBudget(1024, splits=False, longest_item=800)])
-    stage.add(_with_item("a", 1200, 400, 800))
-    assert granted(stage.step()) == {"a": 400}
-    assert granted(stage.step()) == {"a": 800}
-
-
-# Behaviour 7.
-def test_an_item_that_is_not_split_must_fit_a_step():
-    with pytest.raises(ValueError, match="takes 100 tokens a step, an item may have 800"):
-        EncoderBudget(100, splits=False, longest_item=800)
-    assert EncoderBudget(800, splits=False, longest_item=800).remaining == 0
 
 
 def _with_adapter(request_id: str, adapter: str) -> Request:
@@ -181,33 +137,6 @@ def test_everybody_may_be_passed_over():
     stage.add(request("a", 8), request("b", 8))
     assert stage.step().request_ids == []
     assert stage.step().request_ids == ["a", "b"]
-
-
-# Behaviour 23.
-def test_while_prefills_are_put_off_only_decodes_are_served():
-    throttle = PrefillThrottle()
-    stage = Stage(budgets=[throttle], hooks=[throttle])
-    stage.add(request("decode", 8))
-    stage.step()
-    throttle.is_on = True
-    stage.add(request("prompt", 50))
-    assert granted(stage.step()) == {"decode": 1}
-    assert granted(stage.step()) == {"decode": 1}
-    stage.scheduler.abort(["decode"], now=4.0)
-    assert granted(stage.step()) == {"prompt": 50}
-
-
-# Behaviour 23: one open step takes 200 tokens, so it could not drain the queue.
-def test_prefills_are_not_put_off_when_the_last_step_that_took_some_left_others():
-    throttle = PrefillThrottle()
-    stage = Stage(max_num_batched_tokens=200, budgets=[throttle], hooks=[throttle])
-    stage.add(request("a", 200), request("b", 200))
-    assert granted(stage.step()) == {"a": 200}
-    throttle.is_on = True
-    assert granted(stage.step()) == {"a": 1, "b": 199}
-    # Nobody waits any more, so the next prompt is put off again.
-    stage.add(request("c", 8))
-    assert granted(stage.step()) == {"a": 1, "b": 1}
 
 
 # Behaviour 27.
@@ -259,7 +188,7 @@ def test_what_a_victim_gives_back_is_spent_in_the_same_step():
     plan = stage.step()
     assert plan.preempted == ["victim"]
     assert granted(plan) == {"full": 1, "next": 4}
-    assert (encoder.remaining, encoder.encoded) == (0, {"second": {following}})
+    assert (encoder.remaining, encoder.encoded) == (0, {(following, 4)})
     assert stage.cache.num_used_blocks == 4
 
 

@@ -76,9 +76,7 @@ def test_a_row_tells_where_it_begins_and_how_far_it_goes():
     ("num_tokens", "drafts", "samples"),
     [(4, [21, 22, 23], True), (3, [21, 22], True), (2, [21], True), (1, [], True)],
 )
-def test_the_drafts_of_a_row_are_what_reaches_behind_the_known_tokens(
-    num_tokens: int, drafts: list[int], samples: bool
-):
+def test_the_drafts_of_a_row_are_what_reaches_behind_the_known_tokens(num_tokens, drafts, samples):
     builder = _builder()
     drafted = _computed("a", 8, 7, [21, 22, 23])
     builder.place(drafted, num_tokens, [])

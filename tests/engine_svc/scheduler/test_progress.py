@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.core.request import Request, RequestStatus
-from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.policies import POLICIES
-from tests.engine_svc.scheduler.doubles import AdapterCap, AtMost
+from tests.engine_svc.scheduler.doubles import AtMost
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, request, session
+from tests.simulation.budgets import AdapterCap
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 
@@ -120,71 +117,3 @@ def test_budgets_that_grant_little_delay_and_stop_nobody(policy: str):
     for adapted, adapter in zip(requests, ("one", "two", "one"), strict=True):
         adapted.extra_keys = (adapter,)
     _finish(stage, *requests, max_steps=100)
-
-
-def _draw(rng: random.Random, policy: str) -> tuple[Stage, int]:
-    """A small stage of any kind, and how many steps it has in flight."""
-    is_async = rng.random() < 0.3
-    num_drafts = rng.choice([0, 0, 1, 3])
-    stage = Stage(
-        policy=policy,
-        num_blocks=rng.choice([12, 20]),
-        groups=rng.choice(
-            [(FullAttention(4),), (SlidingWindow(4, 5),), (FullAttention(4), SlidingWindow(4, 6))]
-        ),
-        enable_prefix_caching=rng.random() < 0.5,
-        reserve_full_prompt=rng.random() < 0.5,
-        max_model_len=48,
-        max_num_batched_tokens=rng.choice([1 + num_drafts, 5, 16, 64]),
-        long_prefill_token_threshold=rng.choice([0, 1, 4]),
-        max_num_seqs=rng.choice([1, 2, 8]),
-        num_speculative_tokens=num_drafts,
-        async_scheduling=is_async,
-    )
-    return stage, 2 if is_async else 1
-
-
-@every_policy
-@pytest.mark.parametrize("seed", range(12))
-def test_any_workload_of_requests_that_fit_alone_ends(policy: str, seed: int):
-    rng = random.Random(f"{policy} {seed}")
-    stage, depth = _draw(rng, policy)
-    requests = []
-    for number in range(12):
-        drawn = request(
-            f"r{number}",
-            rng.randint(1, 40),
-            max_tokens=rng.randint(1, 12),
-            priority=rng.choice([0, 1]),
-            arrival_at=float(number),
-        )
-        if stage.scheduler.refusal(drawn) is None:
-            requests.append(drawn)
-            stage.add(drawn)
-    in_flight: list[StepPlan] = []
-    num_steps = 0
-    while stage.scheduler.has_work or in_flight:
-        stage.overlap(in_flight, depth=depth)
-        num_steps += 1
-        assert num_steps < 3000, "no end in sight"
-        for one in requests:
-            # Row 149.
-            known = one.num_tokens + len(one.draft_token_ids) + one.num_placeholders
-            assert one.num_computed_tokens <= known or one.is_finished
-    assert requests
-    assert all(done.is_finished and done.num_output_tokens > 0 for done in requests)
-    assert stage.cache.num_used_blocks == 0
-
-
-def test_two_long_prompts_of_equal_rank_that_do_not_fit_together_both_end():
-    stage = Stage(
-        policy="priority",
-        num_blocks=9,
-        reserve_full_prompt=False,
-        enable_prefix_caching=False,
-        long_prefill_token_threshold=16,
-    )
-    requests = [request(name, 100, max_tokens=4) for name in "ab"]
-    stage.add(*requests)
-    stage.step_until_idle(200)
-    assert [one.num_output_tokens for one in requests] == [4, 4]

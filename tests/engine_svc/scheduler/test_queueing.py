@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from engine_svc.core.request import FinishReason, RequestStatus
+import pytest
+
+from engine_svc.cache.attention import CrossAttention, FullAttention, SlidingWindow
+from engine_svc.core.request import Chunk, FinishReason, Request, RequestStatus
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.scheduler.config import PauseState
+from engine_svc.scheduler.waiting_queue import WaitingQueue
 from tests.engine_svc.scheduler.doubles import Compiler, Loader
-from tests.engine_svc.scheduler.fakes import Stage, granted, request
-
-
-# Behaviour 1.
-def test_added_requests_wait_in_order():
-    stage = Stage()
-    for index in range(10):
-        stage.add(request(f"r{index}", 8))
-        assert stage.scheduler.stats().num_waiting == index + 1
-        assert stage.scheduler.num_unfinished == index + 1
-    assert stage.scheduler.waiting_ids == [f"r{index}" for index in range(10)]
+from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, granted, ids_of, request, session
 
 
 # Behaviour 2.
@@ -39,19 +35,6 @@ def test_aborting_unknown_finished_and_repeated_ids_does_nothing():
     assert stage.scheduler.abort(["a"], now=0.0) == []
 
 
-# Behaviour 3.
-def test_all_small_prompts_are_admitted_in_order_of_arrival():
-    stage = Stage()
-    stage.add(*(request(f"r{index}", 8 + index) for index in range(10)))
-    plan = stage.schedule()
-    assert [admitted.request_id for admitted in plan.admitted] == [f"r{index}" for index in range(10)]
-    assert plan.num_tokens == [8 + index for index in range(10)]
-    assert plan.num_computed_tokens == [0] * 10
-    assert plan.new_block_ids == [[[1 + index]] for index in range(9)] + [[[10, 11]]]
-    assert stage.scheduler.running_ids == plan.request_ids
-    assert stage.scheduler.waiting_ids == []
-
-
 # Row 183.
 def test_an_abort_while_running_frees_blocks_at_once_and_the_row_with_the_next_plan():
     stage = Stage()
@@ -61,14 +44,6 @@ def test_an_abort_while_running_frees_blocks_at_once_and_the_row_with_the_next_p
     assert stage.cache.num_used_blocks == 1
     assert stage.schedule().released == ["a"]
     assert stage.scheduler.running_ids == ["b"]
-
-
-def test_a_result_for_an_aborted_request_is_ignored():
-    stage = Stage()
-    stage.add(request("a", 8), request("b", 8))
-    plan = stage.schedule()
-    stage.scheduler.abort(["a"], now=1.0)
-    assert [output.request_id for output in stage.update(plan)] == ["b"]
 
 
 def test_90_an_abort_that_races_the_final_token_ends_as_abort_and_leaves_nothing():
@@ -151,65 +126,6 @@ def test_a_blocked_request_can_be_aborted():
     assert stage.scheduler.num_unfinished == 0
 
 
-# Behaviour 20, row 190.
-def test_stats_tell_running_waiting_and_blocked_apart():
-    stage = Stage(max_num_batched_tokens=100)
-    stage.add(*(request(f"r{index}", 50) for index in range(3)))
-    stage.add(*(request(f"b{index}", 8, blockers=["one"]) for index in range(2)))
-    stage.schedule()
-    stats = stage.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_blocked) == (2, 1, 2)
-    assert stats.num_waiting_tokens == 50 + 2 * 8
-    assert (stats.num_used_blocks, stats.num_total_blocks) == (8, 999)
-    assert stats.max_rows == 2
-
-
-# Behaviour 18, row 171. Ours is one order, not two queues: the place is that of arrival.
-def test_who_was_blocked_enters_in_the_order_of_arrival():
-    stage = Stage()
-    stage.add(
-        request("compiled", 8, blockers=["compile"]),
-        request("loaded", 8, blockers=["load"]),
-        request("streamed", 8, blockers=["more"]),
-        request("tail", 8),
-    )
-    assert stage.scheduler.stats().num_blocked == 3
-    stage.scheduler.unblock("streamed", "more")
-    stage.scheduler.unblock("loaded", "load")
-    stage.scheduler.unblock("compiled", "compile")
-    assert stage.scheduler.waiting_ids == ["compiled", "loaded", "streamed", "tail"]
-    assert stage.step().request_ids == ["compiled", "loaded", "streamed", "tail"]
-
-
-# Behaviour 18, row 170, while they are still blocked.
-def test_who_is_blocked_holds_up_nobody():
-    stage = Stage()
-    stage.add(
-        request("compiled", 8, blockers=["compile"]),
-        request("loaded", 8, blockers=["load"]),
-        request("tail", 8),
-    )
-    assert stage.step().request_ids == ["tail"]
-    stage.scheduler.unblock("loaded", "load")
-    assert stage.step().request_ids == ["tail", "loaded"]
-    assert stage.scheduler.waiting_ids == ["compiled"]
-
-
-# Behaviour 19.
-def test_with_one_place_the_first_that_was_blocked_has_it_and_the_others_keep_theirs():
-    stage = Stage(max_num_seqs=1)
-    stage.add(
-        request("g1", 8, blockers=["compile"]),
-        request("g2", 8, blockers=["compile"]),
-        request("remote", 8, blockers=["load"]),
-        request("tail", 8),
-    )
-    for request_id, name in (("remote", "load"), ("g2", "compile"), ("g1", "compile")):
-        stage.scheduler.unblock(request_id, name)
-    assert stage.step().request_ids == ["g1"]
-    assert stage.scheduler.waiting_ids == ["g2", "remote", "tail"]
-
-
 # Row 172.
 def test_who_becomes_ready_is_planned_in_the_next_step():
     stage = Stage(hooks=[Compiler("a")])
@@ -219,13 +135,6 @@ def test_who_becomes_ready_is_planned_in_the_next_step():
     stage.scheduler.unblock("a", Compiler.NAME)
     assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (True, 0)
     assert stage.step().request_ids == ["a"]
-
-
-def test_unblocking_by_another_name_leaves_a_request_blocked():
-    stage = Stage()
-    stage.add(request("a", 8, blockers=["one"]))
-    stage.scheduler.unblock("a", "two")
-    assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (False, 1)
 
 
 # Behaviour 28.
@@ -302,3 +211,376 @@ def test_who_is_being_loaded_never_loses_its_blocks_to_others():
     assert not stage.scheduler.reset_prefix_cache(now=9.0, reset_running=True)
     stage.scheduler.abort(["remote"], now=9.0)
     assert stage.cache.num_used_blocks == 0
+
+
+# The order of those who wait, and the place that a blocked one keeps.
+
+
+def _waiting(request_id: str, place: float, num_uncached: int = 1, *, blocked: bool = False) -> Request:
+    queued = request(request_id, 4, blockers=["one"] if blocked else [])
+    queued.order_key = (place, 0.0, request_id)
+    queued.num_uncached_tokens = num_uncached
+    if not blocked:
+        queued.move_to(RequestStatus.WAITING)
+    return queued
+
+
+def _queue(*requests: Request) -> WaitingQueue:
+    queue = WaitingQueue()
+    for queued in requests:
+        queue.add(queued)
+    return queue
+
+
+def test_an_empty_queue_has_nothing():
+    queue = WaitingQueue()
+    assert (len(queue), queue.num_ready, queue.num_blocked, queue.num_uncached_tokens) == (0, 0, 0, 0)
+    assert (queue.at(0), queue.blocked("a"), list(queue)) == (None, None, [])
+
+
+def test_the_smallest_key_comes_first_whoever_came_first():
+    queue = _queue(_waiting("a", 3), _waiting("b", 1), _waiting("c", 2))
+    assert ids_of(queue) == ["b", "c", "a"]
+    found = [queue.at(place) for place in range(4)]
+    assert ids_of(one for one in found if one is not None) == ["b", "c", "a"]
+    assert found[3] is None
+
+
+def test_blocked_ones_keep_their_place_and_are_not_offered():
+    queue = _queue(
+        _waiting("a", 1), _waiting("b", 2, blocked=True), _waiting("c", 3), _waiting("d", 0, blocked=True)
+    )
+    assert ids_of(queue) == ["d", "a", "b", "c"]
+    assert (len(queue), queue.num_ready, queue.num_blocked) == (4, 2, 2)
+    first, second = queue.at(0), queue.at(1)
+    assert first is not None and second is not None
+    assert ids_of([first, second]) == ["a", "c"]
+    assert queue.at(2) is None
+    blocked = queue.blocked("b")
+    assert blocked is not None and blocked.request_id == "b"
+    assert queue.blocked("a") is None
+
+
+def test_anyone_can_leave_from_anywhere():
+    first, second, third = (_waiting(name, place) for place, name in enumerate("abc"))
+    blocked = _waiting("d", 9, blocked=True)
+    queue = _queue(first, second, third, blocked)
+    queue.remove(second)
+    assert ids_of(queue) == ["a", "c", "d"]
+    queue.remove(blocked)
+    assert (queue.num_ready, queue.num_blocked, queue.blocked("d")) == (2, 0, None)
+    queue.remove(third)
+    queue.remove(first)
+    assert len(queue) == 0
+
+
+def test_tokens_still_to_compute_are_summed_over_waiting_and_blocked():
+    waiting, blocked = _waiting("a", 1, 5), _waiting("b", 2, 7, blocked=True)
+    queue = _queue(waiting, blocked)
+    assert queue.num_uncached_tokens == 12
+    queue.remove(waiting)
+    assert queue.num_uncached_tokens == 7
+    queue.remove(blocked)
+    assert queue.num_uncached_tokens == 0
+
+
+# What can never be served is refused in words, and what just can is not.
+
+
+def _small(**options: object) -> Stage:
+    """Room for 56 tokens; the model takes more."""
+    return Stage(**{"num_blocks": 15, "block_size": 4, "max_model_len": 64, **options})
+
+
+def _chunk(num_tokens: int, max_tokens: int = 1) -> Chunk:
+    return Chunk([5] * num_tokens, SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "reason"),
+    [
+        (0, 1, "prompt has 0 tokens, must have at least 1"),
+        (1, 1, None),
+        (64, 1, "request begins with 64 tokens, the model takes 63"),
+        (65, 1, "request begins with 65 tokens, the model takes 63"),
+        (63, 1, "request may need 16 KV blocks, the engine has 14"),
+        (60, 16, "request may need 16 KV blocks, the engine has 14"),
+        (10, 46, None),
+        # The last token is never computed: 57 tokens have KV for 56.
+        (10, 47, None),
+        (10, 48, "request may need 15 KV blocks, the engine has 14"),
+        (56, 1, None),
+        (57, 1, "request may need 15 KV blocks, the engine has 14"),
+    ],
+)
+def test_a_request_has_to_fit_the_model_and_the_pool(num_tokens: int, max_tokens: int, reason: str | None):
+    assert _small().scheduler.refusal(request("a", num_tokens, max_tokens=max_tokens)) == reason
+
+
+def test_the_longest_request_of_the_model_needs_no_more_than_the_model_takes():
+    stage = _small(num_blocks=17)
+    assert stage.scheduler.refusal(request("a", 63, max_tokens=1000)) is None
+    # 64 tokens, the last without KV, fill 16 blocks as 63 do.
+    assert _small(num_blocks=16).scheduler.refusal(request("a", 1, max_tokens=1000)) == (
+        "request may need 16 KV blocks, the engine has 15"
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(44, None), (45, "request may need 15 KV blocks, the engine has 14")]
+)
+def test_drafts_behind_the_last_token_need_room_too(max_tokens: int, reason: str | None):
+    stage = _small(num_speculative_tokens=3)
+    assert stage.scheduler.refusal(request("a", 10, max_tokens=max_tokens)) == reason
+
+
+def test_a_prompt_has_no_more_tokens_than_there_are():
+    broken = request("a", 8)
+    broken.num_prompt_tokens = 9
+    assert Stage().scheduler.refusal(broken) is not None
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"),
+    [
+        (1, "2 output tokens are there already, max_tokens is 1"),
+        (2, "2 output tokens are there already, max_tokens is 2"),
+        (3, None),
+    ],
+)
+def test_a_continuation_must_have_something_to_say(max_tokens: int, reason: str | None):
+    continued = request("a", 8, max_tokens=max_tokens)
+    continued.token_ids.extend([1, 1])
+    assert Stage().scheduler.refusal(continued) == reason
+
+
+def test_an_id_is_served_once_at_a_time():
+    stage = Stage()
+    stage.add(request("a", 8))
+    assert stage.scheduler.refusal(request("a", 8)) == "request a is already being served"
+    assert stage.scheduler.refusal(request("b", 8)) is None
+    with pytest.raises(ValueError, match="request a is already being served"):
+        stage.add(request("a", 8))
+    stage.scheduler.abort(["a"], now=0.0)
+    assert stage.scheduler.refusal(request("a", 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"), [(40, None), (41, "request may need 15 KV blocks, the engine has 14")]
+)
+def test_a_window_needs_what_it_reads_and_what_is_in_flight(num_tokens: int, reason: str | None):
+    # A window of 5 reads 4 tokens before, 8 are in flight: 12 tokens fill 3 blocks and touch one more.
+    groups = [FullAttention(4), SlidingWindow(4, 5)]
+    stage = _small(groups=groups, max_num_batched_tokens=8)
+    assert stage.scheduler.refusal(request("a", num_tokens, max_tokens=1)) == reason
+
+
+@pytest.mark.parametrize(
+    ("num_encoder_tokens", "reason"),
+    [(0, None), (16, None), (17, "request may need 15 KV blocks, the engine has 14")],
+)
+def test_what_an_encoder_made_needs_room_from_the_beginning(num_encoder_tokens: int, reason: str | None):
+    stage = _small(groups=[FullAttention(4), CrossAttention(4)], enable_prefix_caching=False)
+    heard = request("a", 40, max_tokens=1)
+    heard.num_encoder_tokens = num_encoder_tokens
+    assert stage.scheduler.refusal(heard) == reason
+
+
+def test_what_is_not_refused_can_be_served_to_its_end():
+    for num_tokens, max_tokens in ((10, 47), (56, 1), (1, 56)):
+        stage = _small(num_speculative_tokens=0)
+        longest = request("a", num_tokens, max_tokens=max_tokens)
+        assert stage.scheduler.refusal(longest) is None
+        stage.add(longest)
+        stage.step_until_idle(max_steps=60)
+        assert (longest.num_output_tokens, longest.num_preemptions) == (max_tokens, 0)
+
+
+def _open(stage: Stage, num_tokens: int = 10, max_tokens: int = 20) -> None:
+    """A resumable request whose first turn runs."""
+    stage.add(request("a", num_tokens, max_tokens=max_tokens, is_resumable=True))
+    stage.step()
+
+
+def test_input_is_for_requests_that_are_open():
+    stage = Stage()
+    closed = "the request is not open for further input"
+    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == closed
+    stage.add(request("plain", 8))
+    assert stage.scheduler.chunk_refusal("plain", _chunk(1)) == closed
+    _open(stage)
+    assert stage.scheduler.chunk_refusal("a", _chunk(1)) is None
+    stage.scheduler.extend("a", None, now=2.0)
+    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == closed
+
+
+def test_only_so_many_chunks_wait_for_their_turn():
+    stage = Stage()
+    _open(stage)
+    for _ in range(63):
+        stage.scheduler.extend("a", _chunk(1), now=2.0)
+    assert stage.scheduler.chunk_refusal("a", _chunk(1)) is None
+    stage.scheduler.extend("a", _chunk(1), now=2.0)
+    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == (
+        "64 chunks of the request wait for their turn already"
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        (_chunk(0), "chunk has 0 tokens, must have at least 1"),
+        (_chunk(1), None),
+        (_chunk(1, max_tokens=0), "max_tokens is 0, must be at least 1"),
+        # The turn that runs may reach 30 tokens.
+        (_chunk(33), None),
+        (_chunk(34), "request could begin with 64 tokens, the model takes 63"),
+        (_chunk(35), "request could begin with 65 tokens, the model takes 63"),
+    ],
+)
+def test_a_chunk_has_to_fit_behind_the_turn_that_runs(chunk: Chunk, reason: str | None):
+    stage = _small(num_blocks=100)
+    _open(stage)
+    assert stage.scheduler.chunk_refusal("a", chunk) == reason
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"), [(24, None), (25, "request could begin with 64 tokens, the model takes 63")]
+)
+def test_a_chunk_has_to_fit_behind_those_that_wait(num_tokens: int, reason: str | None):
+    stage = _small(num_blocks=100)
+    _open(stage)
+    # With what it may yield, up to 39 tokens.
+    stage.scheduler.extend("a", _chunk(5, max_tokens=4), now=2.0)
+    assert stage.scheduler.chunk_refusal("a", _chunk(num_tokens)) == reason
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(22, None), (23, "request may need 15 KV blocks, the engine has 14")]
+)
+def test_a_chunk_has_to_fit_the_pool(max_tokens: int, reason: str | None):
+    stage = _small()
+    _open(stage)
+    # 30 tokens before it, then 5 and so many more; the last has no KV.
+    assert stage.scheduler.chunk_refusal("a", _chunk(5, max_tokens)) == reason
+
+
+def test_a_chunk_brings_nothing_for_the_encoder_but_what_is_there_counts():
+    stage = _small(groups=[FullAttention(4), CrossAttention(4)], enable_prefix_caching=False)
+    heard = request("a", 10, max_tokens=10, is_resumable=True)
+    heard.num_encoder_tokens = 16
+    stage.add(heard)
+    assert stage.scheduler.chunk_refusal("a", _chunk(20, max_tokens=1)) is None
+    assert stage.scheduler.chunk_refusal("a", _chunk(21, max_tokens=1)) == (
+        "request may need 15 KV blocks, the engine has 14"
+    )
+
+
+def test_room_for_a_chunk_is_counted_as_far_as_the_model_goes():
+    stage = _small(num_blocks=17)
+    _open(stage)
+    assert stage.scheduler.chunk_refusal("a", _chunk(5, max_tokens=1000)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"),
+    [(53, None), (54, "request could begin with 64 tokens, the model takes 63")],
+)
+def test_a_turn_that_is_over_makes_a_request_no_longer(num_tokens: int, reason: str | None):
+    stage = Stage(max_model_len=64, block_size=4)
+    stage.add(session("a", 10, max_tokens=50))
+    stage.step({"a": [STOP]})
+    assert stage.scheduler.chunk_refusal("a", chunk(*range(num_tokens), max_tokens=1)) == reason
+
+
+# Holding back all or only the new, and forgetting what is cached.
+
+
+def test_pausing_admissions_lets_the_running_go_on():
+    stage = Stage()
+    stage.add(request("a", 8))
+    stage.step()
+    stage.add(request("b", 8))
+    stage.scheduler.set_pause(PauseState.NEW)
+    assert stage.scheduler.has_work
+    assert granted(stage.step()) == {"a": 1}
+    stage.scheduler.abort(["a"], now=2.0)
+    assert not stage.scheduler.has_work
+    stage.scheduler.set_pause(PauseState.NONE)
+    assert stage.scheduler.has_work
+    assert granted(stage.step()) == {"b": 8}
+
+
+def test_pausing_all_plans_nothing_until_resumed():
+    stage = Stage()
+    stage.add(request("a", 8))
+    stage.step()
+    stage.add(request("b", 8))
+    stage.scheduler.set_pause(PauseState.ALL)
+    assert not stage.scheduler.has_work
+    assert stage.schedule().request_ids == []
+    stage.scheduler.set_pause(PauseState.NONE)
+    assert granted(stage.schedule()) == {"a": 1, "b": 8}
+
+
+def test_what_is_in_flight_when_a_pause_begins_still_comes_back():
+    stage = Stage()
+    running = request("a", 8)
+    stage.add(running)
+    plan = stage.schedule()
+    stage.scheduler.set_pause(PauseState.ALL)
+    assert stage.schedule().request_ids == []
+    assert len(stage.update(plan)) == 1
+    assert running.num_output_tokens == 1
+
+
+def test_who_ends_in_a_pause_is_released_with_the_next_step():
+    stage = Stage()
+    stage.add(request("a", 8), request("b", 8))
+    stage.step()
+    stage.scheduler.set_pause(PauseState.ALL)
+    stage.scheduler.abort(["a"], now=2.0)
+    assert stage.schedule().released == []
+    stage.scheduler.set_pause(PauseState.NONE)
+    assert stage.schedule().released == ["a"]
+    assert stage.schedule().released == []
+
+
+# Behaviour 21.
+def test_the_prefix_cache_is_not_reset_under_running_requests():
+    stage = Stage()
+    requests = [request(f"r{index}", 20) for index in range(10)]
+    stage.add(*requests)
+    stage.step()
+    assert not stage.scheduler.reset_prefix_cache(now=2.0)
+    assert len(stage.scheduler.running_ids) == 10
+    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    assert stage.scheduler.running_ids == []
+    assert stage.scheduler.waiting_ids == [f"r{index}" for index in range(10)]
+    assert stage.cache.num_used_blocks == 0
+    plan = stage.schedule()
+    assert plan.released == [f"r{index}" for index in reversed(range(10))]
+    # Nothing of what they had computed is found again.
+    assert plan.num_tokens == [21] * 10
+    assert all(one.timeline.events[-2:] == [("preempted", 2.0), ("resumed", 2.0)] for one in requests)
+
+
+def test_a_reset_that_is_refused_all_the_same_leaves_what_was_computed_to_be_found():
+    loader = Loader({"remote": 4})
+    stage = Stage(block_size=4, hooks=[loader])
+    loader.reserve = stage.cache.reserve
+    stage.add(request("remote", 5), request("a", 8))
+    stage.step()
+    # Blocks into which KV may be on its way are not taken.
+    assert not stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    plan = stage.schedule()
+    assert (granted(plan), plan.num_computed_tokens) == ({"a": 1}, [8])
+
+
+def test_with_nobody_running_the_prefix_cache_is_reset_at_once():
+    stage = Stage()
+    stage.add(request("a", 20, max_tokens=1, salt="same"))
+    stage.step_until_idle()
+    assert stage.scheduler.reset_prefix_cache(now=2.0)
+    stage.add(request("b", 20, salt="same"))
+    assert granted(stage.step()) == {"b": 20}

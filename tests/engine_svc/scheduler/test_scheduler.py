@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.core.request import ContentSpan, FinishReason, RequestStatus
+from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.core.request import FinishReason, RequestStatus
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.in_flight import StepsInFlight
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
-
-
-# Behaviour 4, row 161.
-def test_chunks_share_the_budget_under_the_limit_for_one_request():
-    stage = Stage(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
-    stage.add(*(request(name, 800) for name in "abc"))
-    assert granted(stage.step()) == {"a": 400, "b": 400, "c": 224}
-    assert granted(stage.step()) == {"a": 400, "b": 400, "c": 224}
-    assert granted(stage.step()) == {"a": 1, "b": 1, "c": 352}
-
-
-def test_a_lone_request_is_not_limited():
-    stage = Stage(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
-    stage.add(request("a", 1500))
-    assert granted(stage.step()) == {"a": 1024}
-    # Nor is one that runs already.
-    assert granted(stage.step()) == {"a": 476}
 
 
 @pytest.mark.parametrize("blockers", [[], ["one"]])
@@ -31,27 +17,6 @@ def test_a_request_is_not_alone_when_another_runs_waits_or_is_blocked(blockers: 
     stage.add(request("a", 800), request("b", 8, blockers=blockers))
     assert granted(stage.step())["a"] == 400
     assert granted(stage.step())["a"] == 400
-
-
-# Behaviour 5, row 162.
-@pytest.mark.parametrize(("chunked", "admitted"), [(True, {"a": 800, "b": 224}), (False, {"a": 800})])
-def test_nobody_overtakes_the_head_of_the_queue(chunked: bool, admitted: dict[str, int]):
-    stage = Stage(
-        max_num_batched_tokens=1024, max_num_seqs=3, max_model_len=1024, enable_chunked_prefill=chunked
-    )
-    stage.add(request("a", 800), request("b", 800), request("c", 10), request("d", 10))
-    assert granted(stage.step()) == admitted
-
-
-# Row 162.
-def test_without_chunks_a_prompt_enters_as_soon_as_it_fits_whole():
-    stage = Stage(max_num_batched_tokens=100, max_model_len=100, enable_chunked_prefill=False)
-    stage.add(request("a", 50), request("b", 51), request("c", 1))
-    assert granted(stage.step()) == {"a": 50}
-    assert granted(stage.step()) == {"a": 1, "b": 51, "c": 1}
-    stage.add(request("d", 97), request("e", 98))
-    assert granted(stage.step()) == {"a": 1, "b": 1, "c": 1, "d": 97}
-    assert stage.scheduler.stats().num_chunked_prefills == 0
 
 
 def test_without_chunks_the_limit_for_one_request_still_cuts():
@@ -64,70 +29,6 @@ def test_without_chunks_the_limit_for_one_request_still_cuts():
     stage.add(request("a", 50), request("b", 50))
     assert granted(stage.step()) == {"a": 30, "b": 30}
     assert granted(stage.step()) == {"a": 20, "b": 20}
-
-
-def test_only_the_chunk_that_ends_at_the_last_token_samples():
-    stage = Stage(max_num_batched_tokens=10)
-    stage.add(request("a", 15))
-    assert stage.step().samples == [False]
-    assert stage.step().samples == [True]
-    assert stage.scheduler.stats().num_chunked_prefills == 1
-
-
-# Row 160.
-def test_a_long_prompt_takes_as_many_steps_as_it_has_budgets():
-    stage = Stage(max_num_batched_tokens=512, max_model_len=8192)
-    stage.add(request("a", 4096))
-    plans = [stage.step() for _ in range(8)]
-    assert [plan.num_tokens for plan in plans] == [[512]] * 8
-    assert [plan.samples for plan in plans] == [[False]] * 7 + [[True]]
-    assert [plan.num_computed_tokens for plan in plans] == [[512 * step] for step in range(8)]
-
-
-# Row 155.
-def test_one_step_mixes_a_long_prefill_and_decodes():
-    stage = Stage(max_num_batched_tokens=2048)
-    stage.add(*(request(f"r{index}", 4) for index in range(10)))
-    stage.step()
-    stage.add(request("long", 2000))
-    plan = stage.step()
-    assert plan.num_tokens == [1] * 10 + [2000]
-    assert plan.total_num_tokens == 2010
-
-
-# Rows 156 and 159.
-def test_running_requests_come_before_any_admission_and_all_share_one_budget():
-    stage = Stage(max_num_batched_tokens=64)
-    stage.add(*(request(f"r{index}", 4) for index in range(10)))
-    stage.step()
-    stage.add(request("long", 100))
-    plan = stage.step()
-    assert plan.num_tokens == [1] * 10 + [54]
-    assert plan.total_num_tokens == 64
-    stage.add(request("short", 1))
-    assert granted(stage.step()) == {**{f"r{index}": 1 for index in range(10)}, "long": 46, "short": 1}
-
-
-def test_who_runs_is_served_in_order_of_admission_until_the_budget_is_spent():
-    stage = Stage(max_num_batched_tokens=3)
-    for name in "abcd":
-        stage.add(request(name, 1))
-        stage.step()
-    assert stage.scheduler.running_ids == ["a", "b", "c"]
-    assert granted(stage.step()) == {"a": 1, "b": 1, "c": 1}
-    stage.scheduler.abort(["b"], now=9.0)
-    assert granted(stage.step()) == {"a": 1, "c": 1, "d": 1}
-
-
-# Row 157.
-def test_so_many_requests_run_and_the_next_waits():
-    stage = Stage(max_num_seqs=4)
-    stage.add(*(request(f"r{index}", 8, max_tokens=2 + index) for index in range(5)))
-    assert stage.step().request_ids == ["r0", "r1", "r2", "r3"]
-    assert stage.scheduler.waiting_ids == ["r4"]
-    assert stage.step().request_ids == ["r0", "r1", "r2", "r3"]
-    assert stage.step().request_ids == ["r1", "r2", "r3", "r4"]
-    assert stage.scheduler.stats().max_rows == 4
 
 
 def test_an_admitted_request_is_told_in_full_and_later_only_by_its_new_blocks():
@@ -148,30 +49,6 @@ def test_an_admitted_request_is_told_in_full_and_later_only_by_its_new_blocks():
     ]
 
 
-# Row 180: what plans say in sum is what the scheduler has.
-def test_a_runner_that_adds_up_the_plans_has_the_tables_of_the_scheduler():
-    stage = Stage(num_blocks=9, block_size=4, max_num_batched_tokens=16)
-    requests = [request(name, 7, max_tokens=9, salt="same") for name in "abc"]
-    stage.add(*requests)
-    tables: dict[str, list[int]] = {}
-    num_preempted = 0
-    while stage.scheduler.has_work:
-        plan = stage.schedule()
-        num_preempted += len(plan.preempted)
-        for request_id in plan.released:
-            del tables[request_id]
-        for admitted in plan.admitted:
-            assert admitted.request_id not in tables
-            tables[admitted.request_id] = list(admitted.block_ids[0])
-        for request_id, gained in zip(plan.request_ids, plan.new_block_ids, strict=True):
-            tables[request_id] += gained[0] if gained else []
-        running = [one for one in requests if one.status is RequestStatus.RUNNING]
-        assert tables == {one.request_id: one.block_tables[0].block_ids for one in running}
-        stage.update(plan)
-    assert num_preempted > 0
-    assert all(one.is_finished for one in requests)
-
-
 def test_a_continuation_computes_prompt_and_output_and_counts_both():
     stage = Stage()
     continued = request("a", 8, max_tokens=4)
@@ -188,46 +65,6 @@ def test_a_continuation_computes_prompt_and_output_and_counts_both():
     assert continued.output_token_ids == [11, 12, NEW_TOKEN, NEW_TOKEN]
 
 
-# Row 146.
-def test_only_requests_of_the_same_salt_share_what_is_cached():
-    stage = Stage()
-    stage.add(request("a", 100, salt="one"), request("b", 100, salt="two"), request("c", 100, salt="one"))
-    assert granted(stage.step()) == {"a": 100, "b": 100, "c": 4}
-
-
-@pytest.mark.parametrize("field", ["extra_keys", "spans"])
-def test_only_requests_of_the_same_content_share_what_is_cached(field: str):
-    stage = Stage()
-    other = request("b", 100, salt="same")
-    if field == "spans":
-        other.spans = (ContentSpan(10, 5, "picture"),)
-    else:
-        other.extra_keys = ("weights",)
-    stage.add(request("a", 100, salt="same"), other)
-    assert granted(stage.step()) == {"a": 100, "b": 100}
-
-
-# Row 153.
-def test_full_blocks_have_hashes_from_prompt_and_output():
-    stage = Stage(block_size=16)
-    hashed = request("a", 31)
-    stage.add(hashed)
-    stage.step()
-    assert (hashed.num_tokens, len(hashed.block_hashes)) == (32, 1)
-    stage.step()
-    assert (hashed.num_tokens, len(hashed.block_hashes)) == (33, 2)
-
-
-# Row 163.
-def test_no_position_behind_the_model_length_is_ever_computed():
-    stage = Stage(max_model_len=10)
-    longest = request("a", 8, max_tokens=100)
-    stage.add(longest)
-    plans = stage.step_until_idle()
-    assert [plan.num_computed_tokens for plan in plans] == [[0], [8]]
-    assert (longest.num_tokens, longest.finish_reason) == (10, FinishReason.LENGTH)
-
-
 def test_steps_are_numbered_from_one_and_say_so_in_the_statistics():
     stage = Stage()
     assert stage.scheduler.stats().step_number == 0
@@ -242,12 +79,243 @@ def test_a_plan_without_rows_has_nothing_to_give_back():
     assert stage.update(stage.schedule()) == []
 
 
-# Row 184.
-def test_an_answer_is_what_came_up_to_its_end():
+# Steps that are planned before the tokens of the one before are known.
+
+
+def test_results_come_back_in_the_order_of_the_plans():
+    steps = StepsInFlight()
+    first, second = [request("a", 4)], [request("b", 4)]
+    steps.push(3, first, [4])
+    steps.push(5, second, [4])
+    assert steps.pop(3) is first
+    assert steps.pop(5) is second
+
+
+def test_the_newest_step_of_a_request_is_the_last_that_computes_something_of_it():
+    steps = StepsInFlight()
+    both, once, never = request("a", 4), request("b", 4), request("c", 4)
+    assert steps.newest_of(both) == 0
+    steps.push(3, [both, once], [4, 4])
+    steps.push(5, [both], [1])
+    assert [steps.newest_of(one) for one in (both, once, never)] == [5, 3, 0]
+    steps.pop(3)
+    assert [steps.newest_of(one) for one in (both, once, never)] == [5, 0, 0]
+
+
+def test_tokens_in_flight_are_summed_over_the_steps():
+    steps = StepsInFlight()
+    both, once, never = request("a", 4), request("b", 4), request("c", 4)
+    steps.push(1, [once, both], [3, 5])
+    steps.push(2, [both], [7])
+    assert [steps.num_tokens_of(one) for one in (both, once, never)] == [12, 3, 0]
+    steps.pop(1)
+    assert [steps.num_tokens_of(one) for one in (both, once, never)] == [7, 0, 0]
+
+
+def test_what_is_forgotten_comes_back_as_for_nobody_in_every_step():
+    steps = StepsInFlight()
+    forgotten, other = request("a", 4), request("a", 4)
+    steps.push(1, [forgotten, other], [1, 1])
+    steps.push(2, [other, forgotten], [1, 1])
+    steps.forget(forgotten)
+    first, second = steps.pop(1), steps.pop(2)
+    assert (first[1], second[0]) == (other, other)
+    assert first[0].is_finished and second[1].is_finished
+    assert not forgotten.is_finished
+
+
+def test_a_preempted_request_returns_only_when_its_late_tokens_are_there():
+    stage = Stage(async_scheduling=True)
+    late = request("a", 8)
+    stage.add(late)
+    plans = [stage.schedule(), stage.schedule()]
+    assert stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.add(request("b", 8))
+    # It stands first, but for now others pass it.
+    assert stage.scheduler.waiting_ids == ["a", "b"]
+    assert granted(stage.schedule()) == {"b": 8}
+    stage.update(plans[0], {"a": [42]})
+    assert granted(stage.schedule()) == {"b": 1}
+    stage.update(plans[1], {"a": [43]})
+    plan = stage.schedule()
+    assert plan.admitted[0].token_ids[-2:] == [42, 43]
+    assert granted(plan) == {"b": 1, "a": 10}
+
+
+def test_who_is_preempted_with_nothing_in_flight_may_return_at_once():
+    stage = Stage(async_scheduling=True)
+    stage.add(request("a", 8))
+    stage.step()
+    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    assert granted(stage.schedule()) == {"a": 9}
+
+
+def test_a_late_token_may_end_a_preempted_request():
+    stage = Stage(async_scheduling=True)
+    late = request("a", 8)
+    stage.add(late)
+    plan = stage.schedule()
+    stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    [output] = stage.update(plan, {"a": [EOS]})
+    assert output.finish_reason is FinishReason.STOP
+    assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
+
+
+def test_blocks_filled_ahead_are_found_only_when_their_tokens_are_known():
+    stage = Stage(async_scheduling=True, block_size=4)
+    ahead = request("a", 3, salt="same")
+    stage.add(ahead)
+    plans = [stage.schedule(), stage.schedule()]
+    follower = request("b", 3, salt="same")
+    follower.token_ids += [NEW_TOKEN, 1]
+    assert stage.cache.match_prefix(follower).num_tokens == 0
+    # Now its last token is known, but not what the step that computes it will make of it.
+    stage.update(plans[0])
+    assert stage.cache.match_prefix(follower).num_tokens == 0
+    stage.update(plans[1])
+    assert stage.cache.match_prefix(follower).num_tokens == 4
+
+
+def test_an_id_used_again_gets_nothing_of_the_former_request():
     stage = Stage()
-    answered = request("a", 8)
-    stage.add(answered)
-    for token in (20, 21, EOS):
-        stage.update(stage.schedule(), {"a": [token]})
-    assert (answered.output_token_ids, answered.status) == ([20, 21, EOS], RequestStatus.FINISHED)
-    assert stage.cache.num_used_blocks == 0
+    stage.add(request("a", 8))
+    plan = stage.schedule()
+    stage.scheduler.abort(["a"], now=1.0)
+    again = request("a", 8)
+    stage.add(again)
+    assert stage.update(plan) == []
+    assert again.num_output_tokens == 0
+    plan = stage.schedule()
+    assert plan.released == ["a"]
+    assert [admitted.request_id for admitted in plan.admitted] == ["a"]
+
+
+# Who gives way when blocks run out, what it loses, and how it comes back.
+
+
+def test_who_gives_way_stands_even_before_those_who_came_earlier():
+    stage = Stage(num_blocks=5, block_size=4, enable_prefix_caching=False)
+    stage.add(request("earlier", 8, blockers=["one"]), request("a", 8), request("b", 8))
+    stage.step()
+    stage.scheduler.unblock("earlier", "one")
+    assert stage.step().preempted == ["b"]
+    assert stage.scheduler.waiting_ids == ["b", "earlier"]
+
+
+# Row 177: refused at the door; who comes in all the same makes no endless loop.
+def test_a_lone_request_that_cannot_go_on_gives_way_to_nobody():
+    stage = Stage(num_blocks=3, block_size=4)
+    stage.add(request("a", 8))
+    assert granted(stage.step()) == {"a": 8}
+    plan = stage.schedule()
+    assert (plan.preempted, plan.request_ids) == (["a"], [])
+    assert stage.scheduler.waiting_ids == ["a"]
+    assert stage.schedule().request_ids == []
+
+
+# Row 178.
+def test_who_gives_way_loses_its_computed_tokens_and_drafts_and_keeps_its_output():
+    stage = Stage(num_blocks=6, block_size=4, num_speculative_tokens=2, enable_prefix_caching=False)
+    victim = request("b", 7)
+    stage.add(request("a", 11), victim)
+    stage.update(stage.schedule(), {"b": [20]}, {"b": [21, 22]})
+    assert victim.draft_token_ids == [21, 22]
+    plan = stage.schedule()
+    assert (plan.preempted, stage.now) == (["b"], 2.0)
+    assert (victim.status, victim.num_preemptions) == (RequestStatus.WAITING, 1)
+    assert (victim.num_computed_tokens, victim.draft_token_ids, victim.block_tables) == (0, [], [])
+    assert victim.output_token_ids == [20]
+    assert victim.timeline.events[-1] == ("preempted", 2.0)
+    assert stage.scheduler.stats().num_preemptions == 1
+
+
+# Row 174.
+@pytest.mark.parametrize(("reserves", "planned"), [(True, {}), (False, {"a": 16})])
+def test_who_can_never_fit_is_not_even_begun(reserves: bool, planned: dict[str, int]):
+    """Behaviour 65, seen from the scheduler."""
+    stage = Stage(num_blocks=6, max_num_batched_tokens=16, reserve_full_prompt=reserves)
+    stage.add(request("a", 256))
+    assert granted(stage.step()) == planned
+
+
+# Row 174.
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(6, False), (7, True)])
+def test_the_whole_prompt_is_counted_with_what_is_held_already(num_blocks: int, is_admitted: bool):
+    stage = Stage(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=5)
+    stage.add(request("a", 1), request("b", 20))
+    assert granted(stage.step()) == ({"a": 1, "b": 4} if is_admitted else {"a": 1})
+
+
+def test_blocks_that_a_step_in_flight_still_reads_are_not_given_back():
+    stage = Stage(groups=[FullAttention(4), SlidingWindow(4, 4)], async_scheduling=True)
+    ahead = request("a", 8)
+    stage.add(ahead)
+    first = stage.schedule()
+    stage.schedule()
+    # 8 tokens count as computed, but all of them are in flight.
+    assert ahead.block_tables[1].num_released == 0
+    stage.update(first)
+    stage.schedule()
+    assert [table.num_released for table in ahead.block_tables] == [0, 1]
+
+
+# Nonsense is refused with the value and the limit; every option changes something.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, must be at least 1"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1, must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len is 0, must be at least 1"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1, must be at least 0"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, must be at least 0"),
+        ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be at least 1"),
+        ({"max_steps_in_flight": 2}, "max_steps_in_flight is 2, without async_scheduling it must be 1"),
+        ({"prefill_share": 0.0}, "prefill_share is 0.0, must be above 0 and below 1"),
+        ({"prefill_share": 1.0}, "prefill_share is 1.0, must be above 0 and below 1"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 63},
+            "max_num_batched_tokens is 63, without chunked prefill it must be at least max_model_len, 64",
+        ),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(**{"max_model_len": 64, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 1},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},
+        {"long_prefill_token_threshold": 0},
+        {"num_speculative_tokens": 0},
+        {"max_steps_in_flight": 1},
+        {"max_steps_in_flight": 2, "async_scheduling": True},
+        {"prefill_share": 0.001},
+        {"prefill_share": 0.999},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 63},
+    ],
+)
+def test_the_limits_themselves_are_taken(options: dict[str, object]):
+    config = SchedulerConfig(**{"max_model_len": 64, **options})
+    assert {name: getattr(config, name) for name in options} == options
+
+
+def test_what_nobody_asked_for():
+    assert SchedulerConfig(max_model_len=64) == SchedulerConfig(
+        max_model_len=64,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        enable_chunked_prefill=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+        num_speculative_tokens=0,
+        async_scheduling=False,
+        max_steps_in_flight=1,
+        prefill_share=0.5,
+    )

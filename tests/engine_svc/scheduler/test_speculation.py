@@ -4,73 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.request import Request
 from engine_svc.scheduler.speculation import UNKNOWN_DRAFT, DraftCounter, is_last_token_in_flight
 from engine_svc.scheduler.stats import DraftStats
-from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, granted, request
-
-
-# Behaviour 24.
-def test_drafts_are_not_mixed_into_a_prompt():
-    stage = Stage(max_num_batched_tokens=50, num_speculative_tokens=3)
-    stage.add(request("a", 80))
-    stage.update(stage.schedule(), drafts={"a": [1, 2, 3]})
-    plan = stage.schedule()
-    assert granted(plan) == {"a": 30}
-    assert plan.draft_token_ids == [[]]
-    stage.update(plan, drafts={"a": [1, 2, 3]})
-    plan = stage.schedule()
-    assert granted(plan) == {"a": 4}
-    assert plan.draft_token_ids == [[1, 2, 3]]
-
-
-# Row 148.
-def test_rejected_drafts_are_taken_back():
-    stage = Stage(num_speculative_tokens=3)
-    drafted = request("a", 8)
-    stage.add(drafted)
-    stage.update(stage.schedule(), {"a": [20]}, {"a": [21, 98, 99]})
-    plan = stage.schedule()
-    assert plan.num_computed_tokens == [8]
-    [output] = stage.update(plan, {"a": [21, 22]})
-    assert output.new_token_ids == [21, 22]
-    assert drafted.output_token_ids == [20, 21, 22]
-    plan = stage.schedule()
-    assert plan.num_computed_tokens == [10]
-    assert plan.num_tokens == [1]
-
-
-def test_rejected_drafts_are_never_cached():
-    stage = Stage(num_speculative_tokens=3, block_size=4)
-    drafted = request("a", 4)
-    stage.add(drafted)
-    stage.update(stage.schedule(), {"a": [20]}, {"a": [21, 22, 23]})
-    plan = stage.schedule()
-    assert drafted.block_tables[0].num_registered == 1
-    stage.update(plan, {"a": [50]})
-    stage.scheduler.abort(["a"], now=3.0)
-    follower = request("b", 4, salt="a")
-    follower.token_ids.extend([20, 21, 22, 23, 1])
-    assert stage.cache.match_prefix(follower).num_tokens == 4
-
-
-def test_drafts_are_for_the_next_step_only():
-    stage = Stage(num_speculative_tokens=2)
-    stage.add(request("a", 8), request("b", 8))
-    stage.update(stage.schedule(), drafts={"a": [10, 11]})
-    plan = stage.schedule()
-    assert plan.draft_token_ids == [[10, 11], []]
-    stage.update(plan, {"a": [10, 11, 12]}, {"b": [13]})
-    assert stage.schedule().draft_token_ids == [[], [13]]
-
-
-def test_drafts_for_who_has_ended_are_dropped():
-    stage = Stage(num_speculative_tokens=2)
-    ended = request("a", 8, max_tokens=1)
-    stage.add(ended, request("b", 8))
-    stage.update(stage.schedule(), drafts={"a": [10, 11], "b": [12]})
-    assert ended.draft_token_ids == []
-    assert stage.schedule().draft_token_ids == [[12]]
+from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
 
 def test_drafts_for_who_was_preempted_meanwhile_are_dropped():
@@ -82,57 +19,6 @@ def test_drafts_for_who_was_preempted_meanwhile_are_dropped():
     stage.update(plan, {"a": [42]}, {"a": [10, 11]})
     plan = stage.schedule()
     assert (granted(plan), plan.draft_token_ids) == ({"a": 9}, [[]])
-
-
-def test_drafts_are_cut_to_the_budget():
-    stage = Stage(num_speculative_tokens=3, max_num_batched_tokens=10)
-    stage.add(request("a", 4), request("b", 4))
-    stage.update(stage.schedule(), drafts={"a": [10, 11, 12], "b": [20, 21, 22]})
-    plan = stage.schedule()
-    assert granted(plan) == {"a": 4, "b": 4}
-    stage.update(plan, {"a": [10, 11, 12, 13], "b": [20, 21, 22, 23]}, {"a": [1, 2, 3], "b": [4, 5, 6]})
-    stage.add(request("c", 4))
-    plan = stage.schedule()
-    assert granted(plan) == {"a": 4, "b": 4, "c": 2}
-    stage.update(plan, drafts={"a": [1, 2, 3], "b": [4, 5, 6]})
-    stage.scheduler.abort(["c"], now=9.0)
-    stage.add(request("d", 2))
-    stage.update(stage.schedule(), drafts={name: [1, 2, 3] for name in "abd"})
-    plan = stage.schedule()
-    assert (granted(plan), plan.draft_token_ids[2]) == ({"a": 4, "b": 4, "d": 2}, [1])
-
-
-def test_drafts_may_leave_nothing_for_the_next():
-    stage = Stage(num_speculative_tokens=3, max_num_batched_tokens=4)
-    stage.add(request("a", 2), request("b", 2))
-    for drafts in ([1], [1, 2, 3]):
-        stage.update(stage.schedule(), drafts={"a": drafts})
-    assert granted(stage.schedule()) == {"a": 4}
-    assert stage.scheduler.running_ids == ["a", "b"]
-
-
-def test_a_single_draft_is_cut_as_well():
-    stage = Stage(num_speculative_tokens=1, max_num_batched_tokens=3)
-    stage.add(request("a", 1), request("b", 1))
-    stage.update(stage.schedule(), drafts={"a": [1], "b": [1]})
-    plan = stage.schedule()
-    assert (granted(plan), plan.draft_token_ids) == ({"a": 2, "b": 1}, [[1], []])
-
-
-# Row 163.
-@pytest.mark.parametrize(
-    ("max_model_len", "num_drafts"), [(9, None), (10, 0), (11, 1), (12, 2), (13, 3), (14, 3)]
-)
-def test_drafts_never_reach_behind_the_model_length(max_model_len: int, num_drafts: int | None):
-    stage = Stage(num_speculative_tokens=3, max_model_len=max_model_len)
-    stage.add(request("a", 8))
-    [output] = stage.update(stage.schedule(), {"a": [20]}, {"a": [21, 22, 23]})
-    plan = stage.schedule()
-    if num_drafts is None:
-        assert (output.finish_reason, plan.request_ids) == (FinishReason.LENGTH, [])
-        return
-    assert plan.draft_token_ids == [[21, 22, 23][:num_drafts]]
-    assert plan.num_tokens == [1 + num_drafts]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +33,7 @@ def test_drafts_never_reach_behind_the_model_length(max_model_len: int, num_draf
         ([[], []], [[5], [6]], DraftStats()),
     ],
 )
-def test_drafts_are_counted_by_row_and_position(
-    drafts: list[list[int]], sampled: list[list[int]], stats: DraftStats
-):
+def test_drafts_are_counted_by_row_and_position(drafts, sampled, stats):
     """Behaviour 25."""
     stage = Stage(num_speculative_tokens=3)
     names = [f"r{index}" for index in range(len(drafts))]
@@ -178,23 +62,6 @@ def _with_a_cached_prompt(**options: object) -> tuple[Stage, Request]:
 
 
 # Behaviour 26.
-def test_a_newcomer_with_one_token_to_compute_is_padded_like_a_decode():
-    stage, newcomer = _with_a_cached_prompt()
-    stage.add(newcomer)
-    plan = stage.schedule()
-    assert granted(plan) == {"decode": 1, "new": 4}
-    assert plan.draft_token_ids == [[], [UNKNOWN_DRAFT] * 3]
-    assert plan.num_computed_tokens == [2, 8]
-    assert plan.samples == [True, True]
-    # What it is padded with is never right.
-    [_, output] = stage.update(plan)
-    assert output.new_token_ids == [NEW_TOKEN]
-    assert newcomer.num_computed_tokens == 9
-    plan = stage.schedule()
-    assert (granted(plan), plan.num_computed_tokens) == ({"decode": 1, "new": 1}, [3, 9])
-
-
-# Behaviour 26.
 def test_nobody_is_padded_beside_a_prompt_that_is_still_being_computed():
     stage, newcomer = _with_a_cached_prompt(max_num_batched_tokens=20)
     stage.add(request("long", 30))
@@ -208,13 +75,6 @@ def test_a_prompt_that_enters_in_the_same_step_changes_nothing():
     stage, newcomer = _with_a_cached_prompt()
     stage.add(request("prompt", 5), newcomer)
     assert granted(stage.step()) == {"decode": 1, "prompt": 5, "new": 4}
-
-
-@pytest.mark.parametrize("num_drafts", [1, 2])
-def test_a_newcomer_is_padded_with_as_many_drafts_as_there_may_be(num_drafts: int):
-    stage, newcomer = _with_a_cached_prompt(num_speculative_tokens=num_drafts)
-    stage.add(newcomer)
-    assert granted(stage.step()) == {"decode": 1, "new": 1 + num_drafts}
 
 
 @pytest.mark.parametrize(("num_tokens", "planned"), [(9, 4), (10, 2)])
@@ -237,12 +97,6 @@ def test_a_cached_prompt_is_padded_though_nobody_else_runs():
     stage.scheduler.abort(["decode"], now=2.0)
     stage.add(newcomer)
     assert granted(stage.step()) == {"new": 4}
-
-
-def test_nobody_is_padded_where_there_are_no_drafts():
-    stage, newcomer = _with_a_cached_prompt(num_speculative_tokens=0)
-    stage.add(newcomer)
-    assert granted(stage.step()) == {"decode": 1, "new": 1}
 
 
 @pytest.mark.parametrize(("max_model_len", "planned"), [(12, 1), (13, 4), (14, 4)])
@@ -274,22 +128,6 @@ def test_padding_counts_to_the_limit_for_one_request():
     plan = stage.schedule()
     assert granted(plan) == {"decode": 1, "new": 3}
     assert plan.draft_token_ids[1] == [UNKNOWN_DRAFT] * 2
-
-
-def test_drafts_planned_ahead_are_unknown_and_the_rejected_leave_no_placeholder():
-    stage = Stage(async_scheduling=True, num_speculative_tokens=2)
-    ahead = request("a", 8)
-    stage.add(ahead)
-    first, second = stage.schedule(), stage.schedule()
-    assert (granted(second), second.draft_token_ids) == ({"a": 3}, [[UNKNOWN_DRAFT] * 2])
-    assert (ahead.num_computed_tokens, ahead.num_placeholders) == (11, 4)
-    stage.update(first, {"a": [20]})
-    assert (ahead.num_computed_tokens, ahead.num_placeholders) == (11, 3)
-    stage.update(second, {"a": [21, 22]})
-    # One of two drafts was right: it and the token behind it are known, the other was taken back.
-    assert (ahead.num_computed_tokens, ahead.num_placeholders) == (10, 0)
-    assert ahead.output_token_ids == [20, 21, 22]
-    assert stage.schedule().num_computed_tokens == [10]
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ def _with_output(output: list[int], **wishes: object) -> Request:
         ([5, 5], {"repetition": RepetitionLimits(1), "min_tokens": 3}, None),
     ],
 )
-def test_the_first_of_stop_length_and_repetition_wins(
-    output: list[int], wishes: dict[str, object], verdict: tuple[FinishReason, int | None] | None
-):
+def test_the_first_of_stop_length_and_repetition_wins(output, wishes, verdict):
     assert why_stopped(_with_output(output, **wishes)) == verdict
 
 
@@ -87,9 +85,7 @@ def test_the_first_of_stop_length_and_repetition_wins(
         ([4], RepetitionLimits(1), False),
     ],
 )
-def test_a_pattern_counts_when_it_ends_the_output_often_enough(
-    output: list[int], limits: RepetitionLimits, repeats: bool
-):
+def test_a_pattern_counts_when_it_ends_the_output_often_enough(output, limits, repeats):
     """Behaviour 121 has these numbers."""
     prompt = [70, 71, 72, 73]
     assert repeats_itself(prompt + output, len(prompt), limits) is repeats

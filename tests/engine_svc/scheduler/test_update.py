@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.stats import DraftStats, SchedulerStats
 from tests.engine_svc.scheduler.doubles import BlockHolder
-from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, request
-
-
-def _drafting_stage(**wishes: object) -> tuple[Stage, Request, StepPlan]:
-    """One request that has one token and is about to verify two drafts."""
-    stage = Stage(num_speculative_tokens=2)
-    drafted = request("a", 8, **wishes)  # type: ignore[arg-type]
-    stage.add(drafted)
-    stage.update(stage.schedule(), {"a": [5]}, {"a": [10, 11]})
-    return stage, drafted, stage.schedule()
-
-
-# Behaviour 8.
-def test_the_end_token_stops_one_and_the_other_keeps_both_tokens():
-    stage = Stage(num_speculative_tokens=1)
-    stage.add(request("a", 8), request("b", 8))
-    stage.update(stage.schedule(), drafts={"a": [9], "b": [10]})
-    first, second = stage.update(stage.schedule(), {"a": [EOS], "b": [10, 11]})
-    assert (first.new_token_ids, first.finish_reason, first.stop_token_id) == ([EOS], FinishReason.STOP, None)
-    assert (second.new_token_ids, second.finish_reason) == ([10, 11], None)
-    assert stage.scheduler.running_ids == ["b"]
-
-
-# Behaviour 9.
-def test_a_stop_token_cuts_what_comes_behind_it():
-    stage, stopped, plan = _drafting_stage(stop_token_ids=[42, 43])
-    [output] = stage.update(plan, {"a": [10, 42, 12]})
-    assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == (
-        [10, 42],
-        FinishReason.STOP,
-        42,
-    )
-    assert stopped.output_token_ids == [5, 10, 42]
-
-
-# Behaviour 10, behind the first token.
-def test_the_length_cuts_what_comes_behind_it():
-    stage, stopped, plan = _drafting_stage(max_tokens=3)
-    [output] = stage.update(plan, {"a": [10, 11, 12]})
-    assert (output.new_token_ids, output.finish_reason) == ([10, 11], FinishReason.LENGTH)
-    assert stopped.num_output_tokens == 3
-
-
-# Behaviour 11.
-def test_an_ignored_end_token_is_a_token_like_others():
-    stage, running, plan = _drafting_stage(ignore_eos=True)
-    [output] = stage.update(plan, {"a": [EOS, 10, 11]})
-    assert (output.new_token_ids, output.finish_reason) == ([EOS, 10, 11], None)
-    assert not running.is_finished
-
-
-# Behaviour 12: recorded cases have it so, that the scheduler does not look at the minimum.
-@pytest.mark.parametrize("token", [EOS, 42])
-def test_the_minimum_is_the_samplers_business(token: int):
-    stage = Stage()
-    stage.add(request("a", 8, min_tokens=5, stop_token_ids=[42]))
-    [output] = stage.update(stage.schedule(), {"a": [token]})
-    assert output.finish_reason is FinishReason.STOP
-
-
-def test_the_model_length_ends_a_request_before_its_maximum():
-    stage = Stage(max_model_len=10)
-    stage.add(request("a", 8, max_tokens=100))
-    stage.step()
-    [output] = stage.update(stage.schedule())
-    assert output.finish_reason is FinishReason.LENGTH
+from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, request
 
 
 def test_a_row_without_finite_logits_ends_its_request_and_no_other():
@@ -133,24 +66,6 @@ def test_a_chunk_without_finite_logits_ends_its_request_too():
     [output] = stage.update(stage.schedule(), non_finite=[0])
     assert output.finish_reason is FinishReason.ERROR
     assert stage.scheduler.num_unfinished == 0
-
-
-def test_cached_tokens_are_told_once():
-    stage = Stage()
-    stage.add(request("a", 8))
-    [first] = stage.update(stage.schedule())
-    [second] = stage.update(stage.schedule())
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, None)
-
-
-def test_a_request_ends_with_exactly_one_final_output():
-    stage = Stage()
-    stage.add(request("a", 8, max_tokens=3))
-    outputs = []
-    while stage.scheduler.has_work:
-        outputs.extend(stage.update(stage.schedule()))
-    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
-    assert stage.scheduler.abort(["a"], now=9.0) == []
 
 
 def test_the_timeline_has_every_turn_of_a_life():
@@ -217,14 +132,6 @@ def test_hooks_hear_everything_in_order():
     ]
 
 
-def test_a_hook_can_block_a_request_that_comes():
-    stage = Stage(hooks=[_Listener(blocks="a")])
-    stage.add(request("a", 8), request("b", 8))
-    assert stage.step().request_ids == ["b"]
-    stage.scheduler.unblock("a", "listener")
-    assert stage.step().request_ids == ["b", "a"]
-
-
 def test_every_hook_hears_in_the_order_of_registration():
     heard: list[str] = []
     first, second = _Listener(), _Listener(blocks="a")
@@ -256,17 +163,6 @@ def test_who_still_needs_the_blocks_of_a_request_that_ends_can_keep_them():
     assert stage.cache.num_used_blocks == 4
     holder.let_go()
     assert stage.cache.num_used_blocks == 1
-
-
-def test_the_first_output_tells_what_was_cached_even_if_it_is_the_last():
-    stage = Stage()
-    stage.add(request("a", 20, max_tokens=1, salt="same"), request("b", 20, max_tokens=1, salt="same"))
-    outputs = stage.update(stage.schedule())
-    assert [(output.num_cached_tokens, output.finish_reason) for output in outputs] == [
-        (0, FinishReason.LENGTH),
-        (16, FinishReason.LENGTH),
-    ]
-    assert [output.continues for output in outputs] == [False, False]
 
 
 def test_the_first_token_is_noted_when_the_prompt_is_done():

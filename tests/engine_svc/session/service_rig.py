@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 def make_facts(*, num_kv_blocks: int = 64) -> EngineFacts:
-    """What the fake model says of itself."""
     fingerprint = ModelFingerprint("ab" * 32, "float32", "cd" * 32, VOCAB_SIZE, "", "fake", MAX_MODEL_LEN)
     return EngineFacts(
         model_name="fake",
@@ -99,12 +98,10 @@ class ServiceRig:
         self.address = ""
 
     async def start(self) -> None:
-        """Serve; the engine is still loading."""
         self.address = await self.server.start()
         self._heartbeats = asyncio.create_task(self.servicer.beat_forever())
 
     async def load(self) -> None:
-        """Let the engine thread load and run."""
         self.thread.start()
         while self.engine.core is None and self.engine.failure is None:
             await _next_change(self.engine)
@@ -114,7 +111,6 @@ class ServiceRig:
         self._heartbeats.cancel()
 
     async def stop(self) -> None:
-        """End everything."""
         self.executor.gate.set()
         self._heartbeats.cancel()
         await self.server.stop(0)
@@ -161,16 +157,13 @@ class StreamClient:
         self.call = stub.Connect()
 
     async def open(self, **hello: object) -> None:
-        """Say hello and begin to read."""
         await self.say_hello(**hello)
         self.start_reading()
 
     def start_reading(self) -> None:
-        """Read from now on all that comes."""
         self._reader = asyncio.create_task(self._read())
 
     async def say_hello(self, **hello: object) -> None:
-        """Say hello and read nothing."""
         fields = {"frontend_id": self.frontend_id, "session_id": self.frontend_id * 4, "frontend_epoch": 1}
         message = session_pb2.Hello(**{"schema_revision": 1, **fields, **hello})
         await self.send(engine_pb2.ConnectRequest(hello=message))
@@ -181,11 +174,9 @@ class StreamClient:
             await self.call.write(message)
 
     async def add(self, *entries: add_pb2.AddEntry) -> None:
-        """Send all in one message."""
         await self.send(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries)))
 
     async def abort(self, *handles: int, **fields: Any) -> None:
-        """End requests."""
         abort = engine_pb2.Abort(handles=handles, **fields)
         await self.send(engine_pb2.ConnectRequest(abort=abort))
 
@@ -213,7 +204,6 @@ class StreamClient:
                 await self._changed.wait()
 
     async def until_ended(self, *handles: int) -> None:
-        """Wait for the ends of these requests."""
         await self.until(lambda: all(handle in self.finished for handle in handles))
 
     def kinds(self) -> list[str]:
@@ -222,7 +212,6 @@ class StreamClient:
         return [kind for kind in kinds if kind not in ("heartbeat", "stats")]
 
     def last(self, kind: str) -> engine_pb2.ConnectResponse:
-        """The newest message of a kind."""
         return [message for message in self.heard if message.WhichOneof("message") == kind][-1]
 
     async def _read(self) -> None:
@@ -261,7 +250,6 @@ class StreamClient:
 async def serving(
     rig: ServiceRig, *, load: bool = True
 ) -> AsyncIterator[engine_pb2_grpc.EngineCoreServiceStub]:
-    """The rig, served, with a channel to it."""
     await rig.start()
     try:
         if load:
@@ -270,6 +258,25 @@ async def serving(
             yield engine_pb2_grpc.EngineCoreServiceStub(channel)
     finally:
         await rig.stop()
+
+
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[ServiceRig, engine_pb2_grpc.EngineCoreServiceStub]]:
+    """A rig with these options, served."""
+    rig = ServiceRig(**options)
+    async with serving(rig) as stub:
+        yield rig, stub
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    **options: Any,
+) -> AsyncIterator[tuple[ServiceRig, engine_pb2_grpc.EngineCoreServiceStub, StreamClient]]:
+    """The same, with a client that is open."""
+    async with served(**options) as (rig, stub):
+        client = StreamClient(stub, "f")
+        await client.open()
+        yield rig, stub, client
 
 
 def make_entry(
@@ -287,12 +294,10 @@ def make_entry(
 
 
 def prompt_of(handle: int) -> list[int]:
-    """The prompt of a handle in these tests."""
     return [handle % VOCAB_SIZE, 5, 6, 7, 8]
 
 
 def column(values: Sequence[int]) -> bytes:
-    """Numbers as a column of the wire."""
     return array("I", values).tobytes()
 
 

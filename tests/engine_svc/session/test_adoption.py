@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isnan
+from typing import Any
 
 import grpc
+import pytest
 
+from engine_svc.admin.orphaned_requests import Adoptable, Adoptables
+from engine_svc.convert import messages
 from engine_svc.convert.messages import MAX_RESUME_STATE_BYTES
+from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import PromptPlaces, TokenLogprobs
+from engine_svc.loop.output_router import KeptRequests
+from engine_svc.loop.step_output import FinishedRow, StepOutput, Told, UnreadSteps
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
+from tests.engine_svc.loop.logprob_executor import telling
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
@@ -19,10 +34,11 @@ from tests.engine_svc.session.service_rig import (
     make_entry,
     parked,
     prompt_of,
+    served,
     serving,
     until_finished,
 )
-from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
 
 FEATURES = {"features": ["adopt", "resume"]}
 NUM_TOKENS = 20
@@ -30,7 +46,6 @@ LONG_MS = 60_000
 
 
 def kept_entry(handle: int, *, grace_ms: int = LONG_MS, **fields: object) -> add_pb2.AddEntry:
-    """An ADD whose request may be adopted."""
     entry = make_entry(handle, **{"max_tokens": NUM_TOKENS, **fields})
     entry.orphan_grace_ms, entry.resume_state = grace_ms, b"state of %d" % handle
     return entry
@@ -52,6 +67,22 @@ async def begun(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClie
     return client
 
 
+async def orphaned(stub, rig: ServiceRig, *entries: add_pb2.AddEntry) -> StreamClient:
+    """The same, with its stream broken, which the engine has noticed."""
+    client = await begun(stub, rig, *entries)
+    await client.close()
+    await parked(rig, stub)
+    return client
+
+
+async def adopting(stub, *entries: tuple[int, str]) -> StreamClient:
+    """Another frontend, which has adopted these."""
+    client = await another(stub)
+    await client.adopt(*entries)
+    await client.until(lambda: client.kinds().count("adopted") == len(entries))
+    return client
+
+
 async def again(stub, first: StreamClient) -> StreamClient:
     """The first frontend over another stream, behind all that it has read."""
     last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=first.heard[-1].seq)
@@ -69,14 +100,9 @@ def reason_of(rejected: engine_pb2.AddRejected) -> bytes:
 
 
 async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_first_token():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1), kept_entry(2))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((11, wire_id(1)), (12, wire_id(2)))
-        await second.until(lambda: second.kinds().count("adopted") == 2)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1), kept_entry(2))
+        second = await adopting(stub, (11, wire_id(1)), (12, wire_id(2)))
         rig.executor.gate.set()
         await second.until_ended(11, 12)
         assert second.tokens == {11: whole(1), 12: whole(2)}
@@ -92,15 +118,12 @@ async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_firs
 
 
 async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         await first.until(lambda: len(first.tokens[1]) >= 3)
         await first.close()
         await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+        second = await adopting(stub, (7, wire_id(1)))
         rig.executor.gate.set()
         await second.until_ended(7)
         step = next(message.step for message in second.heard if message.WhichOneof("message") == "step")
@@ -111,11 +134,8 @@ async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
 
 
 async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1))
         rig.executor.gate.set()
         await until_finished(stub, 1)
         second = await another(stub)
@@ -125,8 +145,7 @@ async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
 
 
 async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         rig.executor.gate.set()
         await first.until_ended(1)
@@ -139,8 +158,7 @@ async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again()
 
 
 async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_status():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=NUM_TOKENS))
         second = await another(stub)
         await second.adopt((1, wire_id(1)), (2, wire_id(2)), (3, "f" * 32))
@@ -172,8 +190,7 @@ async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_s
 
 
 async def test_a_request_can_be_adopted_again_and_again():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         client = await begun(stub, rig, kept_entry(1))
         for index, name in enumerate("bcd"):
             await client.close()
@@ -187,14 +204,9 @@ async def test_a_request_can_be_adopted_again_and_again():
 
 
 async def test_a_frontend_that_comes_back_hears_that_its_request_ended_there_and_can_harm_it_no_more():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1))
+        second = await adopting(stub, (7, wire_id(1)))
         back = await again(stub, first)
         await back.abort(1)
         await back.flush()
@@ -212,9 +224,7 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
         first = await begun(stub, rig, kept_entry(1), kept_entry(2), make_entry(3, max_tokens=100))
         await first.close()
         await lost(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+        second = await adopting(stub, (7, wire_id(1)))
         await parked(rig, stub, 0)
         await second.adopt((8, wire_id(2)))
         rig.executor.gate.set()
@@ -243,8 +253,7 @@ async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_block
 
 
 async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1, max_tokens=100))
         await first.send(engine_pb2.ConnectRequest(goodbye=engine_pb2.Goodbye()))
         await first.until(lambda: first.is_over)
@@ -254,8 +263,7 @@ async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
 
 
 async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_else():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
@@ -271,8 +279,7 @@ async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_el
 
 
 async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
@@ -285,11 +292,8 @@ async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace(
 
 
 async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1))
         back = await again(stub, first)
         await back.flush()
         second = await another(stub)
@@ -302,11 +306,8 @@ async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
 
 
 async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, grace_ms=0))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        first = await orphaned(stub, rig, kept_entry(1, grace_ms=0))
         back = await again(stub, first)
         rig.executor.gate.set()
         await back.until_ended(1)
@@ -314,11 +315,8 @@ async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed(
 
 
 async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1))
-        await first.close()
-        await parked(rig, stub)
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1))
         second = await another(stub)
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
@@ -331,14 +329,9 @@ async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
 
 
 async def test_an_adopted_request_is_aborted_by_its_new_handle():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, max_tokens=100))
-        await first.close()
-        await parked(rig, stub)
-        second = await another(stub)
-        await second.adopt((7, wire_id(1)))
-        await second.until(lambda: "adopted" in second.kinds())
+    async with served() as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
+        second = await adopting(stub, (7, wire_id(1)))
         await second.abort(7)
         await second.flush()
         rig.executor.gate.set()
@@ -348,8 +341,7 @@ async def test_an_adopted_request_is_aborted_by_its_new_handle():
 
 
 async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_move():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         first = await begun(stub, rig, kept_entry(1))
         await first.abort(1, reason=engine_pb2.ABORT_REASON_MIGRATED)
         later = kept_entry(1, attempt=1)
@@ -368,11 +360,8 @@ async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_m
 
 
 async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how_its_tokens_came():
-    rig = ServiceRig(max_outbox_bytes=10_000_000)
-    async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, max_tokens=100))
-        await first.close()
-        await parked(rig, stub)
+    async with served(max_outbox_bytes=10_000_000) as (rig, stub):
+        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
         unread = StreamClient(stub, "b")
         await unread.say_hello(**FEATURES)
         await unread.adopt((7, wire_id(1)))
@@ -388,8 +377,7 @@ async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how
 
 
 async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         client = await another(stub)
         entry = kept_entry(1)
         entry.resume_state = b"x" * (MAX_RESUME_STATE_BYTES + 1)
@@ -398,3 +386,310 @@ async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name(
         status = client.rejected[1].status
         assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert status.message == "resume_state is 65537, it takes 65536 bytes at most"
+
+
+# A request that is adopted and told of its tokens: each of them has its place, known or not.
+
+
+def moved_entry(handle: int, num_before: int) -> object:
+    """An ADD of a request that has yielded tokens at another engine, and wants to be told of all."""
+    entry = kept_entry(handle, attempt=1, logprobs=1)
+    entry.output_token_ids = column(whole(handle)[:num_before])
+    return entry
+
+
+def places_of(step: step_pb2.Step, handle: int) -> list[tuple[float, int]]:
+    """Of each token that a step brings to `handle`: its log probability, and how many others are told of."""
+    start = 0
+    logprobs, others = array("f", step.sampled_logprobs), array("f", step.top_logprobs.logprobs)
+    k = step.top_logprobs.k
+    for row, num_tokens in zip(array("I", step.handles), step.num_tokens, strict=True):
+        if row == handle:
+            return [
+                (logprobs[place], sum(not math.isnan(value) for value in others[place * k : (place + 1) * k]))
+                for place in range(start, start + num_tokens)
+            ]
+        start += num_tokens
+    return []
+
+
+async def test_one_adopted_while_its_first_step_runs_keeps_its_places_and_its_neighbours_their_tokens():
+    rig = ServiceRig()
+    told = TokenLogprobs([-1.0], [1], 1, [5], [-1.0])
+    telling(rig.executor, lambda request_id: told if request_id.startswith(wire_id(1)) else None)
+    held, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def hold(plan) -> None:
+        if not held.is_set() and any(each.startswith(wire_id(1)) for each in plan.request_ids):
+            rig.executor.gate.clear()
+            loop.call_soon_threadsafe(held.set)
+
+    async with serving(rig) as stub:
+        second = await another(stub)
+        await added(rig, second, make_entry(2, max_tokens=60), hold_at=4)
+        rig.executor.on_launch = hold
+        first = await another(stub, "a")
+        await first.add(moved_entry(1, num_before=3))
+        await first.flush()
+        rig.executor.gate.set()
+        await held.wait()
+        await first.close()
+        await parked(rig, stub)
+        await second.adopt((11, wire_id(1)))
+        await second.until(lambda: "adopted" in second.kinds())
+        rig.executor.gate.set()
+        await second.until_ended(2, 11)
+        assert second.tokens == {2: whole(2, 60), 11: whole(1)}
+        assert second.finished == {2: [LENGTH], 11: [LENGTH]}
+        steps = [message.step for message in second.heard if message.WhichOneof("message") == "step"]
+        places = [place for step in steps for place in places_of(step, 11)]
+        assert [place for place in places if not math.isnan(place[0])] == [(-1.0, 1)] * (len(places) - 3)
+        assert len(places) == len(whole(1))
+
+
+# How long a request is kept for another frontend.
+
+
+@dataclass
+class PendingCall:
+    due_at: float
+    call: Callable[[], None]
+    is_over: bool = False
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+
+class World:
+    """Adoptables over a clock that is moved by hand."""
+
+    def __init__(self, *, max_requests: int = 8) -> None:
+        self.now = 0.0
+        self.given_up: list[str] = []
+        self._calls: list[PendingCall] = []
+        self.adoptables = Adoptables(
+            give_up=self.given_up.append, call_later=self._call_later, max_requests=max_requests
+        )
+
+    def add(self, wire_id: str, *, owner: int = 1, group_id: str = "", grace_s: float = 5.0) -> bool:
+        return self.adoptables.add(
+            Adoptable(
+                wire_id, f"{wire_id}/1", 0, group_id or wire_id, b"", b"state", frozenset(), grace_s, owner
+            )
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for pending in self._calls:
+            if not pending.is_over and pending.due_at <= self.now:
+                pending.is_over = True
+                pending.call()
+
+    def _call_later(self, delay_s: float, call: Callable[[], None]) -> PendingCall:
+        self._calls.append(PendingCall(self.now + delay_s, call))
+        return self._calls[-1]
+
+
+def test_a_lost_request_is_given_up_after_its_own_grace():
+    world = World()
+    world.add("a", grace_s=1.0)
+    world.add("b", grace_s=5.0)
+    world.add("other", owner=2)
+    world.adoptables.lose(1)
+    world.pass_time(1.0)
+    assert world.given_up == ["a/1"]
+    world.pass_time(60.0)
+    assert (world.given_up, len(world.adoptables)) == (["a/1", "b/1"], 1)
+
+
+def test_a_lost_request_is_kept_for_as_long_as_its_session_may_come_back():
+    world = World()
+    world.add("a", grace_s=1.0)
+    world.adoptables.lose(1, at_least_s=5.0)
+    world.pass_time(4.0)
+    world.adoptables.find_again(1)
+    world.pass_time(60.0)
+    assert world.given_up == []
+
+
+def test_a_session_that_comes_back_keeps_its_requests():
+    world = World()
+    world.add("a")
+    world.adoptables.lose(1)
+    world.adoptables.find_again(1)
+    world.pass_time(60.0)
+    assert world.given_up == []
+    assert world.adoptables.adopt("a", owner=2) is None
+
+
+def test_an_adopted_request_stays_and_can_be_lost_again():
+    world = World()
+    world.add("a")
+    assert world.adoptables.adopt("a", owner=2) is None
+    world.adoptables.lose(1)
+    adopted = world.adoptables.adopt("a", owner=2)
+    assert adopted is not None and (adopted.request_id, adopted.resume_state) == ("a/1", b"state")
+    world.pass_time(60.0)
+    assert world.given_up == []
+    world.adoptables.lose(2)
+    world.pass_time(5.0)
+    assert world.given_up == ["a/1"]
+
+
+def test_the_end_of_a_group_begins_the_grace_of_all_of_it():
+    world = World()
+    for wire_id in ("a", "b"):
+        world.add(wire_id, group_id="g")
+    world.adoptables.end("a")
+    world.pass_time(60.0)
+    assert world.given_up == []
+    world.adoptables.end("b")
+    world.adoptables.lose(1)
+    assert world.adoptables.adopt("a", owner=2) is not None
+    world.pass_time(5.0)
+    assert world.given_up == ["a/1", "b/1"]
+    assert len(world.adoptables) == 0
+
+
+def test_a_session_that_is_over_for_good_leaves_nothing():
+    world = World()
+    world.add("a")
+    world.add("b", owner=2)
+    world.adoptables.lose(1)
+    world.adoptables.drop(1)
+    world.pass_time(60.0)
+    assert world.given_up == ["a/1"]
+    assert "b" in world.adoptables
+
+
+def test_too_many_are_not_kept_and_none_twice():
+    world = World(max_requests=1)
+    assert world.add("a")
+    assert not world.add("a")
+    assert not world.add("b")
+    world.adoptables.end("b")
+    assert len(world.adoptables) == 1
+
+
+def test_what_is_left_of_a_group_whose_last_running_request_moved_is_given_up_after_its_grace():
+    world = World()
+    world.add("a", group_id="both")
+    world.add("b", group_id="both")
+    world.adoptables.end("a")
+    world.pass_time(60.0)
+    assert world.given_up == []
+    world.adoptables.discard("b")
+    assert world.given_up == ["b/1"]
+    world.pass_time(5.0)
+    assert (world.given_up, len(world.adoptables)) == (["b/1", "a/1"], 0)
+
+
+# What is kept for the frontend that adopts a request.
+
+
+class Kept:
+    """One kept request, stepped by hand."""
+
+    def __init__(self, *, outputs_before: list[int] | None = None, **wishes: Any) -> None:
+        prompt = [1, 2, 3]
+        sampling = SamplingParams(max_tokens=64, **wishes)
+        self.request = Request("r", prompt + (outputs_before or []), 3, sampling)
+        self.requests = KeptRequests()
+        self.requests.keep(self.request)
+
+    def step(
+        self, token_ids: list[int], reason: FinishReason | None = None, *, cached: int | None = None
+    ) -> None:
+        self.request.token_ids += token_ids
+        output = RequestOutput("r", token_ids, reason, num_cached_tokens=cached)
+        self.requests.note([RequestOutput("other", [9]), output])
+
+    def row(self, handle: int = 7) -> StepOutput:
+        return self.requests.row("r", handle, step_number=5)
+
+
+def test_all_that_came_is_one_row_which_remembers_its_steps():
+    kept = Kept()
+    kept.step([10], cached=2)
+    kept.step([11, 12])
+    kept.step([13], FinishReason.LENGTH)
+    row = kept.row()
+    assert (row.handles, row.num_tokens, row.token_ids) == ([7], [4], [10, 11, 12, 13])
+    assert (row.parts, row.first) == ([(0, [1, 2, 1])], [(0, 2)])
+    assert row.finished == [FinishedRow(0, FinishReason.LENGTH)]
+
+
+def test_tokens_of_an_engine_before_are_there_too():
+    kept = Kept(outputs_before=[20, 21])
+    kept.step([22])
+    row = kept.row()
+    assert (row.token_ids, row.parts, row.finished) == ([20, 21, 22], [(0, [2, 1])], [])
+
+
+def test_what_was_told_goes_to_the_newest_tokens():
+    kept = Kept(outputs_before=[20])
+    kept.step([21])
+    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [2], 1, [5], [-0.5])}), handle=3)
+    kept.step([22])
+    later = TokenLogprobs([-2.0], [1], 1, [6], [-2.0])
+    kept.requests.note_told("r", Told({3: later}, {3: [PromptPlaces(1, later)]}), handle=3)
+    told = kept.row(handle=8).told
+    assert told is not None
+    sampled = told.sampled[8]
+    assert isnan(sampled.logprobs[0]) and isnan(sampled.top_logprobs[0])
+    assert (sampled.logprobs[1:], sampled.ranks, sampled.top_token_ids) == (
+        [-1.0, -2.0],
+        [0, 2, 1],
+        [0, 5, 6],
+    )
+    assert told.prompts == {8: [PromptPlaces(1, later)]}
+
+
+def test_tokens_of_an_engine_before_have_their_places_before_anything_was_told():
+    adopted, later = Kept(outputs_before=[20, 21], logprobs=2).row(), StepOutput(6, [7], [1], [22])
+    assert adopted.told is not None
+    assert [isnan(value) for value in adopted.told.sampled[7].logprobs] == [True, True]
+    later.tell(Told({7: TokenLogprobs([-1.0], [2], 2, [5, 6], [-0.5, -2.0])}))
+    unread = UnreadSteps()
+    unread.add(adopted)
+    unread.add(later)
+    step = messages.to_step(unread.merged(), {})
+    assert [isnan(value) for value in array("f", step.sampled_logprobs)] == [True, True, False]
+    assert step.top_logprobs.k == 2
+    assert array("I", step.top_logprobs.token_ids).tolist() == [0] * 4 + [5, 6]
+    assert [isnan(value) for value in array("f", step.top_logprobs.logprobs)] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("wishes", "k"),
+    [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 1), ({"logprob_token_ids": (4,)}, 1)],
+)
+def test_places_have_others_beside_them_where_the_request_asked_for_others(wishes, k):
+    told = Kept(outputs_before=[20], **wishes).row().told
+    assert (None if told is None else told.sampled[7].k) == k
+
+
+def test_where_nothing_was_yielded_there_is_nothing_to_tell():
+    assert Kept(logprobs=1).row().told is None
+
+
+def test_what_is_kept_does_not_grow_with_what_was_given_away():
+    kept = Kept()
+    kept.step([10])
+    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [1])}), handle=3)
+    first = kept.row()
+    kept.step([11])
+    kept.requests.note_told("r", Told({3: TokenLogprobs([-2.0], [1])}), handle=3)
+    assert first.told is not None and first.told.sampled[7].logprobs == [-1.0]
+    assert first.token_ids == [10]
+
+
+def test_a_forgotten_request_is_gone_and_others_never_were():
+    kept = Kept()
+    kept.requests.forget("r")
+    kept.requests.forget("r")
+    kept.step([10])
+    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [1])}), handle=3)
+    assert "r" not in kept.requests and len(kept.requests) == 0
+    with pytest.raises(KeyError):
+        kept.row()

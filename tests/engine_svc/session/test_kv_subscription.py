@@ -16,7 +16,7 @@ from engine_svc.features.kv_events import KVEvents
 from engine_svc.loop.mailbox import KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
-from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, make_entry, serving
+from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, make_entry, served, serving
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, kv_pb2
 
 EPOCH = 7  # of the rig's engine
@@ -66,7 +66,6 @@ class Follower:
         return True
 
     def store(self, stored: kv_pb2.KvBlockStored) -> None:
-        """Take in a run."""
         assert (stored.block_size, stored.group) == (4, 0)
         parent = stored.parent_hash
         for index, block_hash in enumerate(stored.block_hashes):
@@ -75,7 +74,6 @@ class Follower:
             parent = block_hash
 
     async def read_to(self, seq: int) -> None:
-        """Take in everything up to a batch."""
         while self.cursor is None or self.cursor.seq < seq:
             assert await self.read()
 
@@ -219,8 +217,7 @@ async def test_a_cursor_that_is_gone_is_out_of_range():
 
 
 async def test_an_engine_that_tells_nobody_names_the_option():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         error = await Follower(stub).read_to_error()
         assert error.code() is CODE.FAILED_PRECONDITION
         assert "--enable-kv-events" in (error.details() or "")

@@ -20,19 +20,18 @@ from tests.engine_svc.session.service_rig import (
     LENGTH,
     ServiceRig,
     StreamClient,
+    connected,
     make_entry,
     make_facts,
     prompt_of,
+    served,
     serving,
 )
 from triptych.engine.v1 import engine_pb2, session_pb2
 
 
 async def test_seq_has_no_gaps_and_hello_ack_has_none():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (_, _, client):
         await client.add(*(make_entry(handle) for handle in range(3)), make_entry(9, max_tokens=0))
         await client.until_ended(0, 1, 2)
         await client.until(lambda: any(message.HasField("heartbeat") for message in client.heard))
@@ -43,10 +42,7 @@ async def test_seq_has_no_gaps_and_hello_ack_has_none():
 
 
 async def test_heartbeats_come_while_the_executor_is_blocked():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
-        client = StreamClient(stub, "f")
-        await client.open()
+    async with connected() as (rig, _, client):
         rig.executor.gate.clear()
         await client.add(make_entry(1))
         await asyncio.to_thread(rig.executor.wait_for_launches, 1)
@@ -62,8 +58,7 @@ async def test_heartbeats_come_while_the_executor_is_blocked():
 
 
 async def test_a_loop_that_raises_says_dead_to_every_session_with_what_is_lost():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         one, two = StreamClient(stub, "one"), StreamClient(stub, "two")
         await one.open()
         await two.open()
@@ -113,8 +108,10 @@ async def test_while_loading_the_engine_answers_and_refuses_adds():
 
 
 async def test_an_engine_tells_over_how_many_processes_its_model_is_divided():
-    rig = ServiceRig(facts=replace(make_facts(), tensor_parallel_size=2, pipeline_parallel_size=3))
-    async with serving(rig) as stub:
+    async with served(facts=replace(make_facts(), tensor_parallel_size=2, pipeline_parallel_size=3)) as (
+        _,
+        stub,
+    ):
         ready = (await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())).ready
         assert (ready.tensor_parallel_size, ready.pipeline_parallel_size, ready.world_size) == (2, 3, 6)
 
@@ -140,8 +137,7 @@ async def test_how_a_rank_was_lost_is_told_without_what_its_error_says():
 
 
 async def test_draining_refuses_new_requests_and_finishes_the_running_ones():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (rig, stub):
         client, idle = StreamClient(stub, "f"), StreamClient(stub, "idle")
         await client.open()
         await idle.open()
@@ -185,8 +181,7 @@ async def test_a_wrong_hello_ends_the_stream(hello, code):
 
 
 async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         client = StreamClient(stub, "f")
         # A field that only the next revision has, number 99, and a feature of its own.
         hello = session_pb2.Hello.FromString(
@@ -207,8 +202,7 @@ async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
 
 
 async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         call = stub.Connect()
         await call.write(engine_pb2.ConnectRequest(ack=engine_pb2.Ack()))
         assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -218,8 +212,7 @@ async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came()
 
 
 async def test_a_newer_process_of_a_frontend_ends_the_older_session():
-    rig = ServiceRig()
-    async with serving(rig) as stub:
+    async with served() as (_, stub):
         old, new = StreamClient(stub, "f"), StreamClient(stub, "f")
         await old.open(session_id="a")
         await old.until(lambda: "ready" in old.kinds())

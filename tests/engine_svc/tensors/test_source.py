@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
-from engine_svc.tensors.source import TensorDoor, TensorSource
+from engine_svc.tensors.host_tensor import ITEM_SIZES, BadTensor, HostTensor
+from engine_svc.tensors.source import TensorDoor, TensorMemory, TensorSource
+from engine_svc.tensors.to_torch import to_torch, torch_dtype
 from service_kit import shared_memory
 from service_kit.errors import (
     InvalidArgument,
@@ -29,7 +33,6 @@ DATA = bytes(range(24))
 
 
 def proof_of(source: TensorSource, session_id: str = SESSION) -> bytes:
-    """What a frontend of this host answers."""
     return hmac.digest(shared_memory.read(source.probe_name, 0, 32), session_id.encode(), "sha256")
 
 
@@ -222,3 +225,96 @@ async def test_a_door_that_is_not_open_takes_nothing_and_shows_nothing():
 
     with pytest.raises(Unimplemented, match="--enable-prompt-embeds"):
         await door.upload(nothing())
+
+
+# Bytes that requests hold are counted from when they came until nobody holds them.
+
+
+def test_a_tensor_counts_until_the_last_holder_lets_go():
+    memory = TensorMemory(100)
+    tensor: HostTensor | None = HostTensor("uint8", (60,), bytes(60))
+    memory.count(tensor)
+    held = [tensor]
+    assert (memory.used_bytes, memory.has_room(40), memory.has_room(41)) == (60, True, False)
+    tensor = None
+    assert memory.used_bytes == 60
+    held.clear()
+    assert (memory.used_bytes, memory.has_room(100)) == (0, True)
+
+
+# What is a tensor, what is none, and that it comes to torch as it was.
+
+
+def host_tensor(values: torch.Tensor) -> HostTensor:
+    """What a sender makes of a tensor, strided or not."""
+    raw = bytes(values.contiguous().reshape(-1).view(torch.uint8).tolist()) if values.numel() else b""
+    return HostTensor(str(values.dtype).removeprefix("torch."), tuple(values.shape), raw)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZES)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0, 8), (2, 0, 3)], ids=str)
+def test_every_type_and_shape_round_trips_bit_by_bit(dtype, shape):
+    generator = torch.Generator().manual_seed(1)
+    sent = (torch.randint(0, 2, shape, generator=generator) * 3 - 1).to(torch_dtype(dtype))
+    came = to_torch(host_tensor(sent))
+    assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
+    assert torch.equal(came.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
+
+
+def test_a_strided_tensor_comes_in_the_order_of_its_indices():
+    sent = torch.arange(24.0).reshape(4, 6)[::2, 1::2].t()
+    assert not sent.is_contiguous()
+    assert torch.equal(to_torch(host_tensor(sent)), sent)
+
+
+def test_what_is_done_to_a_tensor_leaves_the_message_as_it_came():
+    message = host_tensor(torch.ones(3))
+    before = message.data
+    to_torch(message).fill_(5.0)
+    assert message.data == before == host_tensor(torch.ones(3)).data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data", "what"),
+    [
+        ("float32", (2, 2), bytes(15), "16 bytes, 15 came"),
+        ("float32", (2, 2), bytes(17), "16 bytes, 17 came"),
+        ("float32", (0, 2), bytes(4), "0 bytes, 4 came"),
+        ("float32", (2**40, 2**40), b"", f"{2**82} bytes, 0 came"),
+        ("bool", (1,) * 9, bytes(1), "9 dimensions"),
+        ("complex64", (1,), bytes(8), "dtype is complex64"),
+        ("object", (1,), bytes(8), "dtype is object"),
+    ],
+)
+def test_bytes_that_do_not_belong_to_the_form_are_no_tensor(dtype, shape, data, what):
+    with pytest.raises(BadTensor, match=what):
+        HostTensor(dtype, shape, data)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_element_that_is_no_number_is_found(dtype, bad):
+    if dtype == "float8_e4m3fn":
+        # It has no infinity.
+        bad = math.nan
+    values = torch.tensor([0.0, -1.0, 2.0])
+    assert host_tensor(values.to(torch_dtype(dtype))).is_sound
+    values[1] = bad
+    assert not host_tensor(values.to(torch_dtype(dtype))).is_sound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_float16_cannot_hold_is_not_moderate(dtype):
+    def values(largest: float) -> HostTensor:
+        return host_tensor(torch.tensor([0.0, -largest, 1.0]).to(torch_dtype(dtype)))
+
+    assert values(60_000.0).is_moderate
+    for beyond in (70_000.0, 3e38):
+        # What is infinite there is another mistake.
+        assert values(beyond).is_moderate is (dtype == "float16")
+
+
+def test_integers_are_sound_and_booleans_are_0_or_1():
+    assert HostTensor("int64", (1,), b"\xff" * 8).is_sound
+    assert HostTensor("bool", (2,), b"\0\1").is_sound
+    assert not HostTensor("bool", (2,), b"\0\2").is_sound

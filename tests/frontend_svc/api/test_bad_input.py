@@ -21,6 +21,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2
 
@@ -86,8 +87,7 @@ BAD_INPUT = {
 
 
 async def test_bad_input_is_refused_by_name_beside_running_streams():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         good = [client.generate() for _ in range(8)]
         requests = list(await engine.wait_for_requests(8))
         for name, (request, code, expected) in BAD_INPUT.items():
@@ -104,16 +104,6 @@ async def test_bad_input_is_refused_by_name_beside_running_streams():
             engine.step({request: [5 + index]}, finished={request: AT_LENGTH})
         assert [(await read_all(call))[2] for call in good] == [[5 + index] for index in range(8)]
     assert len(engine.requests) == 8
-
-
-async def test_what_the_engines_sampler_serves_goes_to_the_engine():
-    engine = FakeEngine(answer("x"))
-    async with serving(engine) as (client, _):
-        await read_all(client.generate(n=1, min_p=0.5, presence_penalty=-1.0, allowed_token_ids=[4, 5]))
-    (request,) = engine.requests
-    sampling = request.entry.sampling
-    assert (sampling.min_p, sampling.presence_penalty) == (0.5, -1.0)
-    assert list(sampling.allowed_token_ids) == [4, 5]
 
 
 async def test_a_request_of_very_many_parts_is_refused_before_it_is_read():

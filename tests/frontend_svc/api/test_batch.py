@@ -22,6 +22,7 @@ from tests.frontend_svc.fakes import (
     answer,
     make_request,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2
@@ -65,7 +66,6 @@ def text_of(responses: list[generate_pb2.GenerateResponse]) -> str:
 
 
 def echo(engine: FakeEngine, request: FakeRequest) -> None:
-    """Answer with the prompt."""
     answer("", token_ids=request.prompt)(engine, request)
 
 
@@ -114,8 +114,7 @@ async def test_more_items_than_the_queue_takes_run_one_after_the_other():
 
 
 async def test_a_queue_that_others_fill_refuses_each_item_with_a_time_to_retry():
-    engine = FakeEngine()
-    async with serving(engine, max_queued_requests=1) as (client, _):
+    async with serving_one(max_queued_requests=1) as (engine, client, _):
         other = client.generate()
         await engine.wait_for_requests(1)
         asked = [make_request("the cat") for _ in range(3)]
@@ -130,8 +129,7 @@ async def test_a_queue_that_others_fill_refuses_each_item_with_a_time_to_retry()
 
 
 async def test_cancel_aborts_every_item():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.inference.GenerateBatch(batch(*map(make_request, "abc")), timeout=WAIT_S)
         requests = list(await engine.wait_for_requests(3))
         engine.step({requests[1]: TOKENIZER.encode("x").ids})

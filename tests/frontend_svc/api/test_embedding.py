@@ -24,6 +24,7 @@ from tests.frontend_svc.fakes import (
     details_of,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
@@ -204,8 +205,7 @@ async def test_rerank_gives_the_best_first_and_equal_ones_in_order():
 
 
 async def test_92_a_generate_model_refuses_by_name_what_it_does_not_support():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         calls = [
             client.embedding.Embed(embedding_pb2.EmbedRequest(inputs=[ids(1)])),
             client.embedding.Classify(embedding_pb2.ClassifyRequest(inputs=[ids(1)])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from tests.frontend_svc.fakes import EOS_ID, MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, serving
+from tests.frontend_svc.fakes import EOS_ID, MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, serving, serving_one
 from triptych.api.v1 import model_pb2
 
 
@@ -38,8 +38,7 @@ async def test_without_an_engine_there_are_no_models_but_there_is_a_server():
 
 
 async def test_server_info_shows_engines():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         (shown,) = (await client.model.GetServerInfo(model_pb2.GetServerInfoRequest())).engines

@@ -17,6 +17,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import embedding_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2
@@ -27,7 +28,6 @@ QUEUED, RUNNING = request_pb2.REQUEST_STATE_QUEUED, request_pb2.REQUEST_STATE_RU
 
 
 async def abort(client: Client, request_id: str) -> int:
-    """Abort and the state it tells."""
     response = await client.request.Abort(request_pb2.AbortRequest(request_id=request_id), timeout=WAIT_S)
     return int(response.state)
 
@@ -39,8 +39,7 @@ async def get(client: Client, request_id: str) -> request_pb2.GetRequestResponse
 
 
 async def test_an_aborted_stream_ends_with_what_there_was_and_ok():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(request_id="mine", stop=["never"])
         (request,) = await engine.wait_for_requests(1)
         ids = TOKENIZER.encode(" sat on the").ids
@@ -66,8 +65,7 @@ async def test_an_aborted_stream_ends_with_what_there_was_and_ok():
 
 
 async def test_an_abort_before_the_first_token_ends_all_outputs():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(request_id="mine", n=2)
         requests = list(await engine.wait_for_requests(2))
         assert await abort(client, "mine") == QUEUED
@@ -104,8 +102,7 @@ async def test_the_id_of_a_call_aborts_all_that_came_by_it_and_unary_answers_too
 
 
 async def test_what_is_told_of_a_request_follows_it():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(request_id="mine", prompt="the cat")
         (request,) = await engine.wait_for_requests(1)
         before = await get(client, "mine")

@@ -27,6 +27,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2
@@ -44,7 +45,6 @@ def resume(client: Client, token: str, last_position: int):
 
 
 async def refusal(call) -> grpc.aio.AioRpcError:
-    """The status a stream ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
@@ -78,8 +78,7 @@ async def test_a_stream_that_broke_at_any_message_goes_on_without_loss_or_repeti
 
 
 async def test_a_request_runs_on_while_its_connection_is_gone_and_goes_on_over_another():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(frontend.address, options=own) as channel:
             call = Client(channel).generate(orphan_grace_ms=GRACE_MS)
@@ -97,8 +96,7 @@ async def test_a_request_runs_on_while_its_connection_is_gone_and_goes_on_over_a
 
 
 async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate(orphan_grace_ms=50)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -112,8 +110,7 @@ async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
 
 
 async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_once():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -127,8 +124,7 @@ async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_o
 
 
 async def test_a_second_reader_takes_over_and_the_first_is_told():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -167,8 +163,7 @@ async def test_what_cannot_be_resumed_is_told_apart():
 
 
 async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate(orphan_grace_ms=GRACE_MS, timeout=2.0)
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -179,8 +174,7 @@ async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
 
 
 async def test_an_orphan_can_be_aborted_by_its_id_and_tells_so_when_resumed():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS, request_id="mine")
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5]})
@@ -211,7 +205,6 @@ class Source:
             self.messages.put_nowait(Response(position=self._position, started=generate_pb2.Started()))
 
     async def taken(self, num_messages: int) -> None:
-        """Wait until so many were taken."""
         async with asyncio.timeout(WAIT_S):
             while self.num_taken < num_messages:
                 self._taken.clear()
@@ -237,7 +230,6 @@ def streams_of(source: Source, drain: Drain | None = None, **limits: int) -> Res
 
 
 async def nothing_kept(resume, caller, on_adopted) -> AsyncGenerator[Response, None]:
-    """What other frontends left: nothing."""
     raise not_kept(resume.resume_token)
     yield
 

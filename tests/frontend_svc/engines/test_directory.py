@@ -8,23 +8,12 @@ from collections import Counter
 import grpc
 import pytest
 
-from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
-from triptych.api.v1 import model_pb2
+from frontend_svc.engines.routing.engine_info import RoutingRequest
+from service_kit.errors import Unavailable
+from tests.frontend_svc.fakes import WAIT_S, Client, FakeEngine, answer, read_all, serving
+from triptych.api.v1 import generate_pb2, model_pb2
+from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import session_pb2
-
-
-async def test_requests_spread_over_two_engines():
-    engines = [FakeEngine(), FakeEngine(dp_rank=1)]
-    async with serving(*engines) as (client, _):
-        await client.until_engines_are_ready(2)
-        calls = [client.generate() for _ in range(8)]
-        for engine in engines:
-            await engine.wait_for_requests(4)
-        assert [len(engine.requests) for engine in engines] == [4, 4]
-        for call in calls:
-            call.cancel()
-        for engine in engines:
-            await engine.wait(lambda engine=engine: all(request.abort_reason for request in engine.requests))
 
 
 async def test_reported_load_decides():
@@ -51,32 +40,6 @@ async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
         await running.kill()
         texts.append((await read_all(client.generate()))[1])
     assert texts == ["running"] * 4 + ["paused"]
-
-
-async def test_a_pinned_rank_is_used():
-    engines = [FakeEngine(answer("zero")), FakeEngine(answer("one"), dp_rank=1)]
-    async with serving(*engines) as (client, _):
-        await client.until_engines_are_ready(2)
-        texts = [(await read_all(client.generate(data_parallel_rank=1)))[1] for _ in range(3)]
-    assert texts == ["one"] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "requests", "is_one"),
-    [
-        ({"routing_policy": "prefix-affinity"}, [{"prompt": [5] * 40}] * 6, True),
-        ({}, [{"prompt": [5] * 40}] * 6, False),
-        ({}, [{"prompt": [5 + turn], "session_id": "s"} for turn in range(6)], True),
-        ({"routing_policy": "round-robin"}, [{"prompt": [5]}] * 6, False),
-    ],
-    ids=("prefix", "none", "session", "turns"),
-)
-async def test_requests_that_belong_together_meet_in_one_engine(options, requests, is_one):
-    engines = [FakeEngine(answer(str(rank)), dp_rank=rank) for rank in range(3)]
-    async with serving(*engines, **options) as (client, _):
-        await client.until_engines_are_ready(3)
-        texts = {(await read_all(client.generate(**request)))[1] for request in requests}
-    assert len(texts) == (1 if is_one else 3)
 
 
 async def test_the_outputs_of_one_request_go_to_one_engine_and_count_as_many():
@@ -167,3 +130,68 @@ async def test_an_engine_nobody_tells_of_stays_while_its_stream_is_up():
         async with asyncio.timeout(WAIT_S):
             while len(frontend.directory.clients()) > 1:
                 await client.model.ListModels(model_pb2.ListModelsRequest())
+
+
+# Prompts of embeddings among engines of one model, of which not all take them.
+
+HIDDEN = 2
+
+
+class EmbeddingsEngine(FakeEngine):
+    """Takes prompts of embeddings, as it says."""
+
+    def _ready(self) -> session_pb2.Ready:
+        ready = super()._ready()
+        ready.hidden_size, ready.takes_prompt_embeds = HIDDEN, True
+        return ready
+
+
+def embedded_request(client: Client):
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[3, HIDDEN], inline=bytes(3 * HIDDEN * 4))
+    return client.inference.Generate(
+        generate_pb2.GenerateRequest(embeds=generate_pb2.PromptEmbeds(embeds=tensor)), timeout=WAIT_S
+    )
+
+
+@pytest.mark.parametrize("takers", [(0,), (1,), (2,)])
+async def test_embeddings_go_where_they_are_taken_whichever_engine_that_is(takers):
+    kinds = [EmbeddingsEngine if rank in takers else FakeEngine for rank in range(3)]
+    engines = [kind(answer(str(rank)), dp_rank=rank, is_ready=False) for rank, kind in enumerate(kinds)]
+    async with serving(*engines, waits_ready=False) as (client, _):
+        for num_ready, engine in enumerate(engines, start=1):
+            await engine.wait(lambda engine=engine: bool(engine.sessions))
+            engine.become_ready()
+            await client.until_engines_are_ready(num_ready)
+        embedded = {(await read_all(embedded_request(client)))[1] for _ in range(6)}
+        others = {(await read_all(client.generate([5 + turn])))[1] for turn in range(9)}
+    assert embedded == {str(rank) for rank in takers}
+    assert len(others) == len(engines)
+
+
+async def test_embeddings_that_lose_their_engine_wait_for_another_that_takes_them():
+    first, other = EmbeddingsEngine(), FakeEngine(answer("other"), dp_rank=1)
+    async with serving(first, other, reconnect_window_s=WAIT_S) as (client, _):
+        await client.until_engines_are_ready(2)
+        call = embedded_request(client)
+        await first.wait_for_requests(1)
+        first.script = answer("again")
+        first.die()
+        assert (await read_all(call))[1] == "again"
+    assert other.requests == []
+    assert len(first.requests) == 2
+
+
+async def test_embeddings_that_no_ready_engine_takes_any_more_are_refused_by_that_reason():
+    taker, other = EmbeddingsEngine(), FakeEngine(dp_rank=1)
+    async with serving(taker, other) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        directory, routing = frontend.directory, RoutingRequest(has_embeds=True)
+        model = directory.model("", has_embeds=True)
+        assert directory.pick(model, routing).address == taker.address
+        taker.is_ready = False
+        taker.die()
+        await client.until_engines_are_ready(1)
+        with pytest.raises(Unavailable) as caught:
+            directory.pick(model, routing)
+        assert caught.value.reason == "EMBEDS_NOT_READY"
+        assert directory.pick(model, RoutingRequest()).address == other.address

@@ -15,6 +15,7 @@ from tests.frontend_svc.fakes import (
     details_of,
     read_all,
     serving,
+    serving_one,
 )
 
 
@@ -65,8 +66,7 @@ async def refusal(call) -> tuple[grpc.StatusCode, str, str]:
 async def test_a_full_queue_refuses_before_it_looks_at_the_request():
     # Each of these is wrong, or costs a lot, and is refused for neither.
     expensive = "organization " * 100_000
-    engine = FakeEngine()
-    async with serving(engine, max_queued_requests=2) as (client, _):
+    async with serving_one(max_queued_requests=2) as (engine, client, _):
         waiting = [client.generate(), client.generate()]
         requests = list(await engine.wait_for_requests(2))
         for call in (client.generate(""), client.generate(model="gpt-9"), client.generate(expensive)):
@@ -105,8 +105,7 @@ async def test_too_many_prompt_tokens_are_refused_until_a_first_token_came():
 async def test_text_counts_by_its_tokens():
     text = "the cat sat on the mat"
     num_tokens = len(TOKENIZER.encode(text).ids)
-    engine = FakeEngine()
-    async with serving(engine, max_queued_prompt_tokens=num_tokens + 1) as (client, _):
+    async with serving_one(max_queued_prompt_tokens=num_tokens + 1) as (engine, client, _):
         first = client.generate([5])
         await engine.wait_for_requests(1)
         second = client.generate(text)

@@ -13,13 +13,14 @@ from frontend_svc.build import Frontend
 from service_kit.errors import from_rpc_error
 from tests.frontend_svc.engines.adoption.test_takeover import (
     GRACE_MS,
+    begun_at,
     doomed,
     read_some,
     replayed,
     rest_of,
     resume_request,
 )
-from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, make_request, serving
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, make_request, serving, serving_one
 from tests.frontend_svc.generation.test_failover import read_outputs
 from tests.frontend_svc.token_source import TokenSource
 from triptych.api.v1 import (
@@ -114,8 +115,7 @@ async def test_a_call_that_no_drain_waits_for_is_told_so_at_its_end():
 
 
 async def test_a_request_that_waits_for_an_engine_is_told_so_too():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=600.0) as (client, frontend):
+    async with serving_one(reconnect_window_s=600.0) as (engine, client, frontend):
         ending = asyncio.ensure_future(ending_of(read_to_end(client.generate([5, 6]))))
         await engine.wait_for_requests(1)
         await engine.kill()
@@ -127,8 +127,7 @@ async def test_a_request_that_waits_for_an_engine_is_told_so_too():
 
 
 async def test_a_stream_with_a_grace_goes_on_elsewhere_and_one_without_is_aborted():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             kept, unkept = first.client.generate(orphan_grace_ms=GRACE_MS), first.client.generate()
             requests = await engine.wait_for_requests(2)
@@ -181,13 +180,9 @@ async def test_a_stream_whose_token_nobody_was_told_is_left_to_nobody():
 
 
 async def test_a_stream_that_was_adopted_is_left_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
         async with doomed(engine) as second:
             resumed = second.client.inference.Resume(resume_request(read), timeout=WAIT_S)
             await engine.wait(lambda: request.num_adoptions == 1)
@@ -204,13 +199,9 @@ async def test_a_stream_that_was_adopted_is_left_again():
 
 
 async def test_a_frontend_that_drains_adopts_nothing_and_asks_no_engine():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
             await first.cut()
         async with doomed(engine) as second:
             await second.drain()
@@ -224,13 +215,9 @@ async def test_a_frontend_that_drains_adopts_nothing_and_asks_no_engine():
 
 
 async def test_an_adoption_that_the_cut_overtakes_is_left_to_the_next_frontend():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
             async with doomed(engine) as second:
                 # The first frontend still has it, so that the second one asks again and again.
                 resumed = second.client.inference.Resume(resume_request(read), timeout=WAIT_S)

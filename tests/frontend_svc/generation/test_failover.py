@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
 
-from frontend_svc.generation.failover import MAX_HELD
+from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.failover import MAX_HELD, MAX_PLANNED_MOVES, Failover, Moves, RetryBudget, Wish
+from frontend_svc.generation.suspects import Suspect, Suspects, Turn, in_order
+from frontend_svc.output.loss import LossKind
 from frontend_svc.text.tokenize.id_column import id_column
+from service_kit.clock import FakeClock
+from service_kit.errors import ServiceError, Unavailable
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
+    AT_LENGTH,
     TOKENIZER,
     WAIT_S,
     Client,
     FakeEngine,
     FakeRequest,
+    Script,
     answer,
     details_of,
     read_all,
     serving,
+    serving_one,
 )
 from tests.frontend_svc.token_source import TokenSource, whole_output
 from triptych.api.v1 import embedding_pb2, generate_pb2, model_pb2, request_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
+from triptych.engine.v1 import engine_pb2, session_pb2
 
 CASES = {
     "greedy": {"temperature": 0.0, "seed": 5},
@@ -208,8 +219,7 @@ async def test_without_any_engine_for_the_reconnect_window_requests_end_with_the
 
 
 async def test_new_requests_that_wait_for_an_engine_have_a_limit_and_all_others_are_served():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=WAIT_S) as (client, frontend):
+    async with serving_one(reconnect_window_s=WAIT_S) as (engine, client, frontend):
         await engine.kill()
         await client.wait_ready(is_ready=False)
         calls = [client.generate([5, 6]) for _ in range(MAX_HELD)]
@@ -397,3 +407,432 @@ async def test_a_move_is_an_event_of_the_requests_span():
     shutdown_telemetry()
     root = next(span for span in spans if span.name == "request")
     assert [name for name, _ in root.events] == ["moved"]
+
+
+# A request's way from engine to engine, over engines that are plain objects.
+
+LOST = Unavailable("lost")
+
+
+class Engine:
+    """What `Moves` looks at of a client."""
+
+    model = None
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.received: list[str] = []
+        self.is_long_at_a_step = False
+        self.looks = 0
+        self.on_look: Callable[[], None] = lambda: None
+
+    @property
+    def step_age_s(self) -> float:
+        self.looks += 1
+        self.on_look()
+        return 9.0 if self.is_long_at_a_step else 0.0
+
+
+class Engines:
+    """A directory with one ready engine at a time, the first that is left."""
+
+    reconnect_window_s = 10.0
+
+    def __init__(self, num_engines: int) -> None:
+        self.left = [Engine(f"engine:{index}") for index in range(num_engines)]
+
+    def pick(
+        self, *args: object, is_allowed: Callable[[Engine], bool] = lambda engine: True, **wishes: object
+    ) -> Engine:
+        if self.left and is_allowed(self.left[0]):
+            return self.left[0]
+        raise Unavailable("no engine is ready")
+
+    def ready_for(self, *args: object, **wishes: object) -> list[Engine]:
+        return self.left[:1]
+
+    def expected_until(self, model: object) -> float | None:
+        return None
+
+
+class NoChance(random.Random):
+    """Has nobody wait before a move."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+class MovesWorld:
+    """Requests by name over these engines."""
+
+    def __init__(
+        self, *, num_engines: int, proof_s: float = 2.0, chance: random.Random | None = None
+    ) -> None:
+        self.engines = Engines(num_engines)
+        chance = chance or random.Random(3)
+        self.failover = Failover(self.engines, FakeClock(), chance, proof_s=proof_s)
+        self.moves: dict[str, Moves] = {}
+        self.errors: dict[str, ServiceError] = {}
+        self.changed = asyncio.Event()
+
+    def start(self, name: str) -> None:
+        def send(engine: Engine) -> None:
+            engine.received.append(name)
+            self.changed.set()
+
+        def fail(error: ServiceError) -> None:
+            self.errors[name] = error
+            self.changed.set()
+
+        self.moves[name] = Moves(self.failover, Wish(None, RoutingRequest()), send=send, fail=fail)
+        self.moves[name].start()
+
+    def lose_first(self, cause: LossKind = LossKind.DEATH, *, had_output: bool = False) -> None:
+        """The engine that is used is lost, where not said otherwise before any output of it."""
+        lost = self.engines.left.pop(0)
+        for moves in list(self.moves.values()):
+            if moves.client is not None and moves.client.address == lost.address:
+                moves.lose(cause, LOST, has_begun=had_output, had_output=had_output)
+        self.failover.engines_changed()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def test_nobody_follows_a_suspect_whose_step_may_hang_and_it_is_known_by_the_next_death():
+    world = MovesWorld(num_engines=3, proof_s=0.05)
+    for name in ("a", "b", "c"):
+        world.start(name)
+    world.lose_first()
+    second = world.engines.left[0]
+    second.is_long_at_a_step, second.on_look = True, world.changed.set
+    await world.until(lambda: second.looks == 5)
+    assert len(second.received) == 1
+    world.lose_first()
+    (poison,) = second.received
+    await world.until(lambda: poison in world.errors)
+    assert world.errors[poison].reason == "QUARANTINED"
+    third = world.engines.left[0]
+    await world.until(lambda: len(third.received) == 2)
+    assert poison not in third.received
+    world.failover.close()
+
+
+async def test_others_follow_a_suspect_that_is_merely_slow():
+    world = MovesWorld(num_engines=2, proof_s=0.05)
+    for name in ("a", "b", "c"):
+        world.start(name)
+    world.lose_first()
+    second = world.engines.left[0]
+    await world.until(lambda: len(second.received) == 3)
+    assert sorted(second.received) == ["a", "b", "c"]
+    world.failover.close()
+
+
+async def test_a_request_that_is_about_to_be_sent_on_ends_with_the_frontend():
+    world = MovesWorld(num_engines=2, proof_s=0.05)
+    world.start("a")
+    world.lose_first()
+    world.failover.close()
+    await world.until(lambda: "a" in world.errors)
+    assert world.errors["a"] is LOST
+    assert world.engines.left[0].received == []
+
+
+async def test_engines_that_are_told_to_stop_use_up_neither_moves_nor_the_budget():
+    world = MovesWorld(num_engines=9, chance=NoChance())
+    world.start("a")
+    for _ in range(5):
+        world.lose_first(LossKind.LEFT)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.failover.budget.left == 1024
+    for _ in range(3):
+        world.lose_first(had_output=True)
+        await world.until(lambda: bool(world.engines.left[0].received))
+        world.moves["a"].prove()
+    assert world.failover.budget.left == 1021
+    world.lose_first(had_output=True)
+    assert world.errors == {"a": LOST}
+
+
+async def test_planned_moves_have_a_limit_too():
+    world = MovesWorld(num_engines=MAX_PLANNED_MOVES + 2, chance=NoChance())
+    world.start("a")
+    for _ in range(MAX_PLANNED_MOVES):
+        world.lose_first(LossKind.LEFT)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.errors == {}
+    world.lose_first(LossKind.LEFT)
+    assert world.errors == {"a": LOST}
+
+
+async def test_an_engine_that_lives_and_gives_up_a_session_may_do_so_for_a_fault():
+    """As one whose step cannot be told: where that goes on and on, it is to end."""
+    world = MovesWorld(num_engines=5, chance=NoChance())
+    world.start("a")
+    for _ in range(3):
+        world.lose_first(LossKind.DISMISSAL)
+        await world.until(lambda: bool(world.engines.left[0].received))
+    assert world.failover.budget.left == 1021
+    world.lose_first(LossKind.DISMISSAL)
+    assert world.errors == {"a": LOST}
+
+
+# Requests that have begun, and that the engine they are sent on to does not take.
+
+REFUSALS = [
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+]
+WHY = "logprobs is 50, it takes 0 to 20"
+
+
+def refusing(code: grpc.StatusCode) -> Script:
+
+    def script(engine, request):
+        rejected = engine_pb2.AddRejected(handle=request.handle, attempt=request.entry.attempt)
+        rejected.status.code, rejected.status.message = code.value[0], WHY
+        request.session.send(add_rejected=rejected)
+
+    return script
+
+
+def ending_with(token_id: int) -> Script:
+    """A script that ends each request with one more token."""
+    return lambda engine, request: engine.step({request: [token_id]}, finished={request: AT_LENGTH})
+
+
+async def until_told(client: Client, request_id: str, num_tokens: int) -> None:
+    """Wait until the frontend has so many tokens of a request."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            told = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
+            if told.usage.num_completion_tokens == num_tokens:
+                return
+
+
+async def lose_first(client: Client, engines: Sequence[FakeEngine]) -> None:
+    """The first engine dies for good when the others are there."""
+    for engine in engines[1:]:
+        engine.become_ready()
+    await client.until_engines_are_ready(len(engines))
+    engines[0].is_ready = False
+    engines[0].die()
+
+
+async def make_second_choice(client: Client, frontend, engine: FakeEngine) -> None:
+    """Have `engine` say that it is busy, so that others are preferred."""
+    await engine.wait(lambda: bool(engine.sessions))
+    engine.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
+    async with asyncio.timeout(WAIT_S):
+        while not any(one.info().num_running for one in frontend.directory.clients()):
+            await client.model.ListModels(model_pb2.ListModelsRequest())
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+async def test_what_has_begun_goes_past_an_engine_that_refuses_it_for_whatever_reason(code):
+    engines = [
+        FakeEngine(),
+        FakeEngine(refusing(code), dp_rank=1, is_ready=False),
+        FakeEngine(ending_with(6), dp_rank=2, is_ready=False),
+    ]
+    async with serving(*engines) as (client, frontend):
+        call = client.generate(request_id="mine")
+        (request,) = await engines[0].wait_for_requests(1)
+        engines[0].step({request: [5]})
+        await until_told(client, "mine", 1)
+        await make_second_choice(client, frontend, engines[2])
+        await lose_first(client, engines)
+        assert (await read_all(call))[2] == [5, 6]
+    assert [len(engine.requests) for engine in engines] == [1, 1, 1]
+    assert engines[2].requests[0].output == [5]
+
+
+async def test_an_output_that_has_not_begun_goes_on_with_its_group():
+    engines = [
+        FakeEngine(),
+        FakeEngine(refusing(REFUSALS[0]), dp_rank=1, is_ready=False),
+        FakeEngine(ending_with(6), dp_rank=2, is_ready=False),
+    ]
+    async with serving(*engines) as (client, frontend):
+        call = client.generate(request_id="mine", n=2)
+        _, second = await engines[0].wait_for_requests(2)
+        engines[0].step({second: [5]})
+        await until_told(client, "mine", 1)
+        await make_second_choice(client, frontend, engines[2])
+        await lose_first(client, engines)
+        assert sorted((await read_all(call))[2]) == [5, 6, 6]
+    assert [request.output for request in engines[2].requests] == [[], [5]]
+
+
+@pytest.mark.parametrize("code", REFUSALS[:2])
+async def test_what_has_begun_and_nobody_takes_was_no_mistake_of_its_client(code):
+    engines = [
+        FakeEngine(),
+        FakeEngine(refusing(code), dp_rank=1, is_ready=False),
+        FakeEngine(refusing(code), dp_rank=2, is_ready=False),
+    ]
+    async with serving(*engines) as (client, _):
+        call = client.generate(request_id="mine")
+        (request,) = await engines[0].wait_for_requests(1)
+        engines[0].step({request: [5]})
+        await until_told(client, "mine", 1)
+        await lose_first(client, engines)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert WHY in (caught.value.details() or "")
+    assert "NOT_CONTINUED" in details_of(caught.value)
+    assert "RetryInfo" in details_of(caught.value)
+    assert [len(engine.requests) for engine in engines] == [1, 1, 1]
+
+
+# Who may go where after an engine died, and who may go nowhere any more.
+
+DEATH = LossKind.DEATH
+
+
+def after_death(
+    suspects: Suspects, *, num_fresh: int = 0, num_begun: int = 0, address: str = "a"
+) -> list[Suspect]:
+    """The requests of an engine that died with them, those that had begun first."""
+    lost = [Suspect() for _ in range(num_begun + num_fresh)]
+    for index, suspect in enumerate(lost):
+        assert not suspects.lose(suspect, address, DEATH, had_output=index < num_begun)
+    return lost
+
+
+def send_all(suspects: Suspects, waiting: list[Suspect], address: str) -> list[Suspect]:
+    """Send as many as may go now, in order; returns them."""
+    sent = []
+    for suspect in in_order(waiting):
+        if suspects.may_go(suspect, address):
+            suspects.send(suspect, address)
+            sent.append(suspect)
+    for suspect in sent:
+        waiting.remove(suspect)
+    suspects.settle()
+    return sent
+
+
+def test_requests_without_output_go_one_at_a_time_for_each_engine():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_fresh=3)
+    (first,) = send_all(suspects, waiting, "b")
+    assert len(send_all(suspects, waiting, "c")) == 1
+    assert send_all(suspects, waiting, "b") == []
+    suspects.clear(first)
+    assert len(send_all(suspects, waiting, "b")) == 1
+
+
+def test_those_that_had_begun_go_before_them_in_groups_that_double():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_begun=9, num_fresh=2)
+    sizes, turns = [], []
+    while waiting:
+        sent = send_all(suspects, waiting, "b")
+        assert send_all(suspects, waiting, "b") == []
+        for suspect in sent[1:]:
+            suspects.clear(suspect)
+            assert send_all(suspects, waiting, "b") == []
+        turns += [suspect.turn for suspect in sent[:1]]
+        suspects.clear(sent[0])
+        sizes.append(len(sent))
+    assert sizes == [1, 2, 4, 2, 1, 1]
+    assert turns == [Turn.IN_GROUP] * 4 + [Turn.ALONE] * 2
+
+
+def test_the_one_suspect_of_two_dead_engines_is_quarantined_and_no_other():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_fresh=2)
+    (first,) = send_all(suspects, waiting, "b")
+    others = [Suspect(), Suspect()]
+    assert suspects.lose(first, "b", DEATH, had_output=False)
+    assert not any(suspects.lose(other, "b", DEATH, had_output=True) for other in others)
+    assert (first.num_deaths, others[0].num_deaths) == (2, 1)
+
+
+def test_of_several_suspects_none_is_quarantined_and_each_goes_alone():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_begun=3)
+    (first,) = send_all(suspects, waiting, "b")
+    suspects.clear(first)
+    both = send_all(suspects, waiting, "b")
+    assert len(both) == 2
+    assert not any(suspects.lose(suspect, "b", DEATH, had_output=False) for suspect in both)
+    assert {suspect.turn for suspect in both} == {Turn.ALONE}
+    (alone,) = send_all(suspects, both, "c")
+    assert suspects.lose(alone, "c", DEATH, had_output=False)
+
+
+def test_output_clears_a_request_whatever_it_was_present_at():
+    suspects = Suspects()
+    (suspect,) = after_death(suspects, num_fresh=1)
+    suspects.send(suspect, "b")
+    suspects.clear(suspect)
+    assert (suspect.turn, suspect.num_deaths) == (Turn.AT_ONCE, 0)
+    assert not suspects.lose(suspect, "b", DEATH, had_output=True)
+
+
+@pytest.mark.parametrize("kind", [LossKind.SILENCE, LossKind.LEFT, LossKind.REFUSED])
+def test_only_deaths_count(kind):
+    suspects = Suspects()
+    innocent, (suspect,) = Suspect(), after_death(suspects, num_fresh=1)
+    suspects.send(suspect, "b")
+    assert not suspects.lose(innocent, "b", kind, had_output=False)
+    assert not suspects.lose(suspect, "b", kind, had_output=False)
+    assert (innocent.turn, innocent.num_deaths) == (Turn.AT_ONCE, 0)
+    assert (suspect.turn, suspect.num_deaths, suspects.num_unproven) == (Turn.ALONE, 1, 0)
+
+
+def test_who_yields_nothing_for_long_lets_others_pass_and_stays_a_suspect():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_fresh=2)
+    (slow,) = send_all(suspects, waiting, "b")
+    suspects.pass_over(slow)
+    (other,) = send_all(suspects, waiting, "b")
+    assert not suspects.lose(slow, "b", DEATH, had_output=False)
+    assert not suspects.lose(other, "b", DEATH, had_output=False)
+
+
+def test_one_that_ends_gives_its_place_to_the_next():
+    suspects = Suspects()
+    waiting = after_death(suspects, num_fresh=2)
+    (first,) = send_all(suspects, waiting, "b")
+    suspects.clear(first)
+    assert len(send_all(suspects, waiting, "b")) == 1
+
+
+# The budget for sending requests again.
+
+
+def test_it_is_full_at_the_start_and_empty_after_as_many_repetitions():
+    budget = RetryBudget(FakeClock())
+    assert [budget.take() for _ in range(1025)] == [True] * 1024 + [False]
+    assert budget.left == 0
+
+
+def test_ten_requests_that_end_well_or_a_second_give_one_back():
+    clock = FakeClock()
+    budget = RetryBudget(clock, capacity=2)
+    assert (budget.take(), budget.take()) == (True, True)
+    for _ in range(9):
+        budget.give_back()
+    assert not budget.take()
+    budget.give_back()
+    budget.give_back()
+    assert (budget.take(), budget.take()) == (True, False)
+    clock.advance(1)
+    assert budget.take()
+
+
+def test_it_never_holds_more_than_at_the_start():
+    clock = FakeClock()
+    budget = RetryBudget(clock, capacity=2)
+    clock.advance(1000)
+    budget.give_back()
+    assert [budget.take() for _ in range(3)] == [True, True, False]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import itertools
+import tracemalloc
+from dataclasses import dataclass
 
 import grpc
 import pytest
 
+from frontend_svc.api.generate_stream import stream_generate
 from frontend_svc.build import Frontend
 from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.generation import OpenRequest
+from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import Output, OutputKind
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import DeadlineExceeded
+from service_kit.clock import FakeClock
+from service_kit.errors import DeadlineExceeded, NotFound
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -30,6 +37,7 @@ from tests.frontend_svc.fakes import (
     make_request,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.api.v1 import inference_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
@@ -109,9 +117,8 @@ async def test_cumulative_and_final_only_outputs():
     assert final == ["started", "delta", "finished"]
 
 
-async def test_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+async def test_84_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
+    async with serving_one() as (engine, client, _):
         call = client.generate(stop=["mat"])
         (request,) = await engine.wait_for_requests(1)
         ids = TOKENIZER.encode(TEXT).ids
@@ -147,8 +154,7 @@ async def test_output_that_repeats_itself_ends_whole_and_with_a_reason_of_its_ow
 
 
 async def test_cancel_before_the_first_token_aborts():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         call.cancel()
@@ -161,30 +167,6 @@ async def test_cancel_before_the_first_token_aborts():
         engine.step({requests[1]: [5]}, finished={requests[1]: AT_LENGTH})
         await read_all(other)
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
-
-
-async def test_cancel_in_the_middle_aborts():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        call = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        engine.step({request: [5, 6]})
-        assert (await call.read()).WhichOneof("event") == "started"
-        call.cancel()
-        await engine.wait(lambda: request.abort_reason is not None)
-
-
-async def test_deadline_aborts_with_its_reason():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        call = client.generate(timeout=2.0)
-        (request,) = await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(call)
-        await engine.wait(lambda: request.abort_reason is not None)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < request.entry.remaining_ms < 2500
-    assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 
 async def test_a_deadline_that_the_engine_sees_first_is_no_finished_stream():
@@ -231,8 +213,7 @@ async def test_cancel_at_many_phases_leaves_nothing():
 
 
 async def test_a_lost_engine_ends_its_requests_with_unavailable_and_a_time_to_retry():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         calls = [client.generate() for _ in range(3)]
         requests = await engine.wait_for_requests(3)
         engine.step({requests[0]: [5]})
@@ -274,39 +255,7 @@ async def test_a_slow_reader_is_ended_and_aborted():
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_duplicate_id_in_flight_is_refused_and_free_afterwards():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
-        first = client.generate(request_id="x")
-        await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate(request_id="x"))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        engine.step({engine.requests[0]: [5]}, finished={engine.requests[0]: AT_LENGTH})
-        await read_all(first)
-        engine.script = answer("y")
-        assert (await read_all(client.generate(request_id="x")))[1] == "y"
-
-
-async def test_a_full_queue_is_refused_until_a_first_token_came():
-    engine = FakeEngine()
-    async with serving(engine, max_queued_requests=1) as (client, _):
-        first = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate())
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "RetryInfo" in details_of(caught.value)
-        engine.step({request: [5]})
-        await first.read()
-        engine.script = answer("y")
-        assert (await read_all(client.generate()))[1] == "y"
-        first.cancel()
-        await engine.wait(lambda: request.abort_reason is not None)
-
-
 def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
-    """A script that takes no request."""
     rejected = engine_pb2.AddRejected(handle=request.handle, retry_after_ms=250)
     rejected.status.code = code.value[0]
     rejected.status.message = "not now"
@@ -353,22 +302,6 @@ async def test_a_request_is_sent_to_each_engine_once_and_only_where_that_may_hel
     assert num_sent == ([1, 1, 1] if code is grpc.StatusCode.UNAVAILABLE else [0, 0, 1])
 
 
-async def test_draining_finishes_streams_and_refuses_new_ones():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
-        running = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        drain = asyncio.ensure_future(frontend.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not drain.done()
-        engine.step({request: [5]}, finished={request: AT_LENGTH})
-        await read_all(running)
-        await asyncio.wait_for(drain, WAIT_S)
-
-
 async def test_spans_join_the_clients_trace_and_ids_come_back():
     setup_telemetry("frontend", instance="0", log_level="error")
     trace_id, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -398,3 +331,187 @@ async def test_spans_join_the_clients_trace_and_ids_come_back():
     assert engine.requests[0].entry.trace_context.traceparent == f"00-{trace_id}-{root.span_id}-01"
     second = [span for span in spans if span.name == "request"][1]
     assert [name for name, _ in second.events] == ["aborted"]
+
+
+# The deadline of a call, wherever its request is when it passes.
+
+# Long enough for a request to be in its engine before, also on a machine that is busy.
+DEADLINE_S = 2.0
+
+
+async def ends_late(call) -> None:
+    """Read a call to its end, which is its deadline."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place():
+    engine = FakeEngine(answer("y"))
+    async with serving(engine, max_queued_requests=1) as (client, frontend):
+        caller = Caller("call", "", "", lambda: -0.5, 1.0)
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream_generate(frontend.generation, make_request(request_id="x"), caller))
+        assert not engine.requests
+        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
+        assert (await read_all(client.generate(request_id="x")))[1] == "y"
+
+
+async def test_a_deadline_in_the_queue_gives_the_place_back():
+    async with serving_one(max_queued_requests=1) as (engine, client, frontend):
+        call = client.generate(timeout=DEADLINE_S)
+        (request,) = await engine.wait_for_requests(1)
+        await ends_late(call)
+        await engine.wait(lambda: request.abort_reason is not None)
+        assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
+        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
+        engine.script = answer("y")
+        assert (await read_all(client.generate()))[1] == "y"
+
+
+async def test_a_deadline_while_it_runs_aborts_all_outputs_of_the_request():
+    async with serving_one() as (engine, client, frontend):
+        call = client.generate(timeout=DEADLINE_S, n=2)
+        requests = list(await engine.wait_for_requests(2))
+        for request in requests:
+            engine.step({request: [5]})
+        await ends_late(call)
+        await engine.wait(lambda: all(request.abort_reason is not None for request in requests))
+        assert len(frontend.requests) == 0
+    assert {request.abort_reason for request in requests} == {engine_pb2.ABORT_REASON_DEADLINE}
+
+
+async def test_an_engine_is_told_what_is_left_of_the_deadline_and_nothing_where_there_is_none():
+    engine = FakeEngine(answer("y"))
+    async with serving(engine) as (client, _):
+        await read_all(client.generate(timeout=8.0))
+        await read_all(client.inference.Generate(make_request()))
+    told = [request.entry.remaining_ms for request in engine.requests]
+    assert 0 < told[0] <= 8100
+    assert not engine.requests[1].entry.HasField("remaining_ms")
+
+
+async def test_others_go_on_when_one_is_late():
+    async with serving_one() as (engine, client, _):
+        late, other = client.generate(timeout=DEADLINE_S), client.generate()
+        requests = list(await engine.wait_for_requests(2))
+        await ends_late(late)
+        await engine.wait(lambda: any(request.abort_reason is not None for request in requests))
+        (left,) = [request for request in requests if request.abort_reason is None]
+        answer("y")(engine, left)
+        assert (await asyncio.wait_for(read_all(other), WAIT_S))[1] == "y"
+
+
+# What has ended leaves nothing that only a full collection would find.
+
+_LONG = 1_000_000  # characters of an id that is refused
+
+
+async def test_a_request_that_has_ended_is_freed_without_a_collection() -> None:
+    async with serving(FakeEngine(answer("sat"))) as (client, _):
+        gc.collect()
+        gc.disable()
+        held = len(_open_requests())  # by a test before, for all that this one knows
+        try:
+            await read_all(client.generate())
+            async with asyncio.timeout(WAIT_S):
+                # What the call still does after its last message has no event.
+                while len(_open_requests()) > held:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        finally:
+            gc.enable()
+
+
+async def test_of_a_request_that_was_refused_nothing_large_waits_for_a_collection() -> None:
+    async with serving(FakeEngine()) as (client, _):
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(8):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await client.inference.GenerateUnary(_too_long(), timeout=WAIT_S)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await read_all(client.generate(request_id="i" * _LONG))
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    # The last one may still be on its way out.
+    assert held < 4 * _LONG
+
+
+def _too_long() -> inference_pb2.GenerateUnaryRequest:
+    return inference_pb2.GenerateUnaryRequest(request=make_request(request_id="i" * _LONG))
+
+
+def _open_requests() -> list[OpenRequest]:
+    return [one for one in gc.get_objects() if type(one) is OpenRequest]
+
+
+# Open requests by the ids that name them.
+
+
+@dataclass
+class FakeProgress:
+    """A request that somebody sent."""
+
+    phase: RequestPhase = RequestPhase.RUNNING
+    num_prompt_tokens: int = 7
+    num_cached_tokens: int = 4
+    num_sampled_tokens: int = 3
+    engine_id: str = "engine-1"
+    num_attempts: int = 2
+    num_ends: int = 0
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+def test_a_request_is_found_by_its_own_id_and_by_its_calls_while_it_is_open():
+    requests = OpenRequests(FakeClock())
+    with requests.track("mine", "call"):
+        assert {requests.facts(name).request_id for name in ("mine", "call")} == {"mine"}
+    for name in ("mine", "call"):
+        with pytest.raises(NotFound, match=name):
+            requests.facts(name)
+    assert len(requests) == 0
+
+
+def test_what_is_told_of_a_request_before_and_after_it_was_sent():
+    clock = FakeClock()
+    requests = OpenRequests(clock)
+    with requests.track("", "call") as tracked:
+        clock.advance(2.5)
+        before = requests.facts("call")
+        assert (before.phase, before.age_s, before.num_attempts) == (RequestPhase.QUEUED, 2.5, 0)
+        tracked.follow(FakeProgress())
+        after = requests.facts("call")
+    assert (after.request_id, after.phase, after.engine_id) == ("call", RequestPhase.RUNNING, "engine-1")
+    assert (after.num_prompt_tokens, after.num_cached_tokens, after.num_sampled_tokens) == (7, 4, 3)
+    assert after.num_attempts == 2
+
+
+def test_an_id_of_several_requests_aborts_all_and_tells_of_the_first():
+    clock = FakeClock()
+    requests = OpenRequests(clock)
+    progresses = [FakeProgress(RequestPhase.FINISHED), FakeProgress(), FakeProgress()]
+    with requests.track("a", "call") as first, requests.track("b", "call") as second:
+        first.follow(progresses[0])
+        second.follow(progresses[1])
+        with requests.track("c", "other") as third:
+            third.follow(progresses[2])
+            assert requests.facts("call").request_id == "a"
+            assert requests.abort("call") is RequestPhase.RUNNING
+        assert requests.abort("a") is RequestPhase.FINISHED
+    assert [progress.num_ends for progress in progresses] == [2, 1, 0]
+
+
+def test_an_abort_before_it_was_sent_ends_it_when_it_is():
+    requests = OpenRequests(FakeClock())
+    progress = FakeProgress(RequestPhase.QUEUED)
+    with requests.track("a", "") as tracked:
+        assert requests.abort("a") is RequestPhase.QUEUED
+        tracked.follow(progress)
+    assert progress.num_ends == 1

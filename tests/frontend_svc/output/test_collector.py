@@ -31,7 +31,6 @@ def collector(
 
 
 async def piece_of(slot: Collector) -> OutputPiece:
-    """The one piece that is to be had."""
     (piece,) = (await slot.get()).pieces
     return piece
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 import pytest
@@ -9,11 +10,14 @@ import pytest
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
+from frontend_svc.output.pooling_state import Pooled, PoolingState
+from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import InvalidArgument, Unavailable
+from service_kit.errors import Aborted, Internal, InvalidArgument, Unavailable
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
+from triptych.common.v1 import tensor_pb2
 
 TOKENIZER = byte_level_tokenizer()
 EOS_ID = id_of(TOKENIZER, EOS)
@@ -60,7 +64,7 @@ async def test_stop_string_across_steps_ends_the_request():
     assert (output.text, output.token_ids) == ("ab", letters("abcd"))
 
 
-async def test_first_min_tokens_cannot_complete_a_stop_string():
+async def test_82_first_min_tokens_cannot_complete_a_stop_string():
     ids = TOKENIZER.encode(" is Lee, and I'm a student").ids
     text_of_5 = TOKENIZER.decode(ids[:5])
     output = await run(state("e", min_tokens=5), *[[token_id] for token_id in ids])
@@ -172,3 +176,69 @@ async def test_places_of_the_prompt_that_were_told_are_not_told_again():
     told = (await collector.get()).prompt_logprobs
     assert told is not None
     assert (told.token_ids, told.logprobs) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])
+
+
+# A pooling request among others in flight.
+
+TENSOR = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1], inline=b"0000")
+AT_STOP = Ending(EndReason.STOP)
+
+
+def registered() -> tuple[OutputProcessor, PoolingState, list[int]]:
+    ended: list[int] = []
+    processor, state = OutputProcessor(on_end=ended.append), PoolingState()
+    processor.register(7, state)
+    return processor, state, ended
+
+
+async def test_the_result_is_there_when_the_request_ends_and_nothing_is_aborted():
+    processor, state, ended = registered()
+    told = StepColumns([9, 7], [0, 0], [], {}, {1: 16}, pooled={1: TENSOR, 0: TENSOR})
+    assert processor.process(told) == []
+    assert 7 in processor
+    assert processor.process(StepColumns([7], [0], [], {0: AT_STOP}, {})) == []
+    assert await state.result() == Pooled(TENSOR, 16)
+    assert (len(processor), ended) == (0, [7])
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [(EndReason.STOP, Internal), (EndReason.ERROR, Internal), (EndReason.ABORT, Aborted)],
+)
+async def test_an_end_without_a_result_is_an_error(reason, error):
+    processor, state, _ = registered()
+    processor.process(StepColumns([7], [0], [], {0: Ending(reason)}, {}))
+    with pytest.raises(error):
+        await state.result()
+
+
+async def test_a_lost_engine_ends_it():
+    processor, state, ended = registered()
+    processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
+    with pytest.raises(Unavailable, match="was lost"):
+        await state.result()
+    assert ended == [7]
+
+
+async def test_what_comes_after_its_reader_has_gone_changes_nothing():
+    processor, state, _ = registered()
+    reader = asyncio.ensure_future(state.result())
+    # Behind the reader's own first turn, in which it begins to wait.
+    asyncio.get_running_loop().call_soon(reader.cancel)
+    await asyncio.wait({reader})
+    assert processor.fail(7, Unavailable("too late"))
+    assert state.advance([], AT_STOP) == AT_STOP
+    assert reader.cancelled()
+
+
+async def test_a_loss_or_a_refusal_for_now_is_told_and_another_engine_may_end_it():
+    processor, state, _ = registered()
+    told = []
+    state.on_lost = lambda cause, error: told.append(cause)
+    processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
+    processor.register(8, state)
+    assert processor.fail(8, Unavailable("drains"))
+    processor.register(9, state)
+    processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, pooled={0: TENSOR}))
+    assert (await state.result()).tensor == TENSOR
+    assert told == [LossKind.DEATH, LossKind.REFUSED]

@@ -103,7 +103,6 @@ PROMPTS = ["", "<think>", "[THINK]\n", "<think>\n\n</think>\n\n"]
 
 
 def fragments_of(*lists: list[str]) -> st.SearchStrategy[str]:
-    """Texts that are joined of these."""
     return st.lists(st.sampled_from([each for fragments in lists for each in fragments]), max_size=8).map(
         "".join
     )

@@ -13,12 +13,10 @@ BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 
 def v3(name: str, arguments: str) -> str:
-    """A call as V3 and R1 write it."""
     return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
 
 
 def v31(name: str, arguments: str) -> str:
-    """A call as V3.1 writes it."""
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
 
 

@@ -62,7 +62,6 @@ def rules(**changes: object) -> CallRules:
 
 
 def run(parser: PieceParser, chunks: Iterable[str]) -> Message:
-    """Feed `chunks` and finish."""
     pieces: list[Piece] = []
     for chunk in chunks:
         pieces += parser.feed(chunk)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.frontend_svc.fakes import WAIT_S, FakeEngine, serving
+from tests.frontend_svc.fakes import WAIT_S, serving_one
 
 KEYS = ("event_loop_lag_p50_ms", "event_loop_lag_p99_ms", "event_loop_lag_max_ms")
 
 
 async def test_the_lag_is_sampled_while_a_request_is_open_and_not_after_it():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         assert frontend.loop_lag.num_samples == 0
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from frontend_svc.text.detokenizer import Detokenizer
+from frontend_svc.text.stop_strings import StopBuffer, StopHit, find_stop
 from tests.frontend_svc.tokenizers import (
     EOS,
     SAMPLES,
@@ -153,3 +154,62 @@ def test_markers_are_shown_where_other_special_tokens_are_left_out():
     )
     ids = [end, pad, *BYTE_LEVEL.encode("a").ids, end]
     assert "".join(map(stream.feed, ids)) + stream.flush() == "<|pad|>a"
+
+
+# Stop strings: which one, where the text is cut, and what is never shown.
+
+
+@pytest.mark.parametrize("stops", [["a", "is"], ["is", "a"]])
+@pytest.mark.parametrize(("include", "num_kept"), [(False, 10), (True, 12)])
+def test_the_stop_that_completes_first_wins_whatever_the_list_order(stops, include, num_kept):
+    assert find_stop("0123456789is a", 4, stops, include=include) == StopHit("is", num_kept)
+
+
+def test_a_short_stop_inside_a_long_one_completes_first():
+    assert find_stop("abc", 3, ["abc", "b"], include=False) == StopHit("b", 1)
+
+
+@pytest.mark.parametrize("stops", [["bc", "abc"], ["abc", "bc"]])
+def test_ties_go_by_list_order(stops):
+    hit = find_stop("abc", 3, stops, include=False)
+    assert hit is not None and hit.stop == stops[0]
+
+
+def test_a_match_at_the_very_end_with_include_cuts_nothing():
+    assert find_stop("xis", 2, ["is"], include=True) == StopHit("is", 3)
+
+
+def test_no_new_text_or_no_stops_is_no_match():
+    assert find_stop("is", 0, ["is"], include=False) is None
+    assert find_stop("is", 2, [], include=False) is None
+
+
+def test_a_match_may_begin_in_old_text_but_must_end_in_new():
+    assert find_stop("i" + "s", 1, ["is"], include=False) == StopHit("is", 0)
+    assert find_stop("is" + "x", 1, ["is"], include=False) is None
+
+
+def test_stop_in_the_middle_of_tokens_cuts_the_text():
+    for include, expected in ((False, "or"), (True, "organi")):
+        buffer = StopBuffer(["gani"], include=include)
+        shown = ""
+        stop = None
+        for piece in ("or", "gan", "ization"):
+            text, stop = buffer.push(piece, len(piece))
+            shown += text
+            if stop:
+                break
+        assert (shown, stop) == (expected, "gani")
+
+
+def test_nothing_of_a_possible_stop_is_shown_until_it_is_none():
+    buffer = StopBuffer(["END."], include=False)
+    assert buffer.push("textEND", 7) == ("text", None)
+    assert buffer.push("S", 1) == ("E", None)
+    assert buffer.flush() == "NDS"
+
+
+def test_unscanned_text_cannot_complete_a_stop():
+    buffer = StopBuffer(["e"], include=False)
+    assert buffer.push(" is Lee", 0) == (" is Lee", None)
+    assert buffer.push(", he", 4) == (", h", "e")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from frontend_svc.text.model import (
     read_eos_token_ids,
     read_generation_defaults,
 )
+from frontend_svc.text.tokenize.text_files import TextFiles
 
 
 def test_no_file_is_no_defaults():
@@ -85,3 +87,25 @@ def test_classes_are_named_in_order_or_not_at_all():
     assert read_class_labels(b'{"id2label": {"0": "bad", "2": "good"}}') == ()
     assert read_class_labels(b'{"id2label": 5}') == ()
     assert read_class_labels(b"") == ()
+
+
+# The key of a model's files.
+
+
+def test_the_key_is_of_all_files_and_of_their_borders():
+    given = [
+        TextFiles(b"ab", b"c", b""),
+        TextFiles(b"a", b"bc", b""),
+        TextFiles(b"abc"),
+        TextFiles(b"", b"", b"abc"),
+    ]
+    assert len({files.key for files in given}) == len(given)
+    assert TextFiles(b"ab", b"c").key == given[0].key
+
+
+def test_each_file_has_its_own_digest_by_its_name():
+    files = TextFiles(b"a", chat_template=b"b")
+    assert files.digests == {
+        "tokenizer.json": hashlib.sha256(b"a").hexdigest(),
+        "chat_template.jinja": hashlib.sha256(b"b").hexdigest(),
+    }

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from array import array
 
 import pytest
+from tokenizers import Tokenizer
 
+from engine_svc.convert.sampling import to_sampling
+from engine_svc.core.facts import EngineFacts
+from frontend_svc.text.bad_words import bad_word_sequences
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.sampling import (
@@ -16,7 +23,15 @@ from frontend_svc.text.sampling import (
     stream_interval,
 )
 from service_kit.errors import InvalidArgument, Unimplemented
+from tests.engine_svc.session.service_rig import make_facts
+from tests.frontend_svc.tokenizers import (
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    id_of,
+    word_piece_tokenizer,
+)
 from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
 
 VOCAB_SIZE = 600
 LIMITS = RequestLimits()
@@ -339,3 +354,188 @@ def test_prompt_logprobs_of_a_long_prompt_have_a_limit_of_entries():
     with pytest.raises(InvalidArgument, match="600000 entries for 1000 prompt tokens"):
         check(1000, prompt_logprobs=-1)
     check(10_000, logprobs=20, logprob_token_ids=[1])
+
+
+# What a frontend lets through, an engine takes: the two check the same parameters one after the other.
+
+FACTS = make_facts()
+NUM_PROMPT_TOKENS = 10
+MODEL_DEFAULTS = GenerationDefaults(0.6, 0.9, 20, 64, 0.1, 0.5, -0.5, 1.25)
+
+
+def accepted(sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults) -> bool:
+    """Whether the frontend sends these parameters at all."""
+    violations = Violations()
+    check_sampling(
+        sampling, vocab_size=FACTS.vocab_size, limits=LIMITS, violations=violations, defaults=defaults
+    )
+    try:
+        violations.raise_if_any()
+        refuse_unserved(sampling)
+        check_fit(
+            sampling,
+            num_prompt_tokens=NUM_PROMPT_TOKENS,
+            max_model_len=FACTS.max_model_len,
+            vocab_size=FACTS.vocab_size,
+            limits=LIMITS,
+        )
+    except (InvalidArgument, Unimplemented):
+        return False
+    return True
+
+
+def sent(sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults) -> add_pb2.AddEntry:
+    """The part of the ADD that an engine reads sampling from."""
+    column = array("I", [1, 2])
+    if sys.byteorder == "big":
+        column.byteswap()
+    completed = complete_sampling(
+        sampling,
+        defaults,
+        vocab_size=FACTS.vocab_size,
+        max_new_tokens=FACTS.max_model_len - NUM_PROMPT_TOKENS,
+    )
+    bad_words = [add_pb2.TokenSequence(token_ids=column.tobytes())] if sampling.bad_words else []
+    return add_pb2.AddEntry(sampling=completed, request_seed=7, bad_words=bad_words)
+
+
+def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams:
+    """Parameters of which most are within their ranges, and many at an end of them."""
+    ids = [rng.randrange(facts.vocab_size + rng.choice([0, 0, 0, 1])) for _ in range(rng.randint(0, 3))]
+    wishes = {
+        "temperature": rng.choice([0.0, 1e-6, 0.005, 0.7, 2.0]),
+        "top_p": rng.choice([1e-6, 0.5, 1.0]),
+        "top_k": rng.choice([-1, 0, 1, facts.vocab_size, 10**12]),
+        "min_p": rng.choice([0.0, 0.5, 1.0]),
+        "presence_penalty": rng.choice([-2.0, 0.0, 2.0]),
+        "frequency_penalty": rng.choice([-2.0, 0.0, 2.0]),
+        "repetition_penalty": rng.choice([0.001, 1.0, 1000.0]),
+        "seed": rng.choice([0, 2**64 - 1]),
+        "max_tokens": rng.choice([1, 5, facts.max_model_len - NUM_PROMPT_TOKENS]),
+        "min_tokens": rng.choice([0, 1, 5]),
+        "n": rng.choice([1, 1, 64]),
+        "stop": ["x"],
+        "stop_token_ids": ids,
+        "ignore_eos": True,
+        "allowed_token_ids": ids,
+        "bad_words": ["x"],
+        "logprobs": rng.choice([0, 1, 20]),
+        "prompt_logprobs": rng.choice([0, 1, 20]),
+        "logprob_token_ids": ids,
+        "logit_bias": [sampling_pb2.LogitBias(token_id=i, bias=rng.choice([-100.0, 100.0])) for i in ids],
+        "stream_interval": rng.choice([1, 4096]),
+        "repetition_detection": sampling_pb2.RepetitionDetection(
+            max_pattern_size=rng.choice([0, 1, 256]), min_count=rng.choice([2, 64])
+        ),
+        "skip_reading_prefix_cache": rng.random() < 0.5,
+    }
+    chosen = rng.sample(sorted(wishes), rng.randint(0, len(wishes)))
+    return sampling_pb2.SamplingParams(**{name: wishes[name] for name in chosen})
+
+
+@pytest.mark.parametrize("defaults", [GenerationDefaults(), MODEL_DEFAULTS], ids=["plain", "the model's"])
+def test_an_engine_takes_every_request_that_a_frontend_sends(defaults):
+    rng = random.Random(1)
+    num_sent = 0
+    for _ in range(2000):
+        sampling = drawn(rng, FACTS)
+        if accepted(sampling, defaults):
+            taken = to_sampling(sent(sampling, defaults), FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+            assert taken.max_tokens >= taken.min_tokens >= sampling.min_tokens
+            num_sent += 1
+    assert num_sent > 800
+
+
+def test_96_of_several_end_of_sequence_ids_the_first_is_the_main_one_and_the_others_stop_as_well():
+    first, second = FACTS.eos_token_ids
+    plain = sampling_pb2.SamplingParams(stop_token_ids=[3])
+    taken = to_sampling(sent(plain, GenerationDefaults()), FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    assert (taken.eos_token_id, taken.stop_token_ids) == (first, {3, second})
+    going_on = sampling_pb2.SamplingParams(stop_token_ids=[3], ignore_eos=True, min_tokens=4)
+    taken = to_sampling(sent(going_on, GenerationDefaults()), FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    assert taken.end_token_ids == {3}
+    assert taken.min_tokens == 4
+
+
+# Breaches of limits: told together, and no more of them than a status carries.
+
+
+def test_a_count_within_its_range_is_fine_and_another_is_noted():
+    violations = Violations()
+    assert violations.need_count("n", 2, "ids", 0, 2)
+    assert not violations.need_count("n", 3, "ids", 0, 2)
+    with pytest.raises(InvalidArgument) as caught:
+        violations.raise_if_any()
+    assert caught.value.violations == [("n", "n has 3 ids, must have at most 2")]
+
+
+def test_of_very_many_breaches_the_first_are_kept():
+    violations = Violations()
+    for index in range(100_000):
+        violations.add("a", index, "must be something else")
+        violations.need(False, "b", index, "must be something else")
+        violations.need_count("c", index + 1, "ids", 0, 0)
+    with pytest.raises(InvalidArgument) as caught:
+        violations.raise_if_any()
+    assert len(caught.value.violations) == 64
+    assert caught.value.violations[0] == ("a", "a is 0, must be something else")
+    assert len(caught.value.message) < 10_000
+
+
+# Words that may not appear, with real tokens.
+
+
+class Encoder:
+    """Tokenizes at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+
+
+async def test_a_word_is_forbidden_with_and_without_a_space_before_it():
+    sequences = await bad_word_sequences(["cat"], Encoder(BYTE_LEVEL))
+    assert [BYTE_LEVEL.decode(ids) for ids in sequences] == ["cat", " cat"]
+    assert sequences[1] == [id_of(BYTE_LEVEL, "Ġcat")]
+
+
+async def test_spaces_before_a_word_mean_neither_form():
+    encoder = Encoder(BYTE_LEVEL)
+    assert await bad_word_sequences(["  cat"], encoder) == await bad_word_sequences(["cat"], encoder)
+
+
+async def test_a_form_that_another_forbids_already_is_left_out():
+    # Without a token of its own for a word with a space, the space stands before the same tokens.
+    tokenizer = word_piece_tokenizer()
+    (only,) = await bad_word_sequences(["student"], Encoder(tokenizer))
+    assert tokenizer.decode(only) == "student"
+
+
+async def test_each_sequence_is_sent_once_in_the_order_of_the_words():
+    sequences = await bad_word_sequences(["dog", "cat", " dog"], Encoder(BYTE_LEVEL))
+    assert [BYTE_LEVEL.decode(ids) for ids in sequences] == ["dog", " dog", "cat", " cat"]
+
+
+async def test_a_word_of_rare_characters_is_a_sequence_of_bytes():
+    tokenizer = byte_fallback_tokenizer()
+    sequences = await bad_word_sequences(["本"], Encoder(tokenizer))
+    assert [id_of(tokenizer, f"<0x{byte:02X}>") for byte in "本".encode()] == sequences[0][-3:]
+
+
+async def test_words_without_tokens_and_with_too_many_are_all_told():
+    words = ["cat", " ", "q" * 300]
+    with pytest.raises(InvalidArgument) as caught:
+        await bad_word_sequences(words, Encoder(BYTE_LEVEL))
+    assert [description for _, description in caught.value.violations] == [
+        "sampling.bad_words[1] has 0 tokens, must have 1..64",
+        "sampling.bad_words[2] has 300 tokens, must have 1..64",
+    ]
+
+
+async def test_no_words_are_no_sequences():
+    assert await bad_word_sequences([], Encoder(BYTE_LEVEL)) == []

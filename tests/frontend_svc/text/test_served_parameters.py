@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 
-import grpc
 import pytest
 
 from tests.frontend_svc.fakes import (
@@ -18,12 +16,12 @@ from tests.frontend_svc.fakes import (
     FakeRequest,
     Script,
     answer,
-    details_of,
     read_all,
     serving,
+    serving_one,
 )
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import engine_pb2, step_pb2
+from triptych.engine.v1 import step_pb2
 
 TEXT = " is Lee, and I'm a student at the organization."
 IDS = TOKENIZER.encode(TEXT).ids
@@ -59,14 +57,6 @@ async def test_81_a_stop_string_ends_the_text_within_a_token(stop, include, end)
     assert finished.stop_match == output_pb2.StopMatch(string=stop)
     # The token that completes it is there whole.
     assert TOKENIZER.decode(ids).endswith(" organization")
-
-
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, " is L"), (5, " is Lee, and I'm a stud")])
-async def test_82_the_first_min_tokens_cannot_complete_a_stop_string(min_tokens, text):
-    async with serving(FakeEngine(answer(TEXT))) as (client, _):
-        _, got, _, finished = await read_all(client.generate("My name", stop=["e"], min_tokens=min_tokens))
-    assert got == text
-    assert finished.stop_match.string == "e"
 
 
 async def test_83_each_way_to_end_has_its_reason_and_its_match():
@@ -132,30 +122,9 @@ async def test_84_a_stop_token_is_shown_only_on_demand_but_is_in_ids_and_logprob
     assert engine.requests[0].abort_reason is None
 
 
-async def test_84_a_stop_string_sends_one_abort_and_nothing_follows():
-    def script(engine: FakeEngine, request: FakeRequest) -> None:
-        for token_id in IDS:
-            engine.step({request: [token_id]})
-
-    engine = FakeEngine(script)
-    async with serving(engine) as (client, _):
-        _, text, ids, finished = await read_all(client.generate("My name", stop=["Lee"]))
-        # What the engine sends behind it, the end included, is for nobody, and asks for nothing.
-        first = engine.requests[0]
-        await engine.wait(lambda: first.abort_reason is not None)
-        engine.step({first: IDS}, finished={first: AT_LENGTH})
-        await read_all(client.generate("My name", max_tokens=1, stop=["Lee"]))
-        await engine.wait(lambda: engine.requests[1].abort_reason is not None)
-    assert (text, finished.stop_match.string) == (" is ", "Lee")
-    assert ids == IDS[:2]
-    assert [request.abort_reason for request in engine.requests] == [engine_pb2.ABORT_REASON_STOP_STRING] * 2
-    assert [request.num_aborts for request in engine.requests] == [1, 1]
-
-
 @pytest.mark.parametrize(("asked", "effective"), [(1, 5), (10, 10)])
 async def test_85_a_delta_has_at_least_the_services_interval_and_the_text_is_the_same(asked, effective):
-    engine = FakeEngine()
-    async with serving(engine, stream_interval=5) as (client, _):
+    async with serving_one(stream_interval=5) as (engine, client, _):
         call = client.generate("My name", stream_interval=asked)
         await engine.wait_for_requests(1)
         beside = client.generate("My name")
@@ -180,28 +149,6 @@ async def test_85_a_delta_has_at_least_the_services_interval_and_the_text_is_the
     assert finished.usage.num_completion_tokens == len(IDS)
 
 
-async def test_104_prompt_and_one_token_must_fit_and_the_refusal_names_both_numbers():
-    engine = FakeEngine(ended_by(AT_LENGTH, [IDS[0]]), max_model_len=2048)
-    async with serving(engine) as (client, _):
-        _, _, ids, finished = await read_all(client.generate([5] * 2047))
-        assert (len(ids), finished.reason) == (1, output_pb2.FINISH_REASON_LENGTH)
-        assert engine.requests[0].entry.sampling.max_tokens == 1
-        with pytest.raises(grpc.aio.AioRpcError, match="2048 tokens, the model takes 2048") as caught:
-            await read_all(client.generate([5] * 2048))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "CONTEXT_LENGTH_EXCEEDED" in details_of(caught.value)
-
-
-async def test_every_breach_reaches_the_client_with_its_field():
-    async with serving(FakeEngine(answer("a")), max_n=2, max_logprobs=3) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate("My name", n=3, logprobs=4, top_p=math.nan, stop=[""]))
-        await read_all(client.generate("My name", logprobs=3))
-    details = details_of(caught.value)
-    for field in ("n", "logprobs", "top_p", "stop"):
-        assert f'field: "sampling.{field}"' in details
-
-
 async def test_bad_words_reach_the_engine_as_token_sequences():
     engine = FakeEngine(answer("a"))
     async with serving(engine) as (client, _):
@@ -210,17 +157,6 @@ async def test_bad_words_reach_the_engine_as_token_sequences():
     sequences = [array("I", sequence.token_ids).tolist() for sequence in entry.bad_words]
     assert [TOKENIZER.decode(ids) for ids in sequences] == ["cat", " cat"]
     assert not entry.sampling.bad_words
-
-
-async def test_the_models_own_defaults_reach_the_engine():
-    defaults = {"temperature": 0.5, "min_p": 0.25, "repetition_penalty": 1.5, "top_k": 7, "top_p": 0.5}
-    engine = FakeEngine(answer("a"), generation_config=defaults)
-    async with serving(engine) as (client, _):
-        await read_all(client.generate("My name"))
-        await read_all(client.generate("My name", repetition_penalty=1.0, min_p=0.0))
-    first, second = (request.entry.sampling for request in engine.requests)
-    assert {name: getattr(first, name) for name in defaults} == defaults
-    assert (second.repetition_penalty, second.min_p, second.top_k) == (1.0, 0.0, 7)
 
 
 async def test_96_an_end_of_sequence_that_is_not_the_main_one_ends_as_one():

@@ -22,7 +22,6 @@ def isa(request: pytest.FixtureRequest) -> Isa:
 
 @pytest.fixture
 def ops(isa: Isa) -> Ops:
-    """The native ops of an instruction set."""
     native = cpu.native_ops(isa.name)
     assert native is not None
     return native
@@ -30,6 +29,5 @@ def ops(isa: Isa) -> Ops:
 
 @pytest.fixture
 def use_threads(ops: Ops) -> Iterator[Callable[[int], None]]:
-    """Sets how many threads a call uses."""
     yield cpu.set_num_threads
     cpu.set_num_threads(1)

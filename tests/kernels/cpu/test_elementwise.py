@@ -22,7 +22,6 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def strided_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Rows with NaN between them."""
     rows = torch.full((num_rows, width + 3), NAN, dtype=dtype)
     rows[:, :width] = noise(num_rows, width, dtype=dtype, seed=seed)
     return rows[:, :width]

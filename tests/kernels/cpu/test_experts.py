@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -62,9 +61,7 @@ def case(shape: tuple[int, int, int, int, int], dtype: torch.dtype, num_tokens: 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_the_sum_is_that_of_fp64_up_to_rounding(
-    ops: Ops, shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
-) -> None:
+def test_the_sum_is_that_of_fp64_up_to_rounding(ops, shape, dtype, tolerance):
     some = case(shape, dtype)
     result = some.packed(ops)(some.x, some.ids, some.weights)
     assert result.dtype is dtype
@@ -73,9 +70,7 @@ def test_the_sum_is_that_of_fp64_up_to_rounding(
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_a_token_has_the_same_bits_in_every_batch_and_place(
-    ops: Ops, shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
-) -> None:
+def test_a_token_has_the_same_bits_in_every_batch_and_place(ops, shape, dtype, tolerance):
     some = case(shape, dtype)
     experts = some.packed(ops)
     together = experts(some.x, some.ids, some.weights)
@@ -86,9 +81,7 @@ def test_a_token_has_the_same_bits_in_every_batch_and_place(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_the_number_of_threads_changes_no_bit(
-    ops: Ops, use_threads: Callable[[int], None], dtype: torch.dtype, tolerance: float
-) -> None:
+def test_the_number_of_threads_changes_no_bit(ops, use_threads, dtype, tolerance):
     some = case((8, 128, 96, 2, 0), dtype)
     experts = some.packed(ops)
     for size in (1, 200):

@@ -102,7 +102,6 @@ class Rig:
         return Step(x, positions, torch.tensor(rows, dtype=torch.int64), slots, attention)
 
     def one_by_one(self, step: Step, caches: Sequence[Cache]) -> Tensor:
-        """What a decoder makes of the layers' ops."""
         ops, residual = self.ops, step.x.clone()
         x = ops.rms_norm(residual, self.layers[0].input_norm, 1e-5)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -38,9 +36,7 @@ def test_result_is_that_of_the_reference_up_to_rounding(ops: Ops, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_the_number_of_threads_changes_no_bit(
-    ops: Ops, use_threads: Callable[[int], None], dtype, quantization: str
-):
+def test_the_number_of_threads_changes_no_bit(ops, use_threads, dtype, quantization):
     gated = ops.pack_gated_linear(*weight_and_bias(320, 2 * 865, dtype), quantization=quantization)
     for size in (1, 8, 13, 200):
         x = noise(size, 320, dtype=dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -46,9 +44,7 @@ def test_it_is_what_the_written_products_have(ops, K, N, dtype, quantization, ha
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_the_number_of_threads_changes_nothing(
-    ops: Ops, use_threads: Callable[[int], None], dtype: torch.dtype, quantization: str
-) -> None:
+def test_the_number_of_threads_changes_nothing(ops, use_threads, dtype, quantization):
     weight = noise(2100, 96, dtype=dtype, seed=1)
     linear = ops.pack_linear(weight, out_dtype=torch.float32, quantization=quantization)
     for num_threads in (1, 2, 3):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.ops import Ops
 
 SHAPES = [(1, 1), (2, 33), (63, 129), (129, 63), (31, 500), (320, 640), (576, 96)]
@@ -40,9 +37,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize(("K", "N"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-def test_product_is_that_of_fp64_up_to_rounding(
-    ops: Ops, K: int, N: int, dtype: torch.dtype, has_bias: bool
-) -> None:
+def test_product_is_that_of_fp64_up_to_rounding(ops, K, N, dtype, has_bias):
     weight, bias = weight_and_bias(K, N, dtype)
     chosen = bias if has_bias else None
     x = noise(77, K, dtype=dtype)
@@ -60,9 +55,7 @@ def test_product_is_that_of_fp64_up_to_rounding(
 
 @pytest.mark.parametrize(("K", "N"), [(63, 129), (320, 640), (2, 33)])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_a_row_has_the_same_bits_in_every_batch_and_place(
-    ops: Ops, K: int, N: int, dtype: torch.dtype, quantization: str
-) -> None:
+def test_a_row_has_the_same_bits_in_every_batch_and_place(ops, K, N, dtype, quantization):
     linear = ops.pack_linear(
         *weight_and_bias(K, N, dtype), quantization=quantization, out_dtype=torch.float32
     )
@@ -74,9 +67,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_place(
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_the_number_of_threads_changes_no_bit(
-    ops: Ops, use_threads: Callable[[int], None], dtype: torch.dtype, quantization: str
-) -> None:
+def test_the_number_of_threads_changes_no_bit(ops, use_threads, dtype, quantization):
     linear = ops.pack_linear(*weight_and_bias(320, 801, dtype), quantization=quantization)
     for size in (1, 8, 13, 200):
         x = noise(size, 320, dtype=dtype)
@@ -105,9 +96,7 @@ def test_a_batch_larger_than_what_is_taken_at_once_is_complete(ops: Ops) -> None
 
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (63, 129), (320, 640)])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_int8_is_as_near_as_half_a_step_an_input(
-    ops: Ops, K: int, N: int, dtype: torch.dtype, quantization: str
-) -> None:
+def test_int8_is_as_near_as_half_a_step_an_input(ops, K, N, dtype, quantization):
     weight, bias = weight_and_bias(K, N, dtype)
     x = noise(20, K, dtype=dtype)
     product = ops.pack_linear(weight, bias, quantization=quantization, out_dtype=torch.float32)(x)
@@ -147,9 +136,7 @@ def test_int8_keeps_about_half_the_bytes_of_bf16(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_numbers_that_are_not_finite_stay_in_their_row(
-    ops: Ops, dtype: torch.dtype, quantization: str
-) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_row(ops, dtype, quantization):
     linear = ops.pack_linear(*weight_and_bias(63, 65, dtype), quantization=quantization)
     x = noise(30, 63, dtype=dtype)
     clean = linear(x)
@@ -161,9 +148,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_rows_may_lie_apart_and_what_lies_between_is_not_read(
-    ops: Ops, dtype: torch.dtype, quantization: str
-) -> None:
+def test_rows_may_lie_apart_and_what_lies_between_is_not_read(ops, dtype, quantization):
     linear = ops.pack_linear(*weight_and_bias(63, 65, dtype), quantization=quantization)
     apart = torch.full((14, 80), torch.nan, dtype=dtype)
     for size in (1, 14):
@@ -174,9 +159,7 @@ def test_rows_may_lie_apart_and_what_lies_between_is_not_read(
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 12, 13, 17, 40])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["to-bf16", "to-fp32"])
-def test_every_output_is_written_and_nothing_behind_it(
-    isa: Isa, num_rows: int, out_dtype: torch.dtype
-) -> None:
+def test_every_output_is_written_and_nothing_behind_it(isa, num_rows, out_dtype):
     from triptych_kernels.cpu.linear import pack_panels, packed_bytes
     from triptych_kernels.cpu.panel_memory import own_panels
 

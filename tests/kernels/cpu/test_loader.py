@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import multiprocessing
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import triptych_kernels
+from tests.resident import resident_mib
 from triptych_kernels import cpu
-from triptych_kernels.cpu.loader import can_use_amx, find_isa
+from triptych_kernels.cpu.loader import can_use_amx, find_isa, native_module
+from triptych_kernels.cpu.panel_memory import PanelMemory
+from triptych_kernels.ops import Ops
 
 AVX2 = {"avx2", "fma", "bmi1", "bmi2"}
 NEEDED = {
@@ -96,3 +107,137 @@ cpu.set_num_threads(2)
     )
     assert done.stdout.splitlines() == [f"{tmp_path}/triptych_kernels/__init__.py reference 1"] * 2
     assert done.stderr.count("native CPU kernels are missing") == 1
+
+
+# The pool of threads behind the native kernels.
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+def test_each_task_runs_once(use_threads: Callable[[int], None], num_threads: int) -> None:
+    from triptych_kernels.cpu import _native
+
+    use_threads(num_threads)
+    for num_tasks in (0, 1, 2, 7, 1000):
+        for _ in range(50):
+            assert _native.count_task_runs(num_tasks) == b"\1" * num_tasks
+
+
+def test_a_job_of_many_tasks_behind_one_of_few_is_not_entered_before_it_is_open(use_threads):
+    from triptych_kernels.cpu import _native
+
+    use_threads(4)
+    for _ in range(20_000):
+        assert _native.count_task_runs(3) == b"\1" * 3
+        assert _native.count_task_runs(64) == b"\1" * 64
+
+
+def test_one_thread_is_the_default_and_the_number_is_kept(use_threads: Callable[[int], None]) -> None:
+    assert cpu.num_threads() == 1
+    use_threads(3)
+    assert cpu.num_threads() == 3
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025])
+def test_a_number_of_threads_out_of_range_is_refused(ops: Ops, number: int) -> None:
+    with pytest.raises(ValueError, match=f"num_threads is {number}"):
+        cpu.set_num_threads(number)
+
+
+def test_calls_of_two_threads_at_once_both_finish(use_threads: Callable[[int], None], ops: Ops) -> None:
+    use_threads(3)
+    linear = ops.pack_linear(torch.ones(700, 1024))
+    x = torch.ones(40, 1024)
+    with ThreadPoolExecutor(2) as executor:
+        results = list(executor.map(lambda _: linear(x), range(40)))
+    assert all(torch.equal(result, torch.full((40, 700), 1024.0)) for result in results)
+
+
+def test_a_forked_process_gets_threads_of_its_own(use_threads: Callable[[int], None]) -> None:
+    from triptych_kernels.cpu import _native
+
+    use_threads(3)
+    assert _native.count_task_runs(100) == b"\1" * 100
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_count_in_child, args=(theirs,), daemon=True)
+    child.start()
+    assert ours.poll(timeout=60) and ours.recv_bytes() == b"\1" * 100
+    child.join(timeout=60)
+    assert child.exitcode == 0
+
+
+def _count_in_child(pipe: Connection) -> None:
+    from triptych_kernels.cpu import _native
+
+    pipe.send_bytes(_native.count_task_runs(100))
+
+
+# Memory of packed weights.
+
+_MIB = 1 << 20
+
+
+def chunk_of(piece: Tensor) -> int:
+    return piece.untyped_storage().data_ptr()
+
+
+def is_in_large_pages(address: int) -> bool:
+    """Whether the system was asked for them there."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and ":" not in first:
+            start, end = (int(number, 16) for number in first.split("-"))
+            is_there = start <= address < end
+        elif is_there and first == "VmFlags:":
+            return "hg" in rest.split()
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_pieces_lie_side_by_side_and_share_no_byte() -> None:
+    rng, memory = random.Random(0), PanelMemory()
+    pieces = [memory.take(rng.randrange(1, 3 * _MIB)) for _ in range(100)]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0
+        piece.fill_(number)
+    for number, piece in enumerate(pieces):
+        assert (piece == number).all()
+    neighbours = [
+        after.data_ptr() - (before.data_ptr() + before.nbytes)
+        for before, after in itertools.pairwise(pieces)
+        if chunk_of(before) == chunk_of(after)
+    ]
+    assert len(neighbours) >= 90 and all(0 <= gap < 64 for gap in neighbours)
+
+
+@pytest.mark.skipif(native_module() is None, reason="needs the compiled kernels")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages"
+)
+def test_pieces_of_chunks_lie_in_large_pages() -> None:
+    memory = PanelMemory()
+    for num_bytes in (1, _MIB, 30 * _MIB + 1, 3 * _MIB):
+        piece = memory.take(num_bytes)
+        assert is_in_large_pages(piece.data_ptr())
+        assert is_in_large_pages(piece.data_ptr() + num_bytes - 1)
+
+
+def test_a_piece_larger_than_a_chunk_is_kept_by_no_other() -> None:
+    memory = PanelMemory()
+    first, large, second = memory.take(_MIB), memory.take(101 * _MIB), memory.take(_MIB)
+    assert chunk_of(first) == chunk_of(second) != chunk_of(large)
+    before = resident_mib()
+    large.fill_(1)
+    assert resident_mib() - before > 95
+    del large
+    assert resident_mib() - before < 5
+
+
+def test_memory_goes_with_its_pieces() -> None:
+    memory = PanelMemory()
+    before = resident_mib()
+    pieces = [memory.take(5 * _MIB).fill_(1) for _ in range(30)]
+    assert resident_mib() - before > 145
+    del pieces
+    assert resident_mib() - before < 10
+    assert memory.take(_MIB).fill_(2).sum() == 2 * _MIB

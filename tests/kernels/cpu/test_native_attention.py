@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -220,9 +219,7 @@ def test_where_blocks_lie_changes_no_bit(ops, shape, options, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "options"), INVARIANCE)
-def test_threads_change_no_bit(
-    ops: Ops, use_threads: Callable[[int], None], shape, options: dict[str, object], dtype: torch.dtype
-) -> None:
+def test_threads_change_no_bit(ops, use_threads, shape, options, dtype):
     case = shaped_case(shape, dtype)
     alone = attend(ops, case, **options)
     for num_threads in (2, 3):

@@ -49,7 +49,6 @@ def list_loads() -> dict[str, tuple[int, int]]:
 
 
 def attend(head_dim: int, length: int) -> None:
-    """The last tokens of one row."""
     query = torch.zeros(length, 8, head_dim, dtype=torch.bfloat16)
     keys = torch.zeros(2, 2, 16, head_dim, dtype=torch.bfloat16)
     table = torch.zeros(1, _NUM_KEYS // 16, dtype=torch.int32)

@@ -15,13 +15,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def mixed_adapters(num_tokens, num_adapters, device, dtype=torch.int64):
-    """Every adapter and none, in no order."""
     generator = torch.Generator().manual_seed(num_tokens)
     return torch.randint(-1, num_adapters, (num_tokens,), generator=generator).to(device, dtype)
 
 
 def noise(*shape, device, dtype=torch.float32, seed=0):
-    """Normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 

@@ -15,7 +15,6 @@ EPS = 1e-5
 
 
 def operands(shape, dtype, device):
-    """x, residual [T, hidden] and weight."""
     generator = torch.Generator().manual_seed(shape[0])
     x, residual = torch.randn(2, *shape, generator=generator) * 3
     weight = torch.randn(shape[1], generator=generator)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.fakes import PagedCase, paged_case
+from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE, AttentionBatch, Ops
 from triptych_kernels.triton import triton_ops
 
@@ -62,3 +63,12 @@ def test_a_deterministic_token_has_the_same_bits_in_every_chunk_and_batch(window
     for first, end in ((0, 70), (0, 1), (33, 34), (16, 69), (5, 40)):
         alone = attended(ops, rows_of(case, 1, first, end), device, window=window)
         assert torch.equal(alone, together[1 + first : 1 + end])
+
+
+# Fresh memory is as the other tests need it.
+
+
+def test_fresh_memory_is_nan_within_the_call_alone(device):
+    fresh = with_nan_memory(torch.empty, 1000, device=device)
+    assert fresh.isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -41,7 +41,6 @@ class CountingFrontend(inference_pb2_grpc.InferenceServiceServicer, model_pb2_gr
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        """One started, deltas, one finished."""
         number = len(self.requests)
         self.requests.append(request)
         self.peers.add(context.peer())
@@ -72,7 +71,6 @@ class CountingFrontend(inference_pb2_grpc.InferenceServiceServicer, model_pb2_gr
             self.num_in_flight -= 1
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Any) -> model_pb2.GetModelResponse:
-        """The one model."""
         return model_pb2.GetModelResponse(
             model=model_pb2.Model(
                 name="fake", vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS_ID]

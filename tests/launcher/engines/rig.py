@@ -45,7 +45,6 @@ class Gathered:
         self.ended: set[int] = set()
 
     def take(self, columns) -> None:
-        """Add the rows of a step."""
         start = 0
         for row, (handle, count) in enumerate(zip(columns.handles, columns.num_tokens, strict=True)):
             assert handle not in self.ended, "nothing comes after the end"
@@ -72,21 +71,17 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self._server = LocalServer([Registration(FULL_NAME, add)], service="test")
 
     def channel(self) -> LocalChannel:
-        """A way to it without sockets."""
         return LocalChannel(self._server)
 
     def send(self, **content) -> None:
-        """Send one message."""
         self._seq += 1
         self._outgoing.put_nowait(engine_pb2.ConnectResponse(seq=self._seq, **content))
 
     def send_corrupt_step(self) -> None:
-        """Send columns that do not fit together."""
         self.send(step=step_pb2.Step(handles=array("I", [1, 2]).tobytes(), num_tokens=b"\1"))
 
     @property
     def aborts(self) -> list[list[int]]:
-        """The handles of each abort message."""
         return [list(message.abort.handles) for message in self.messages if message.HasField("abort")]
 
     async def until_heard(self, num_messages: int) -> None:

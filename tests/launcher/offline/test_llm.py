@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
 import threading
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from launcher.llm import LLM, EngineDead, SamplingParams
+from launcher.offline.params import RepetitionDetection, StructuredOutput, from_proto
+from launcher.offline.progress import Bar
 from launcher.services import embedded_model
 from service_kit.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable, Unimplemented
-from tests.launcher.offline.llm_rig import frontend_process
+from tests.launcher.offline.llm_rig import VOCAB_SIZE, fake_frontend, frontend_process
 from tests.system.checkpoints import make_checkpoint
+from triptych.common.v1 import sampling_pb2
 
 OPTIONS = {"num_threads": 1, "num_kv_blocks": 256, "device": "cpu"}
 PROMPTS = [
@@ -129,9 +134,7 @@ def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM]
 
 
 # Row 116.
-def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(
-    llms: dict[str, LLM], checkpoint: Path
-) -> None:
+def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(llms, checkpoint):
     one = SamplingParams(temperature=1.0, top_k=1, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
     told = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
     for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
@@ -171,9 +174,7 @@ def test_results_are_in_the_order_of_the_prompts_whoever_ends_first(llms: dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(
-    llms: dict[str, LLM], kind: str
-) -> None:
+def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(llms, kind):
     prompts: list = [[5, 6]] * 9
     prompts[4] = [5, 512]
     with pytest.raises(InvalidArgument, match=r"prompts\[4\] has the token id 512, must be in 0\.\.511"):
@@ -200,9 +201,7 @@ def test_an_adapter_is_refused_by_name(llms: dict[str, LLM], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_generating_model_cannot_do_is_refused_with_what_it_can(
-    llms: dict[str, LLM], kind: str
-) -> None:
+def test_what_a_generating_model_cannot_do_is_refused_with_what_it_can(llms, kind):
     llm = llms[kind]
     for task, call in {
         "embed": lambda: llm.embed("a"),
@@ -360,3 +359,246 @@ def _sockets() -> set[str]:
         except FileNotFoundError:
             continue  # That of the listing itself.
     return {link for link in links if link.startswith("socket:")}
+
+
+# What the facade sends and how it reads the answers, against a frontend of fakes.
+
+
+def test_the_models_defaults_are_told() -> None:
+    with fake_frontend() as (_, address), LLM("", engine="remote", address=address) as llm:
+        assert llm.default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
+        assert llm.model == "only"
+
+
+def test_parameters_adapters_and_priorities_go_with_their_prompt() -> None:
+    with fake_frontend() as (frontend, address), LLM("mine", engine="remote", address=address) as llm:
+        llm.generate(
+            [[1], [2], [3]],
+            [SamplingParams(max_tokens=number) for number in (4, 5, 6)],
+            adapters=["a", None, "c"],
+            priorities=[-1, 0, 1],
+            progress=False,
+        )
+    asked = sorted(frontend.requests, key=lambda request: request.token_ids.ids[0])
+    assert [request.sampling.max_tokens for request in asked] == [4, 5, 6]
+    assert [request.adapter for request in asked] == ["a", "", "c"]
+    assert [request.priority for request in asked] == [-1, 0, 1]
+    assert {request.model for request in asked} == {"mine"}
+    assert len({request.request_id for request in asked}) == 3
+
+
+@pytest.mark.parametrize("field", ["sampling_params", "adapters", "priorities"])
+def test_lists_of_another_length_than_the_prompts_are_refused(field: str) -> None:
+    one = {"sampling_params": SamplingParams(), "adapters": "a", "priorities": 1}[field]
+    with (
+        fake_frontend() as (frontend, address),
+        LLM("", engine="remote", address=address) as llm,
+        pytest.raises(InvalidArgument, match=f"{field} has 3 entries for 2 prompts"),
+    ):
+        llm.generate([[1], [2]], **{field: [one] * 3}, progress=False)
+    assert frontend.requests == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", [], [1, VOCAB_SIZE], [-1], [1.5], "x" * 40, {"prompt": "a", "prompt_token_ids": [1]}, None, [True]],
+)
+def test_nothing_is_sent_where_one_prompt_is_wrong(bad: object) -> None:
+    with (
+        fake_frontend() as (frontend, address),
+        LLM("", engine="remote", address=address) as llm,
+        pytest.raises(InvalidArgument, match=r"prompts\[2\]"),
+    ):
+        llm.generate(["ab", [1], bad, "cd"], progress=False)
+    assert frontend.requests == []
+
+
+def test_a_full_server_is_asked_again() -> None:
+    with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
+        frontend.num_refusals = 20
+        results = llm.generate([[number] for number in range(1, 9)], progress=False)
+    assert [result.outputs[0].token_ids for result in results] == [(number,) for number in range(1, 9)]
+
+
+def test_the_first_refusal_ends_the_others() -> None:
+    with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
+        frontend.hangs_on = 1
+        params = [SamplingParams(), SamplingParams(temperature=3.0)]
+        with pytest.raises(InvalidArgument, match=r"prompts\[1\]: temperature is 3"):
+            llm.generate([[1], [2]], params, progress=False)
+        assert frontend.was_cancelled.wait(10)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """With Python's own answer to SIGINT, which a shell's background jobs are started without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_aborts_what_runs_and_the_facade_goes_on() -> None:
+    with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
+        frontend.hangs_on = 1
+        frontend.on_hang = lambda: os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2]], progress=False)
+        assert frontend.was_cancelled.wait(10)
+        assert llm.generate([[3]], progress=False)[0].outputs[0].token_ids == (3,)
+
+
+def test_one_conversation_or_several_become_chat_requests() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
+        one = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+        single = llm.chat(one, tools=tools, tool_choice="required", progress=False)
+        several = llm.chat([one, parts], template_arguments={"depth": 2}, progress=False)
+    assert [result.text for result in single] == ["be brief hello"]
+    assert [result.text for result in several] == ["be brief hello", "a b"]
+    output = single[0].outputs[0]
+    assert (output.reasoning, output.finish_reason) == ("because", "stop")
+    assert [(call.id, call.name, call.arguments) for call in output.tool_calls] == [("1", "look", "{}")]
+    assert frontend.requests[0].tools[0].parameters_json_schema == '{"type": "object"}'
+    assert frontend.requests[1].template_options.arguments_json == '{"depth": 2}'
+
+
+@pytest.mark.parametrize(
+    ("conversations", "place"),
+    [
+        ([[{"role": "user", "content": "a"}], []], r"conversations\[1\]"),
+        ([[{"role": "king", "content": "a"}]], r"conversations\[0\]\[0\]\.role"),
+        ([[{"role": "user", "content": 5}]], r"conversations\[0\]\[0\]\.content"),
+        ([[{"role": "user", "content": [{"type": "image_url"}]}]], r"content\[0\]"),
+        ([[{"role": "user", "contents": "a"}]], "contents"),
+    ],
+)
+def test_a_conversation_that_is_none_is_named(conversations: list, place: str) -> None:
+    with (
+        fake_frontend() as (frontend, address),
+        LLM("", engine="remote", address=address) as llm,
+        pytest.raises(InvalidArgument, match=place),
+    ):
+        llm.chat(conversations, progress=False)
+    assert frontend.requests == []
+
+
+def test_pooling_goes_to_the_embedding_service_where_the_model_can() -> None:
+    tasks = ("embed", "token_embed", "classify", "score")
+    with fake_frontend(*tasks) as (frontend, address), LLM("", engine="remote", address=address) as llm:
+        assert [result.values for result in llm.embed(["ab", "abc"], dimensions=2)] == [
+            [2.0, 0.5],
+            [3.0, 0.5],
+        ]
+        assert [result.values for result in llm.encode("ab")] == [[[1.0, 2.0], [3.0, 4.0]]]
+        (classes,) = llm.classify("ab")
+        assert (classes.values, classes.labels) == ([0.25, 0.75], ("no", "yes"))
+        assert [result.score for result in llm.score("q", ["d", "dd"])] == [1.0, 2.0]
+        with pytest.raises(InvalidArgument, match="queries has 2 entries"):
+            llm.score(["q", "r"], ["d"])
+    assert frontend.requests[0].pooling.dimensions == 2
+
+
+# What a stream's messages look like is nothing for a facade that returns whole results.
+OF_STREAMS = {"output_kind", "stream_interval"}
+
+
+def test_every_parameter_of_the_contract_has_its_field_of_the_same_name() -> None:
+    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert ours == set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - OF_STREAMS
+
+
+def test_what_is_not_given_is_unset() -> None:
+    assert SamplingParams().to_proto() == sampling_pb2.SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "seed", "min_tokens", "logprobs", "detokenize"])
+def test_a_zero_that_is_given_is_set(name: str) -> None:
+    message = SamplingParams(**{name: 0}).to_proto()
+    assert message.HasField(name)
+
+
+def test_all_kinds_of_values_arrive() -> None:
+    message = SamplingParams(
+        temperature=0.5,
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        logit_bias={5: -1.0, 6: 2.0},
+        structured_output=StructuredOutput(choice=["yes", "no"]),
+        repetition_detection=RepetitionDetection(max_pattern_size=4, min_count=3),
+    ).to_proto()
+    assert message == sampling_pb2.SamplingParams(
+        temperature=0.5,
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        logit_bias=[
+            sampling_pb2.LogitBias(token_id=5, bias=-1.0),
+            sampling_pb2.LogitBias(token_id=6, bias=2.0),
+        ],
+        structured_output=sampling_pb2.StructuredOutput(
+            choice=sampling_pb2.StructuredChoice(choices=["yes", "no"])
+        ),
+        repetition_detection=sampling_pb2.RepetitionDetection(max_pattern_size=4, min_count=3),
+    )
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert SamplingParams(stop="end").to_proto().stop == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("max_tokens", 1.5),
+        ("seed", -1),
+        ("stop_token_ids", ["a"]),
+        ("logit_bias", [5]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is") as raised:
+        SamplingParams(**{name: value}).to_proto()
+    assert raised.value.violations[0][0] == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize("value", [True, False, 5.0, 5.5, "5"])
+@pytest.mark.parametrize("name", ["thinking_token_budget", "max_tokens", "n"])
+def test_127_a_budget_is_a_whole_number_and_neither_a_truth_value_nor_a_float(name, value):
+    with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is {value!r}"):
+        SamplingParams(**{name: value}).to_proto()
+
+
+def test_127_a_truth_value_is_no_number_and_a_number_no_truth_value() -> None:
+    for name, value in (("temperature", True), ("stop_token_ids", [True]), ("logit_bias", {True: 1.0})):
+        with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is"):
+            SamplingParams(**{name: value}).to_proto()
+    assert SamplingParams(ignore_eos=True, detokenize=False).to_proto().ignore_eos
+
+
+def test_defaults_of_a_model_come_back_as_parameters() -> None:
+    params = SamplingParams(temperature=0.5, top_k=20, max_tokens=7)
+    assert from_proto(params.to_proto()) == params
+
+
+def _shown(*, is_shown: bool) -> str:
+    out = io.StringIO()
+    with Bar("Generating", 3, is_shown=is_shown, console=Console(file=out, width=200)) as bar:
+        for _ in range(3):
+            bar.tick(10, 20)
+    return out.getvalue()
+
+
+def test_the_bar_tells_prompts_done_and_tokens_per_second() -> None:
+    text = _shown(is_shown=True)
+    assert "Generating" in text
+    assert "3/3" in text
+    assert "tokens/s in" in text
+    assert "tokens/s out" in text
+
+
+def test_a_bar_that_is_not_wanted_writes_nothing() -> None:
+    assert _shown(is_shown=False) == ""

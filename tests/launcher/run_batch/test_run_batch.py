@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service_kit.errors import InvalidArgument, ResourceExhausted
+import pytest
+
+from launcher.run_batch.files import (
+    MAX_LINE_BYTES,
+    BatchFileError,
+    Done,
+    count_lines,
+    open_output,
+    read_lines,
+)
+from launcher.run_batch.line import answer_record, error_record, read_line
+from service_kit.errors import InvalidArgument, ResourceExhausted, Unavailable
 from service_kit.server import PUBLIC, Registration, Server
 from tests.launcher.fakes import Outcome, triptych
-from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
+from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, inference_pb2_grpc
+from triptych.common.v1 import output_pb2
 
 WAIT_S = 60.0
 
@@ -40,7 +53,6 @@ class EchoFrontend(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: Any
     ) -> inference_pb2.GenerateUnaryResponse:
-        """The prompt as output."""
         prompt = request.request.prompt
         self.prompts.append(prompt)
         self.num_in_flight += 1
@@ -223,3 +235,332 @@ async def test_files_that_cannot_be_used_are_exit_code_2(tmp_path: Path) -> None
     outcome = await triptych("run-batch", "-i", str(tmp_path / "none"), "-o", str(tmp_path / "out"))
     assert outcome.exit_code == 2
     assert "cannot read" in outcome.err
+
+
+# What a line of a batch means, and what is wrong with one that means nothing.
+
+
+def line_of(**fields):
+    return read_line(3, json.dumps(fields).encode(), "default")
+
+
+def refusal_of(**fields) -> InvalidArgument:
+    refused = line_of(**fields).request
+    assert isinstance(refused, InvalidArgument)
+    return refused
+
+
+def test_a_body_is_the_json_form_of_the_request() -> None:
+    body = {"prompt": "hi", "sampling": {"max_tokens": "3", "stop": ["x"], "seed": 7}, "priority": -2}
+    line = line_of(custom_id="a", call="generate", body=body)
+    assert (line.number, line.custom_id) == (3, "a")
+    assert isinstance(line.request, generate_pb2.GenerateRequest)
+    assert (line.request.prompt, line.request.sampling.max_tokens, line.request.priority) == ("hi", 3, -2)
+
+
+def test_a_line_without_a_model_gets_the_default_one_and_one_with_keeps_it() -> None:
+    assert line_of(custom_id="a", call="generate", body={}).request.model == "default"
+    assert line_of(custom_id="a", call="generate", body={"model": "own"}).request.model == "own"
+
+
+def test_a_chat_is_a_chat_request() -> None:
+    messages = [{"role": "CHAT_ROLE_USER", "parts": [{"text": "hi"}]}]
+    request = line_of(custom_id="a", call="chat", body={"messages": messages}).request
+    assert isinstance(request, chat_message_pb2.ChatRequest)
+    assert request.messages[0].parts[0].text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"call": "generate", "body": {}}, "custom_id", "custom_id"),
+        ({"custom_id": 5, "call": "generate", "body": {}}, "custom_id", "custom_id"),
+        ({"custom_id": "a", "body": {}}, "call", "call is None, not one of generate, chat"),
+        ({"custom_id": "a", "call": "embed", "body": {}}, "call", "embed"),
+        ({"custom_id": "a", "call": ["x"], "body": {}}, "call", "not one of"),
+        ({"custom_id": "a", "call": "generate"}, "body", "body is not a JSON object"),
+        ({"custom_id": "a", "call": "generate", "body": {"promt": "x"}}, "body", "promt"),
+        ({"custom_id": "a", "call": "generate", "body": {"sampling": {"top_k": "x"}}}, "body", "top_k"),
+        ({"custom_id": "a", "call": "generate", "body": {"priority": True}}, "body", "priority"),
+        ({"custom_id": "a", "call": "generate", "method": "POST", "body": {}}, "method", "method"),
+        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url", "/v1/embeddings"),
+        ({"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}, "method", "GET"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict, field: str, message: str) -> None:
+    refused = refusal_of(**fields)
+    assert [name for name, _ in refused.violations] == [field]
+    assert message in refused.message
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"null", b"[" * 100_000])
+def test_what_is_no_object_is_an_error_of_its_line(text: bytes) -> None:
+    line = read_line(1, text, "")
+    assert line.custom_id is None
+    assert isinstance(line.request, InvalidArgument)
+
+
+def test_a_wrong_line_keeps_its_id() -> None:
+    assert line_of(custom_id="a", call="nothing").custom_id == "a"
+
+
+def test_the_result_of_an_answer_has_every_field_under_its_name() -> None:
+    answer = inference_pb2.GenerateUnaryResponse(
+        outputs=[generate_pb2.Output(text="x", token_ids=[4], reason=output_pb2.FINISH_REASON_STOP)]
+    )
+    record = answer_record(line_of(custom_id="a", call="generate", body={}), answer)
+    assert (record["custom_id"], record["line"], record["error"]) == ("a", 3, None)
+    [output] = record["response"]["outputs"]
+    assert (output["output_index"], output["token_ids"], output["reason"]) == (0, [4], "FINISH_REASON_STOP")
+
+
+def test_the_result_of_a_refusal_has_code_message_and_violations() -> None:
+    line = line_of(custom_id="a", call="generate", body={})
+    assert error_record(line, InvalidArgument("n is 99", field="sampling.n")) == {
+        "custom_id": "a",
+        "line": 3,
+        "response": None,
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "message": "n is 99",
+            "violations": [{"field": "sampling.n", "description": "n is 99"}],
+        },
+    }
+    assert error_record(line, Unavailable("gone"))["error"]["violations"] == []
+
+
+@pytest.mark.parametrize("value", [True, False, 5.5, "many", [5]])
+def test_127_a_thinking_budget_of_another_type_is_refused(value: object) -> None:
+    for call in ("generate", "chat"):
+        body = {"sampling": {"thinking_token_budget": value}}
+        refused = refusal_of(custom_id="a", call=call, body=body)
+        assert "thinking_token_budget" in refused.message
+
+
+@pytest.mark.parametrize("value", [5, 5.0, "5"])
+def test_127_a_thinking_budget_is_read_as_the_json_form_of_protobuf_has_whole_numbers(value: object) -> None:
+    # JSON has one kind of number: its writers may spell five as 5.0, and large ones as texts.
+    line = line_of(custom_id="a", call="chat", body={"sampling": {"thinking_token_budget": value}})
+    assert line.request.sampling.thinking_token_budget == 5
+
+
+# The files of a batch: what is read, what is kept, where it goes on.
+
+
+def record(line: int, custom_id: str | None = None, *, failed: bool = False) -> bytes:
+    error = {"code": "INTERNAL"} if failed else None
+    return (
+        json.dumps({"custom_id": custom_id, "line": line, "response": None, "error": error}).encode() + b"\n"
+    )
+
+
+def done_of(tmp_path: Path, content: bytes) -> tuple[Done, bytes]:
+    """What an output with this content holds, and the file after one more line was written to it."""
+    source, path = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"")
+    path.write_bytes(content)
+    output, done = open_output(source, path, resume=True)
+    with output:
+        output.write(b"next\n")
+    return done, path.read_bytes()
+
+
+def test_empty_lines_are_no_requests_but_count_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"a\n\n \nb")
+    assert list(read_lines(path)) == [(1, b"a\n"), (4, b"b")]
+    assert count_lines(path) == 2
+
+
+def test_a_line_above_the_limit_is_cut_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"x" * (2 * MAX_LINE_BYTES + 5) + b"\nb\n")
+    (first, cut), second = read_lines(path)
+    assert (first, len(cut)) == (1, MAX_LINE_BYTES + 1)
+    assert second == (2, b"b\n")
+
+
+def test_a_new_output_has_nothing_done(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(b"")
+    output, done = open_output(source, tmp_path / "out", resume=False)
+    output.close()
+    assert (done.custom_ids, done.unnamed_lines, done.num_failed) == (set(), set(), 0)
+
+
+def test_resuming_knows_ids_nameless_lines_and_failures(tmp_path: Path) -> None:
+    content = record(1, "a") + record(2, "b", failed=True) + record(3, failed=True)
+    done, after = done_of(tmp_path, content)
+    assert (done.custom_ids, done.unnamed_lines, done.num_failed) == ({"a", "b"}, {3}, 2)
+    assert after == content + b"next\n"
+
+
+def test_a_last_line_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+    done, after = done_of(tmp_path, record(1, "a") + record(2, "b")[:-10])
+    assert done.custom_ids == {"a"}
+    assert after == record(1, "a") + b"next\n"
+
+
+@pytest.mark.parametrize("content", [b"{}\n", b"text\n", b"[1]\n", b"[" * 100_000 + b"\n"])
+def test_a_file_that_is_no_output_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(BatchFileError, match=r"line 1 of .* is not a result"):
+        done_of(tmp_path, content)
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_results_are_not_overwritten_without_being_told(tmp_path: Path) -> None:
+    source, path = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"")
+    path.write_bytes(record(1, "a"))
+    with pytest.raises(BatchFileError, match="--resume"):
+        open_output(source, path, resume=False)
+
+
+def test_an_input_is_not_its_own_output(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"")
+    with pytest.raises(BatchFileError, match="at once"):
+        open_output(path, path, resume=True)
+
+
+def test_an_output_that_cannot_be_read_back_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"{}\n")
+    os.mkfifo(pipe)
+    with pytest.raises(BatchFileError, match=r"cannot write .*out: .*not seekable"):
+        open_output(source, pipe, resume=False)
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BatchFileError, match=r"cannot read .*nothing"):
+        count_lines(tmp_path / "nothing")
+    with pytest.raises(BatchFileError, match=r"cannot write .*out"):
+        open_output(tmp_path / "in", tmp_path / "folder" / "out", resume=False)
+
+
+# OpenAI's batch lines as requests of this API.
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def request_of(url: str, **body):
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+    return read_line(1, json.dumps(line).encode(), "").request
+
+
+def test_a_completion_keeps_every_common_field() -> None:
+    request = request_of(
+        COMPLETIONS,
+        model="m",
+        prompt="hi",
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        n=2,
+        stop=["a", "b"],
+        seed=7,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        logprobs=3,
+    )
+    sampling = request.sampling
+    assert (request.model, request.prompt) == ("m", "hi")
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.n) == (9, 0.5, 0.25, 2)
+    assert (list(sampling.stop), sampling.seed, sampling.logprobs) == (["a", "b"], 7, 3)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+
+
+def test_a_prompt_may_be_ids_and_a_stop_one_text() -> None:
+    request = request_of(COMPLETIONS, prompt=[1, 2], stop="x")
+    assert list(request.token_ids.ids) == [1, 2]
+    assert list(request.sampling.stop) == ["x"]
+
+
+def test_a_completion_without_max_tokens_has_openais_default_and_a_chat_what_fits() -> None:
+    assert request_of(COMPLETIONS, prompt="x").sampling.max_tokens == 16
+    assert not request_of(CHAT, messages=[USER]).sampling.HasField("max_tokens")
+
+
+def test_null_counts_as_left_out() -> None:
+    request = request_of(CHAT, messages=[USER], temperature=None, suffix=None)
+    assert not request.sampling.HasField("temperature")
+
+
+def test_a_conversation_keeps_roles_parts_calls_and_answers() -> None:
+    request = request_of(
+        CHAT,
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                "name": "lee",
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        ],
+    )
+    assert isinstance(request, chat_message_pb2.ChatRequest)
+    system, user, assistant, tool = request.messages
+    assert system.role == chat_message_pb2.CHAT_ROLE_SYSTEM
+    assert ([part.text for part in user.parts], user.name) == (["a", "b"], "lee")
+    [call] = assistant.tool_calls
+    assert (call.id, call.name, call.arguments_json) == ("c1", "f", "{}")
+    assert (tool.role, tool.tool_call_id) == (chat_message_pb2.CHAT_ROLE_TOOL, "c1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4), ({"logprobs": False}, None)],
+)
+def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprobs: int | None) -> None:
+    sampling = request_of(CHAT, messages=[USER], max_completion_tokens=5, **fields).sampling
+    assert sampling.max_tokens == 5
+    assert (sampling.logprobs if sampling.HasField("logprobs") else None) == logprobs
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "messages": []}, "messages"),
+        (CHAT, {"messages": [USER], "tools": []}, "tools"),
+        (CHAT, {"messages": [USER], "stream": True}, "stream"),
+        (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
+        (CHAT, {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]"),
+        (CHAT, {"messages": [USER, {"content": "x"}]}, "messages[1].role"),
+        (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+            "messages[0].tool_calls[0]",
+        ),
+        (CHAT, {"messages": [USER], "temperature": "hot"}, "body"),
+    ],
+)
+def test_what_is_not_served_or_wrong_is_refused_by_name(url: str, body: dict, field: str) -> None:
+    refused = request_of(url, **body)
+    assert isinstance(refused, InvalidArgument)
+    assert [name for name, _ in refused.violations] == [field]

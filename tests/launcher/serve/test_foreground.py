@@ -23,7 +23,6 @@ class Verb:
         self._hurried = asyncio.Event()
 
     async def run(self, *, until_signal: bool) -> int:
-        """Its exit code."""
         return await run_until_signal(
             self._work(until_signal),
             stop=self._stop,

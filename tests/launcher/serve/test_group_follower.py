@@ -22,14 +22,12 @@ class Follower:
         self._told: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 
     def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:
-        """Be told."""
         if self.failures:
             raise self.failures.pop()
         self.num_kv_blocks = num_kv_blocks
         self._told.put_nowait((num_engines, starts_missing))
 
     async def next(self) -> tuple[int, bool]:
-        """What it was told next."""
         return await asyncio.wait_for(self._told.get(), 30)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -15,10 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launcher.arguments import parse_serve
+from launcher.serve.port_owner import find_port_owner
+from launcher.serve.readiness import await_ready
 from launcher.serve.serve import plan_stack
+from launcher.services import READINESS
+from service_kit.limits import INTERNAL
+from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 
 _START_LIMIT_S = 180
@@ -34,11 +40,9 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The frontend."""
         return f"grpc://{self.ready['grpc']}"
 
     def pid_of(self, service: str) -> int:
-        """The process of a service."""
         return next(int(one["pid"]) for one in self.ready["processes"] if one["service"] == service)
 
 
@@ -83,9 +87,7 @@ def workers_of(parent: int) -> list[int]:
     ("flags", "added"),
     [((), ["--num-kv-blocks=640"]), (("--num-kv-blocks=9",), []), (("--kv-cache-memory=1GiB",), [])],
 )
-def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_another(
-    flags: tuple[str, ...], added: list[str]
-) -> None:
+def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_another(flags, added):
     stack = plan_stack(parse_serve(list(flags)))
     assert stack.engine is not None
     engine, alone = stack.engine(2), stack.flags(stack.engine(2), 3, 0)
@@ -153,9 +155,7 @@ async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(t
         assert len(json.loads(answered.out)["token_ids"]) == 5
 
 
-async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(
-    tmp_path: Path,
-) -> None:
+async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(tmp_path):
     ready_file = tmp_path / "ready.json"
     async with serving(ready_file, "--workers=2") as stack:
         frontend = stack.pid_of("frontend")
@@ -219,16 +219,6 @@ async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) 
     assert not children_of(process.pid, "")
 
 
-async def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
-    async with serving(tmp_path / "ready.json") as stack:
-        ends = [os.pidfd_open(int(one["pid"])) for one in stack.ready["processes"]]
-        stack.process.kill()
-        for end in ends:
-            # Readable once the process has ended.
-            assert select.select([end], [], [], 30)[0] == [end]
-            os.close(end)
-
-
 async def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
     for host in ("no-such-host.invalid", "192.0.2.1"):
         outcome = await triptych("serve", "--host", host)
@@ -247,3 +237,68 @@ async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() ->
         outcome = await triptych("serve", "--port", str(holder.getsockname()[1]))
     assert outcome.exit_code == 2
     assert f"is in use by pid {os.getpid()} (" in outcome.err
+
+
+# Finding who holds a port.
+
+
+def test_the_process_that_listens_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        owner = find_port_owner("127.0.0.1", server.getsockname()[1])
+    assert owner is not None
+    assert owner.pid == os.getpid()
+    assert "pytest" in str(owner)
+
+
+def test_a_free_port_has_no_owner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert find_port_owner("127.0.0.1", port) is None
+
+
+def test_a_port_that_the_kernel_chooses_is_free() -> None:
+    assert find_port_owner("127.0.0.1", 0) is None
+
+
+# Waiting for a service: until it serves, however late it can be asked, and nothing of the wait stays.
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class LateHealth(health_pb2_grpc.HealthServicer):
+    """Cannot be asked at first, stops while it is asked, and then serves when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.may_serve = asyncio.Event()
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        if self.num_asked == 2:
+            # In gRPC's words, as of a server that stops with calls open.
+            await context.abort(grpc.StatusCode.CANCELLED, "Cancelling all calls")
+        assert request.service == READINESS["engine"]
+        yield _Status(status=_Status.NOT_SERVING)
+        await self.may_serve.wait()
+        yield _Status(status=_Status.SERVING)
+        await asyncio.Event().wait()
+
+
+async def test_a_service_is_awaited_and_no_connection_stays():
+    servicer, server = LateHealth(), grpc.aio.server(options=INTERNAL.options())
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    with without_collections():
+        waiting = asyncio.ensure_future(await_ready("engine", address))
+        await until_connections(address, 1)
+        assert not waiting.done()
+        servicer.may_serve.set()
+        await waiting
+        await until_connections(address, 0)
+    assert servicer.num_asked == 3
+    await server.stop(None)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher.serve.process import ChildDied, ProcessPlan, spawn
+from launcher.serve.restarts import Restarts, until_ready
 from launcher.serve.supervisor import StartTimeout, SupervisorLimits
+from service_kit.process import process_environment
 from tests.launcher.serve.supervised import Stack, greeted, stack, stack_of_a_program_that_may_go
 
 
@@ -21,7 +23,6 @@ class Unread(io.StringIO):
     """What stderr is once its reader has gone."""
 
     def write(self, text: str) -> int:
-        """Refuse the text."""
         raise BrokenPipeError
 
 
@@ -48,9 +49,7 @@ async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(tmp_p
 
 
 @pytest.mark.parametrize("flag", ["--die-at-start", "--die-before-ready"])
-async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(
-    tmp_path: Path, flag: str
-) -> None:
+async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(tmp_path, flag):
     one = stack(tmp_path, {"engine-1": (f"{flag}=3",)})
     with pytest.raises(
         ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3 while it was starting"
@@ -60,9 +59,7 @@ async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines
     await one.supervisor.stop()
 
 
-async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(
-    tmp_path: Path,
-) -> None:
+async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(tmp_path):
     async def all_but_the_frontend(service: str, address: str) -> None:
         await greeted(service, address)
         if service == "frontend":
@@ -93,9 +90,7 @@ async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
-async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
-    tmp_path: Path, name: str
-) -> None:
+async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(tmp_path, name):
     one = stack(tmp_path)
     await one.supervisor.start()
     before = one.supervisor.children[name]
@@ -147,9 +142,7 @@ async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_
     await one.supervisor.stop()
 
 
-async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(tmp_path):
     one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
     await one.supervisor.start()
     keeping = asyncio.ensure_future(one.supervisor.keep_running())
@@ -161,9 +154,7 @@ async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_t
     await one.supervisor.stop()
 
 
-async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(tmp_path):
     trap = tmp_path / "trap"
     one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
     await one.supervisor.start()
@@ -228,3 +219,195 @@ async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
     # The pipe ends when the last process that holds it has ended, i.e. the grandchild.
     assert await asyncio.wait_for(launcher.stdout.read(), 30) == b""
     await launcher.wait()
+
+
+# The supervisor when another number of engines is wanted than it started with.
+
+
+async def test_engines_that_are_wanted_later_are_started_and_kept_like_the_others(tmp_path: Path) -> None:
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
+    await one.until("engine-2 READY")
+    await one.until("engine-3 READY")
+    assert set(one.asked[:4]) == {
+        (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
+    }
+    assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
+    address = one.supervisor.address_of("engine-3")
+    one.restarted.clear()
+    os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.address_of("engine-3") == address
+    assert len(one.supervisor.children) == 6
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_no_more_engines_are_started_than_a_machine_is_to_have(tmp_path: Path) -> None:
+    one = stack(tmp_path, max_engines=3)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(1000, starts_missing=True)
+    one.supervisor.want(1000, starts_missing=True)
+    await one.until("engine-2 READY")
+    assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
+    assert [report for report in one.reports if "1000" in report] == [
+        "1000 engines are wanted, 3 are the most that are started here"
+    ]
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(tmp_path):
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    left = one.supervisor.children["engine-1"].pid
+    os.kill(left, signal.SIGTERM)
+    await one.until(f"engine-1 (pid {left}) exited with code 0 and is not started again")
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
+    one.supervisor.want(2, starts_missing=False)
+    assert "engine-1" not in one.supervisor.children
+    one.restarted.clear()
+    one.supervisor.want(2, starts_missing=True)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children["engine-1"].pid != left
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_an_engine_that_leaves_while_it_is_wanted_anew_starts_again(tmp_path: Path) -> None:
+    one = stack(tmp_path)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(2, starts_missing=True)
+    os.kill(one.supervisor.children["engine-1"].pid, signal.SIGTERM)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children["engine-1"].is_running
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_engines_above_the_wanted_number_are_ended_where_they_are_not_ready_and_never_restarted(
+    tmp_path: Path,
+) -> None:
+    async def all_but_the_new_one(service: str, address: str) -> None:
+        await greeted(service, address)
+        if len(one.supervisor.children) > 4:
+            one.restarted.set()
+            await asyncio.Event().wait()
+
+    limits = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01)
+    one = Stack(tmp_path / "diary", limits=limits, extra={}, await_ready=all_but_the_new_one)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(3, starts_missing=True)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    ready = one.supervisor.children["engine-1"].pid
+    one.supervisor.want(1, starts_missing=False)
+    await one.until("engine-2 (pid")
+    assert one.supervisor.children["engine-1"].is_running
+    os.kill(ready, signal.SIGKILL)
+    await one.until(f"engine-1 (pid {ready}) was killed by SIGKILL and is not started again")
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(tmp_path: Path) -> None:
+    one = stack(tmp_path, {"engine-2": ("--die-at-start=3",)}, max_restarts=2)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    one.supervisor.want(3, starts_missing=True)
+    await one.until("exited with code 3 after 2 restarts within 60 s")
+    assert not keeping.done()
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(tmp_path):
+    one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    await asyncio.sleep(0)
+    program.unlink()
+    one.supervisor.want(3, starts_missing=True)
+    await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
+    await one.until("engine-2 cannot be started after 2 restarts within 60 s")
+    assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
+    keeping.cancel()
+    await one.supervisor.stop()
+
+
+# How often what dies is started again, and what is said of one that dies before it is ready.
+
+
+def test_each_restart_in_the_window_waits_twice_as_long_and_there_are_so_many() -> None:
+    restarts = Restarts(most=3, window_s=60.0, delay_s=0.5)
+    assert [restarts.begin(now) for now in (0.0, 1.0, 2.0)] == [0.5, 1.0, 2.0]
+    assert restarts.count == "3 of 3"
+    assert restarts.begin(59.0) is None
+    assert restarts.tries == "3 restarts within 60 s"
+
+
+def test_restarts_that_lie_before_the_window_are_forgotten() -> None:
+    restarts = Restarts(most=2, window_s=60.0, delay_s=0.5)
+    assert [restarts.begin(now) for now in (0.0, 30.0)] == [0.5, 1.0]
+    assert restarts.begin(60.0) == 1.0
+    assert restarts.count == "2 of 2"
+    assert restarts.begin(200.0) == 0.5
+
+
+class Died(Exception):
+    """An end before it was ready."""
+
+
+async def never() -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
+async def at_once() -> int:
+    return 3
+
+
+async def test_who_ends_before_it_is_ready_has_died_with_its_status() -> None:
+    with pytest.raises(Died, match="3"):
+        await until_ready(never(), at_once(), lambda status: Died(str(status)))
+    await until_ready(at_once(), never(), lambda status: Died(str(status)))
+
+
+async def test_an_error_while_waiting_is_handed_on() -> None:
+    async def fail() -> int:
+        raise OSError("the host is gone")
+
+    for ready, ended in ((fail(), never()), (never(), fail())):
+        with pytest.raises(OSError, match="the host is gone"):
+            await until_ready(ready, ended, lambda status: Died(str(status)))
+
+
+# What is said of a child that ended.
+
+END_BY = "import os; os.kill(os.getpid(), {number})"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+    ids=["SIGKILL", "a-real-time-signal"],
+)
+async def test_any_signal_that_ended_a_child_is_named(number: int, name: str) -> None:
+    plan = ProcessPlan("engine", 0, (sys.executable, "-c", END_BY.format(number=int(number))))
+    child, pipe_fd = await spawn(plan, [], process_environment(), quiet=True)
+    os.close(pipe_fd)
+    await child.wait()
+    assert child.ending == f"(pid {child.pid}) was killed by {name}"

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launcher.tiny_model.corpus import Example, Turn, held_out_questions, outside_prompts
-from launcher.tiny_model.evaluate import (
+from tools.tiny_model.corpus import Example, Turn, held_out_questions, outside_prompts
+from tools.tiny_model.evaluate import (
     RAW_PROMPTS,
     Answer,
     answer,
@@ -20,7 +20,7 @@ from launcher.tiny_model.evaluate import (
     render,
     words_of,
 )
-from launcher.tiny_model.train import WEIGHTS_FOLDER
+from tools.tiny_model.train import WEIGHTS_FOLDER
 
 _STORY_REQUESTS = (
     ("Tell me a story about a fox and a lantern.", ("fox", "lantern")),

@@ -28,13 +28,11 @@ class FakeHub:
 
     @property
     def downloaded(self) -> set[str]:
-        """Which files were sent."""
         marker = f"GET /org/tiny/resolve/{COMMIT}/"
         return {line.removeprefix(marker) for line in self.requests if line.startswith(marker)}
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """The files of a folder by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 

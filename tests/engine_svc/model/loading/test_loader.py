@@ -29,7 +29,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
-    """A folder of the test's own to break."""
     return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 

@@ -147,9 +147,7 @@ def test_the_windows_are_those_of_the_layers(tmp_path: Path):
         ("zamba2", "hybrid, linear_attention"),
     ],
 )
-def test_kinds_of_layers_that_attention_cannot_serve_are_refused_unread(
-    tmp_path: Path, model_type: str, kinds: str
-):
+def test_kinds_of_layers_that_attention_cannot_serve_are_refused_unread(tmp_path, model_type, kinds):
     config = CONFIG_MAPPING[model_type]()
     config.save_pretrained(tmp_path)
     name = type(config).__name__.removesuffix("TextConfig").removesuffix("Config")

@@ -163,15 +163,6 @@ def test_what_a_victim_gives_back_goes_to_its_own_kind():
     assert [share.clip(one, 50) for one in (prompt, other)] == [50, 50]
 
 
-def test_the_last_admitted_gives_way_and_returns_first():
-    stage = _stage(num_blocks=7, block_size=4, enable_prefix_caching=False, max_num_batched_tokens=100)
-    stage.add(*(request(name, 8) for name in "abc"))
-    stage.step()
-    stage.add(request("newcomer", 8))
-    assert stage.step().preempted == ["c"]
-    assert stage.scheduler.waiting_ids == ["c", "newcomer"]
-
-
 def test_a_turn_that_begins_is_a_prompt_again():
     stage = _stage()
     stage.add(request("decode", 3), session("a", 3))

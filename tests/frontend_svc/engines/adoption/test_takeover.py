@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
-from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
+from grpc.aio import EOF
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_adoptable, output_request_id
+from frontend_svc.engines.connection.client import EngineState
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.preprocess import Prepared
 from service_kit.channel import open_channel
@@ -25,6 +27,7 @@ from tests.frontend_svc.fakes import (
     FakeRequest,
     make_request,
     serving,
+    serving_one,
 )
 from tests.frontend_svc.generation.test_failover import CASES, read_outputs
 from tests.frontend_svc.token_source import TokenSource
@@ -57,7 +60,6 @@ class Doomed:
             await self._frontend.cut()
 
     async def die(self) -> None:
-        """End it, its streams to engines included."""
         if not self._is_dead:
             self._is_dead = True
             await self._frontend.public.stop(0)
@@ -99,7 +101,6 @@ def resume_request(read: list[Response]) -> inference_pb2.ResumeRequest:
 
 
 async def rest_of(client: Client, read: list[Response]) -> list[Response]:
-    """What another frontend says behind that."""
     call = client.inference.Resume(resume_request(read), timeout=WAIT_S)
     return [message.response async for message in call]
 
@@ -126,6 +127,14 @@ CUTS = {
     for num_read in range(1, most_read + 1)
     if name != "final" or num_tokens == 40
 }
+
+
+async def begun_at(frontend: Doomed, engine: FakeEngine) -> tuple[Any, FakeRequest, list]:
+    """A stream with a grace that has had its first token: the call, the request, and what was read."""
+    call = frontend.client.generate(orphan_grace_ms=GRACE_MS)
+    (request,) = await engine.wait_for_requests(1)
+    engine.step({request: [5]})
+    return call, request, await read_some(call, 2)
 
 
 async def test_whatever_a_client_has_read_it_gets_the_rest_from_another_frontend():
@@ -191,8 +200,7 @@ async def test_an_adopted_request_goes_on_in_another_engine_when_its_own_dies():
 
 
 async def test_a_stream_is_adopted_again_when_its_second_frontend_dies():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS)
             (request,) = await engine.wait_for_requests(1)
@@ -213,8 +221,7 @@ async def test_a_stream_is_adopted_again_when_its_second_frontend_dies():
 
 
 async def test_an_adopted_stream_can_be_resumed_aborted_and_looked_up_where_it_is():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS, request_id="mine")
             (request,) = await engine.wait_for_requests(1)
@@ -237,8 +244,7 @@ async def test_an_adopted_stream_can_be_resumed_aborted_and_looked_up_where_it_i
 
 
 async def test_at_the_end_of_its_own_grace_an_adopted_request_is_aborted_and_forgotten():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=60)
             (request,) = await engine.wait_for_requests(1)
@@ -254,13 +260,9 @@ async def test_at_the_end_of_its_own_grace_an_adopted_request_is_aborted_and_for
 
 
 async def test_an_engine_that_has_not_noticed_yet_is_asked_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
-            call = first.client.generate(orphan_grace_ms=GRACE_MS)
-            (request,) = await engine.wait_for_requests(1)
-            engine.step({request: [5]})
-            read = await read_some(call, 2)
+            _, request, read = await begun_at(first, engine)
             rest = asyncio.ensure_future(rest_of(client, read))
             await engine.wait(lambda: engine.num_asked_adoptions >= 2)
         await engine.wait(lambda: request.num_adoptions == 1)
@@ -282,8 +284,7 @@ async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features):
 
 
 async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         request = inference_pb2.ResumeRequest(resume_token="0" * 32, last_position=2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.inference.Resume(request, timeout=WAIT_S).read()
@@ -293,8 +294,7 @@ async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
 
 @pytest.mark.parametrize("name", ["num_tokens", "num_characters"])
 async def test_who_says_it_has_more_than_there_is_is_told_so(name):
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS)
             (one,) = await engine.wait_for_requests(1)
@@ -314,8 +314,7 @@ async def test_who_says_it_has_more_than_there_is_is_told_so(name):
 
 
 async def test_a_group_of_which_an_unfinished_output_is_gone_is_not_found_and_aborted():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS, n=2)
             requests = list(await engine.wait_for_requests(2))
@@ -343,8 +342,7 @@ async def test_a_stop_string_behind_the_death_ends_the_output_here_and_in_the_en
 
 
 async def test_engines_are_told_what_another_frontend_needs_and_no_prompt():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate("a secret", orphan_grace_ms=1234, n=2, truncate_prompt_tokens=2)
         first, second = await engine.wait_for_requests(2)
         engine.step({first: [5]}, finished={first: AT_LENGTH})
@@ -374,3 +372,61 @@ def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(too_much):
     (entry,) = prepared.entries
     assert (entry.request_id, entry.resume_state) == (output_request_id("0" * 32, 0), b"")
     assert not entry.HasField("orphan_grace_ms")
+
+
+# Streams whose frontend is gone, where the engine is not within the next one's reach at once, or leaves.
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once it is true: turn by turn of the loop, as nobody tells of what it asks."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_frontend_that_has_just_begun_looks_until_it_has_heard_of_its_engines():
+    engine = FakeEngine()
+    async with serving(engine):
+        async with doomed(engine) as first:
+            _, request, read = await begun_at(first, engine)
+        frontend = another_frontend(engine)
+        address = await frontend.public.start()
+        try:
+            async with open_channel(address, profile="public") as channel:
+                rest = asyncio.ensure_future(rest_of(Client(channel), read))
+                await until(lambda: frontend.draining.num_open > 0 or rest.done())
+                frontend.connect(address)
+                await engine.wait(lambda: request.num_adoptions == 1)
+                engine.step({request: [6]}, finished={request: AT_LENGTH})
+                assert [list(message.delta.token_ids) for message in await rest] == [[6], []]
+        finally:
+            await frontend.public.stop(0)
+            await frontend.close()
+
+
+async def test_a_position_that_no_stream_reaches_is_refused_and_no_engine_asked():
+    async with serving_one() as (engine, client, _):
+        received = [inference_pb2.ReceivedOutput(num_tokens=1)]
+        request = inference_pb2.ResumeRequest(
+            resume_token="0" * 32, last_position=2**64 - 1, received=received
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.inference.Resume(request, timeout=WAIT_S).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == f"last_position is {2**64 - 1}, the limit is {2**48}"
+    assert engine.num_asked_adoptions == 0
+
+
+async def test_an_engine_that_leaves_is_asked_too():
+    async with serving_one() as (engine, client, frontend):
+        await client.until_engines_are_ready(1)
+        async with doomed(engine) as first:
+            _, request, read = await begun_at(first, engine)
+            for session in engine.sessions:
+                session.send(draining={})
+            (known,) = frontend.directory.clients()
+            await until(lambda: known.state is EngineState.DRAINING)
+        rest = asyncio.ensure_future(rest_of(client, read))
+        await engine.wait(lambda: request.num_adoptions == 1)
+        engine.step({request: [6]}, finished={request: AT_LENGTH})
+        assert [list(message.delta.token_ids) for message in await rest] == [[6], []]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import grpc
 import pytest
 
+from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.clock import MonotonicClock
-from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving
+from tests.connections import until_connections, without_collections
+from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving, serving_one
+from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 
 async def test_an_engine_that_starts_later_is_found():
@@ -75,8 +83,7 @@ async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_befor
 
 
 async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         await engine.wait_for_requests(1)
         engine.has_heartbeat = False
@@ -92,8 +99,7 @@ async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
 
 
 async def test_steps_of_many_rows_reach_every_request_in_order():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         calls = [asyncio.ensure_future(read_all(client.generate([5], detokenize=False))) for _ in range(80)]
         requests = await engine.wait_for_requests(len(calls))
         engine.step({request: [row] for row, request in enumerate(requests)}, step_number=1)
@@ -107,8 +113,7 @@ async def test_steps_of_many_rows_reach_every_request_in_order():
 
 
 async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_and_in_order():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         engine.step({request: [5, 6]}, cached={request: 0}, step_number=9)
@@ -118,8 +123,7 @@ async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_a
 
 
 async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.skip()
@@ -130,8 +134,7 @@ async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_aga
 
 
 async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(step=step_pb2.Step(handles=b"xyz"))
@@ -141,8 +144,7 @@ async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
 
 
 async def test_a_draining_engine_finishes_and_gets_no_more():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=0.0) as (client, _):
+    async with serving_one(reconnect_window_s=0.0) as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
@@ -154,8 +156,7 @@ async def test_a_draining_engine_finishes_and_gets_no_more():
 
 
 async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(draining=engine_pb2.Draining(deadline_ms=1000))
@@ -170,8 +171,7 @@ async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
 
 
 async def test_a_dying_engines_last_words_are_known():
-    engine = FakeEngine()
-    async with serving(engine) as (client, frontend):
+    async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
@@ -249,8 +249,7 @@ async def test_the_tokenizer_override_needs_no_tokenizer_from_the_engine(tmp_pat
 
 
 async def test_an_abort_by_the_engine_ends_the_stream_with_its_reason():
-    engine = FakeEngine()
-    async with serving(engine) as (client, _):
+    async with serving_one() as (engine, client, _):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
         record = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ABORT)
@@ -269,8 +268,7 @@ async def test_model_defaults_are_read_from_files():
 
 
 async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go_on():
-    engine = FakeEngine()
-    async with serving(engine, reconnect_window_s=0.0) as (client, frontend):
+    async with serving_one(reconnect_window_s=0.0) as (engine, client, frontend):
         call = client.generate()
         await engine.wait_for_requests(1)
         engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=7, step_started_age_ms=6000)
@@ -347,8 +345,7 @@ class _Untold:
     "end", [FakeEngine.kill, FakeEngine.leave, FakeEngine.die], ids=lambda end: end.__name__
 )
 async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
-    engine = FakeEngine()
-    async with serving(engine) as (_, frontend):
+    async with serving_one() as (engine, _, frontend):
         (client,) = frontend.directory.clients()
         requests = []
 
@@ -381,3 +378,126 @@ async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
         )
         engine.step({request: [5]}, finished={request: AT_LENGTH})
         assert (await read_all(call))[2] == [5]
+
+
+# A frontend has one connection to an engine, whatever became of the ones before it.
+
+
+async def _restart(engine: FakeEngine) -> None:
+    await engine.kill()
+    await engine.start(engine.address)
+
+
+async def _fall_silent(engine: FakeEngine) -> None:
+    session = engine.sessions[0]
+    engine.has_heartbeat = False
+    await engine.wait(lambda: session not in engine.sessions)
+    engine.has_heartbeat = True
+
+
+async def _lose_a_message(engine: FakeEngine) -> None:
+    engine.sessions[0].skip()
+
+
+async def _say_nonsense(engine: FakeEngine) -> None:
+    engine.sessions[0].send(step=step_pb2.Step(handles=b"xyz"))
+
+
+async def _offer_other_files(engine: FakeEngine) -> None:
+    artifact = session_pb2.Artifact(kind=session_pb2.ARTIFACT_KIND_TOKENIZER, sha256="0" * 64)
+    engine.sessions[0].send(ready=session_pb2.Ready(artifacts=[artifact]))
+
+
+async def _leave(engine: FakeEngine) -> None:
+    engine.leave()
+
+
+async def _die(engine: FakeEngine) -> None:
+    engine.die()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [_restart, _fall_silent, _lose_a_message, _say_nonsense, _offer_other_files, _leave, _die],
+    ids=lambda end: end.__name__,
+)
+async def test_a_lost_stream_leaves_no_connection_behind(end):
+    engine = FakeEngine()
+    with without_collections():
+        await _lose_streams(engine, end)
+
+
+async def _lose_streams(engine: FakeEngine, end: Callable[[FakeEngine], Awaitable[None]]) -> None:
+    async with serving(engine) as (client, frontend):
+        for _ in range(3):
+            num_connects = engine.num_connects
+            await end(engine)
+            await engine.wait(lambda: engine.num_connects > num_connects)  # noqa: B023
+            await client.wait_ready()
+            await until_connections(engine.address, 1)
+        for one in frontend.directory.clients():
+            await one.close()
+        await until_connections(engine.address, 0)
+
+
+# Of models that engines bring, the files and tokenizers of the last few are kept.
+
+
+class FakeStub:
+    """Offers one tokenizer with one of many chat templates."""
+
+    def __init__(self) -> None:
+        self._contents = {session_pb2.ARTIFACT_KIND_TOKENIZER: word_piece_tokenizer().to_str().encode()}
+
+    def ready(self, template: str) -> session_pb2.Ready:
+        self._contents[session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE] = template.encode()
+        return session_pb2.Ready(model_name="m", artifacts=[self._artifact(kind) for kind in self._contents])
+
+    async def GetArtifacts(
+        self, request: engine_pb2.GetArtifactsRequest, timeout: float
+    ) -> AsyncIterator[engine_pb2.GetArtifactsResponse]:
+        for kind in request.kinds:
+            yield engine_pb2.GetArtifactsResponse(artifact=self._artifact(kind), chunk=self._contents[kind])
+
+    def _artifact(self, kind: session_pb2.ArtifactKind) -> session_pb2.Artifact:
+        content = self._contents[kind]
+        return session_pb2.Artifact(
+            kind=kind, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+        )
+
+
+class Rig:
+    def __init__(self, workers: TextWorkers) -> None:
+        self._stub = FakeStub()
+        self._store = ArtifactStore(workers)
+
+    async def model_of(self, number: int) -> ServedModel:
+        """The model whose chat template is that of `number`."""
+        ready = self._stub.ready(f"template {number}")
+        return await self._store.model_of(ready, cast(engine_pb2_grpc.EngineCoreServiceStub, self._stub))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    workers = TextWorkers(1, time_limit_s=60.0)
+    yield Rig(workers)
+    await workers.close()
+
+
+async def test_engines_of_the_same_files_share_one_tokenizer(rig: Rig) -> None:
+    first, second = await rig.model_of(0), await rig.model_of(0)
+    assert first.tokenizer is second.tokenizer
+    third, fourth = await asyncio.gather(rig.model_of(2), rig.model_of(2))
+    assert third.tokenizer is fourth.tokenizer
+    assert (await rig.model_of(1)).tokenizer is not first.tokenizer
+
+
+async def test_the_tokenizer_used_longest_ago_is_forgotten_first(rig: Rig) -> None:
+    first = await rig.model_of(0)
+    second = await rig.model_of(1)
+    for number in range(2, MAX_FILES):
+        await rig.model_of(number)
+    assert (await rig.model_of(0)).tokenizer is first.tokenizer
+    await rig.model_of(MAX_FILES)
+    assert (await rig.model_of(0)).tokenizer is first.tokenizer
+    assert (await rig.model_of(1)).tokenizer is not second.tokenizer

@@ -7,8 +7,12 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
+from grpc.aio import EOF
 
+from frontend_svc.engines.connection.client import UnreadReady
+from frontend_svc.engines.connection.connection import ReconnectPause
+from frontend_svc.engines.connection.health import StepWatch
+from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
 from service_kit.channel import open_channel
 from service_kit.clock import FakeClock, MonotonicClock
@@ -22,7 +26,7 @@ from service_kit.errors import (
     to_parts,
     to_status,
 )
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
 
 class FakeCall:
@@ -258,3 +262,168 @@ async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_st
     await server.stop(None)
     assert told == list(range(1, 11))
     assert caught.value.end is StreamEnd.LEFT
+
+
+# What a frontend remembers of a session while its streams come and go.
+
+
+def entry(handle: int, *, num_bytes: int = 4, attempt: int = 0) -> add_pb2.AddEntry:
+    return add_pb2.AddEntry(handle=handle, attempt=attempt, prompt_token_ids=bytes(num_bytes))
+
+
+def begun(*entries: add_pb2.AddEntry) -> EngineSession:
+    session = EngineSession()
+    session.begin(7, is_resumable=True)
+    session.add(entries)
+    return session
+
+
+def test_what_has_no_answer_is_sent_again_in_frames_of_a_limited_size():
+    large = 7 * 1024 * 1024
+    session = begun(*(entry(handle, num_bytes=large) for handle in range(5)), entry(9))
+    frames = [[one.handle for one in message.add.entries] for message in session.unanswered()]
+    assert frames == [[0, 1], [2, 3], [4, 9]]
+
+
+def test_moved_requests_are_counted_until_the_engine_has_ended_them():
+    session = begun(entry(1), entry(2, attempt=3))
+    assert session.num_moved == 0
+    session.move_all()
+    assert session.num_moved == 2
+    *_, abort = session.unanswered()
+    assert (list(abort.abort.handles), list(abort.abort.attempts)) == ([1, 2], [0, 3])
+    assert abort.abort.reason == engine_pb2.ABORT_REASON_MIGRATED
+    session.close([1, 2])
+    assert session.num_moved == 0
+
+
+# What an engine said of itself: the newest counts, and none is lost by a reader that is stopped.
+
+OLD, NEW = session_pb2.Ready(model_name="old"), session_pb2.Ready(model_name="new")
+
+
+async def test_it_is_there_until_it_was_read():
+    unread = UnreadReady()
+    unread.put(OLD)
+    assert [await unread.get(), await unread.get()] == [OLD, OLD]
+    unread.note_read(OLD)
+    waiting = asyncio.ensure_future(unread.get())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    unread.put(NEW)
+    assert await waiting is NEW
+
+
+async def test_what_comes_while_another_is_read_is_read_next():
+    unread = UnreadReady()
+    unread.put(OLD)
+    unread.put(NEW)
+    unread.note_read(OLD)
+    assert await unread.get() is NEW
+
+
+async def test_the_end_of_a_session_takes_it_away():
+    unread = UnreadReady()
+    unread.put(OLD)
+    unread.forget()
+    waiting = asyncio.ensure_future(unread.get())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+# How soon an engine is dialled again.
+
+
+def test_an_engine_that_breaks_as_soon_as_it_is_ready_is_dialled_ever_more_slowly():
+    clock = FakeClock()
+    pause = ReconnectPause(clock)
+    pauses = []
+    for _ in range(6):
+        pause.note_ready()
+        clock.advance(0.2)
+        pauses.append(pause.after(StreamEnd.BROKEN))
+    assert pauses[0] <= 0.2
+    assert all(0.5 <= one <= 1.0 for one in pauses[3:])
+
+
+def test_an_engine_that_was_in_use_for_a_while_is_dialled_at_once():
+    clock = FakeClock()
+    pause = ReconnectPause(clock)
+    for _ in range(6):
+        pause.after(StreamEnd.REFUSED)
+    pause.note_ready()
+    clock.advance(1.1)
+    pause.note_ready()
+    assert pause.after(StreamEnd.BROKEN) <= 0.1
+
+
+def test_time_without_a_connection_is_no_use():
+    clock = FakeClock()
+    pause = ReconnectPause(clock)
+    for _ in range(6):
+        clock.advance(60.0)
+        pause.after(StreamEnd.REFUSED)
+    assert pause.after(StreamEnd.REFUSED) >= 0.5
+
+
+def test_an_engine_of_another_version_is_asked_rarely():
+    assert ReconnectPause(FakeClock()).after(StreamEnd.INCOMPATIBLE) >= 2.5
+
+
+# When an engine's loop is taken to hang.
+
+
+def heartbeat(age_s: float, **fields: object) -> session_pb2.Heartbeat:
+    return session_pb2.Heartbeat(**{"has_work": True, "step_started_age_ms": int(age_s * 1000), **fields})
+
+
+def watch_of(step_s: float, num_steps: int = 200) -> StepWatch:
+    watch = StepWatch()
+    for number in range(num_steps):
+        watch.on_step(number, number * step_s, has_more=True)
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("step_s", "age_s", "is_hung"),
+    [(0.01, 4.9, False), (0.01, 5.1, True), (0.8, 7.9, False), (0.8, 8.1, True)],
+    ids=["short steps, not yet", "short steps", "long steps, not yet", "long steps"],
+)
+def test_a_step_hangs_after_five_seconds_or_ten_usual_steps(step_s, age_s, is_hung):
+    assert (watch_of(step_s).hung_for_s(heartbeat(age_s)) is not None) is is_hung
+
+
+def test_a_step_that_was_announced_to_be_long_may_be():
+    watch = watch_of(0.01)
+    assert watch.hung_for_s(heartbeat(50.0, step_budget_ms=60_000)) is None
+    assert watch.hung_for_s(heartbeat(61.0, step_budget_ms=60_000)) == 61.0
+
+
+def test_an_engine_without_work_or_without_a_step_does_not_hang():
+    watch = watch_of(0.01)
+    assert watch.hung_for_s(heartbeat(60.0, has_work=False)) is None
+    assert watch.hung_for_s(session_pb2.Heartbeat(has_work=True)) is None
+
+
+def test_the_time_between_requests_is_no_step():
+    watch = StepWatch()
+    for number in range(100):
+        watch.on_step(number, number * 60.0, has_more=False)
+    assert watch.hung_for_s(heartbeat(5.1)) is not None
+
+
+def test_steps_that_came_as_one_count_each():
+    watch = StepWatch()
+    for number in range(0, 1000, 10):
+        watch.on_step(number, number * 0.2, has_more=True)
+    assert watch.limit_s() == 5.0
+
+
+def test_a_hang_is_told_once_and_ends_with_the_step():
+    watch = watch_of(0.01)
+    assert watch.hear(heartbeat(6.0, step_number=7)) == 6.0
+    assert watch.hear(heartbeat(6.5, step_number=7)) is None
+    assert watch.hung_step == 7
+    assert watch.hear(heartbeat(0.1, step_number=8)) is None
+    assert watch.hung_step is None

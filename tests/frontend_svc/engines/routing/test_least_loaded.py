@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
 from frontend_svc.engines.routing.account import EngineAccount, LoadReport
+from frontend_svc.engines.routing.affinity import by_preference, favourite, prefix_affinity, prefix_hash
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware, load, p2c, round_robin, work
+from frontend_svc.engines.routing.policies import DEFAULT_POLICY, POLICIES, find_policy, first_turn, route
 
 ANY = RoutingRequest(num_prompt_tokens=16)
 NUM_BLOCKS = 1000
@@ -168,3 +172,148 @@ def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
         counts = [account.num_in_flight for account in accounts]
         assert max(counts) - min(counts) <= 4
     assert max(counts) <= 4
+
+
+# Which requests meet at one engine, what moves when an engine goes, and when a favourite is left.
+
+MEMBERS = [EngineInfo(f"engine-{index}:50061", dp_rank=index) for index in range(8)]
+KEYS = [b"session %d" % index for index in range(2000)]
+
+
+def of_session(name: str = "s", prefix: bytes = b"") -> RoutingRequest:
+    return RoutingRequest(num_prompt_tokens=100, session_id=name, prefix_hash=prefix)
+
+
+def test_keys_spread_over_all_engines():
+    counts = Counter(favourite(MEMBERS, key).address for key in KEYS)
+    assert len(counts) == 8 and max(counts.values()) < 1.25 * len(KEYS) / 8
+
+
+def test_an_engine_that_goes_moves_its_own_keys_alone_and_one_that_comes_takes_its_share():
+    before = {key: favourite(MEMBERS, key) for key in KEYS}
+    left = MEMBERS[:3] + MEMBERS[4:]
+    for key, engine in before.items():
+        after = favourite(left, key)
+        assert after is engine or engine is MEMBERS[3]
+        if engine is MEMBERS[3]:
+            assert after is by_preference(MEMBERS, key)[1]
+
+
+def test_the_order_in_which_engines_are_known_says_nothing():
+    assert [favourite(MEMBERS, key) for key in KEYS] == [favourite(MEMBERS[::-1], key) for key in KEYS]
+
+
+def test_a_session_stays_whatever_its_prompts_and_the_turn():
+    picks = {prefix_affinity(MEMBERS, of_session(prefix=b"%d" % turn), turn).address for turn in range(50)}
+    assert len(picks) == 1
+
+
+def test_without_a_session_equal_first_blocks_meet_and_without_both_the_least_loaded_is_taken():
+    picks = {prefix_affinity(MEMBERS, of_session("", b"blocks"), turn).address for turn in range(50)}
+    assert len(picks) == 1
+    idle = [replace(engine, num_running=5) for engine in MEMBERS[:3]] + [MEMBERS[-1]]
+    assert prefix_affinity(idle, of_session(""), 3) is MEMBERS[-1]
+
+
+def test_the_favourite_is_left_where_it_is_clearly_more_loaded_and_then_for_the_next_in_line():
+    first, second = by_preference(MEMBERS, b"s")[:2]
+
+    def pick(**load: int) -> str:
+        engines = [replace(engine, **load) if engine is first else engine for engine in MEMBERS]
+        return prefix_affinity(engines, of_session(), 0).address
+
+    assert pick(num_running=3) == pick(num_waiting_tokens=900) == first.address
+    assert pick(num_waiting_tokens=9000) == pick(num_waiting=40) == second.address
+
+
+def test_all_engines_being_loaded_alike_moves_nothing():
+    engines = [replace(engine, num_waiting=40, num_waiting_tokens=90_000) for engine in MEMBERS]
+    assert prefix_affinity(engines, of_session(), 0).address == by_preference(MEMBERS, b"s")[0].address
+
+
+def test_a_prefix_is_known_by_whole_steps_up_to_sixty_four_tokens():
+    prompt = list(range(1, 200))
+    assert prefix_hash(prompt[:15]) == b""
+    assert prefix_hash(prompt[:16]) == prefix_hash(prompt[:31]) != prefix_hash(prompt[:32])
+    assert prefix_hash(prompt[:64]) == prefix_hash(prompt) != prefix_hash(prompt[:63])
+    assert prefix_hash([5, *prompt]) != prefix_hash(prompt)
+
+
+# Policies by name, and what goes before each of them.
+
+ENGINE_IDS = [EngineInfo(f"h:{index}", dp_rank=index) for index in range(4)]
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+@every_policy
+def test_no_engine_is_none(policy):
+    assert route(policy, [], RoutingRequest(), 0) is None
+
+
+@every_policy
+def test_a_pinned_rank_goes_before_the_policy_and_one_that_is_not_there_is_none(policy):
+    engines = [replace(ENGINE_IDS[0]), replace(ENGINE_IDS[1], num_waiting=50), *ENGINE_IDS[2:]]
+    request = RoutingRequest(data_parallel_rank=1, session_id="s", affinity_key="k")
+    assert {route(policy, engines, request, turn) for turn in range(8)} == {engines[1]}
+    assert route(policy, engines, RoutingRequest(data_parallel_rank=4), 0) is None
+
+
+@every_policy
+def test_an_engine_that_is_held_gets_requests_only_where_all_are(policy):
+    held = [replace(engine, is_held=True) for engine in ENGINE_IDS]
+    for request in (RoutingRequest(session_id="s"), RoutingRequest(affinity_key="k")):
+        picks = {route(policy, [*held[:3], ENGINE_IDS[3]], request, turn) for turn in range(16)}
+        assert picks == {ENGINE_IDS[3]}
+        assert route(policy, held, request, 0) in held
+
+
+@every_policy
+def test_requests_with_the_same_affinity_key_meet_whatever_the_loads(policy):
+    engines, picks = list(ENGINE_IDS), set()
+    for turn in range(20):
+        picked = route(policy, engines, RoutingRequest(affinity_key="query"), turn)
+        assert picked is not None
+        picks.add(picked.address)
+        engines[picked.dp_rank] = replace(picked, num_waiting=picked.num_waiting + 100)
+    assert len(picks) == 1
+
+
+@every_policy
+def test_a_session_stays_at_one_engine_until_that_is_clearly_more_loaded_than_the_least(policy):
+    request = RoutingRequest(num_prompt_tokens=100, session_id="s")
+    picks = {route(policy, ENGINE_IDS, request, turn) for turn in range(16)}
+    assert len(picks) == 1
+    (stays,) = picks
+    assert stays is not None
+    engines = [replace(one, num_waiting_tokens=50_000) if one is stays else one for one in ENGINE_IDS]
+    assert route(policy, engines, request, 0) not in (stays, None)
+
+
+def test_affinity_keys_spread():
+    keys = map(str, range(64))
+    picks = {route(find_policy("load"), ENGINE_IDS, RoutingRequest(affinity_key=key), 0) for key in keys}
+    assert picks == set(ENGINE_IDS)
+
+
+def test_frontends_of_one_host_begin_at_engines_of_their_own():
+    firsts = {
+        route(find_policy(DEFAULT_POLICY), ENGINE_IDS, RoutingRequest(), first_turn(index, 5**index))
+        for index in range(4)
+    }
+    assert firsts == set(ENGINE_IDS)
+
+
+def test_a_policy_that_nobody_offers_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"routing_policy is 'fastest'.*kv-aware, load, p2c"):
+        find_policy("fastest")
+
+
+def test_an_installed_package_offers_a_policy_by_its_entry_point(tmp_path, monkeypatch):
+    info = tmp_path / "other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[triptych.routing]\nlast = last_engine:pick\n")
+    (tmp_path / "last_engine.py").write_text("def pick(engines, request, turn):\n    return engines[-1]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "last" in metadata.entry_points(group="triptych.routing").names
+    assert route(find_policy("last"), ENGINE_IDS, RoutingRequest(), 0) is ENGINE_IDS[-1]

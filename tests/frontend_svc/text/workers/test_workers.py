@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import select
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +18,17 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from frontend_svc.text.tokenize.text_files import TextFiles
+from frontend_svc.text.workers.frames import (
+    MAX_BODY_BYTES,
+    MAX_HEADER_BYTES,
+    Frame,
+    FrameError,
+    FrameReader,
+    pack_head,
+    pack_numbers,
+    unpack_numbers,
+)
+from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
@@ -353,3 +366,158 @@ async def test_a_worker_that_is_given_no_core_has_its_time_again_but_not_for_eve
     assert (type(error), error.reason) == (InvalidArgument, "TEXT_TIME_LIMIT")
     assert await encode(workers, "ok", slow) == [1]
     assert process_id not in workers.process_ids
+
+
+# Frames: whole whatever the pieces they come in, and refused when they are none.
+
+
+def read_all(reader: FrameReader) -> list[Frame]:
+    frames = []
+    while (frame := reader.take()) is not None:
+        frames.append(frame)
+    return frames
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_are_the_same_however_they_are_cut(seed):
+    rng = random.Random(seed)
+    sent = [Frame({"verb": "x", "number": index}, rng.randbytes(rng.randrange(3000))) for index in range(40)]
+    stream = b"".join(pack_head(frame.header, len(frame.body)) + frame.body for frame in sent)
+    reader, received = FrameReader(), []
+    while stream:
+        num_bytes = rng.choice((1, 3, 8, 100, 5000))
+        reader.feed(stream[:num_bytes])
+        stream = stream[num_bytes:]
+        received += read_all(reader)
+    assert received == sent
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<II", MAX_HEADER_BYTES + 1, 0),
+        struct.pack("<II", 2, MAX_BODY_BYTES + 1),
+        struct.pack("<II", 2, 0) + b"[]",
+        struct.pack("<II", 1, 0) + b"{",
+        struct.pack("<II", 2, 0) + b"\xff\xff",
+    ],
+    ids=["long header", "long body", "no object", "no JSON", "no text"],
+)
+def test_what_is_no_frame_is_refused(content):
+    reader = FrameReader()
+    reader.feed(content)
+    with pytest.raises(FrameError):
+        reader.take()
+
+
+def test_nothing_is_sent_that_a_reader_would_refuse():
+    with pytest.raises(FrameError):
+        pack_head({}, MAX_BODY_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda frame: frame.text("number"),
+        lambda frame: frame.number("text"),
+        lambda frame: frame.number("flag"),
+        lambda frame: frame.number("missing"),
+        lambda frame: frame.split(4),
+        lambda frame: frame.split(-1),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_refused(read):
+    with pytest.raises(FrameError):
+        read(Frame({"number": 1, "text": "x", "flag": True}, b"abc"))
+
+
+def test_numbers_are_little_endian_and_four_bytes():
+    assert pack_numbers([1, 2**32 - 1]) == b"\x01\0\0\0\xff\xff\xff\xff"
+    assert unpack_numbers(b"\x01\0\0\0\xff\xff\xff\xff") == [1, 2**32 - 1]
+    with pytest.raises(FrameError):
+        unpack_numbers(b"\0\0\0")
+
+
+# Which piece of work is next.
+
+FILES = TextFiles(b"{}")
+
+
+@pytest.fixture
+async def queue() -> WorkQueue:
+    return WorkQueue(max_pieces=100, max_bytes=10 * LONG_BYTES)
+
+
+def piece(num_bytes: int = 1) -> Work:
+    return Work(FILES, {}, b"x" * num_bytes, "prompt", asyncio.get_running_loop().create_future())
+
+
+def take_all(queue: WorkQueue, *, may_be_long: bool = True) -> list[Work]:
+    taken = []
+    while (work := queue.take(may_be_long=may_be_long)) is not None:
+        taken.append(work)
+    return taken
+
+
+async def test_short_pieces_go_first_each_line_in_its_order(queue):
+    long, short = [piece(LONG_BYTES + 1) for _ in range(2)], [piece(LONG_BYTES) for _ in range(2)]
+    for work in (*long, *short):
+        queue.add(work)
+    assert take_all(queue) == [*short, *long]
+    assert len(queue) == 0
+
+
+async def test_long_pieces_are_not_passed_over_for_ever(queue):
+    long, short = piece(LONG_BYTES + 1), [piece() for _ in range(50)]
+    for work in (*short, long):
+        queue.add(work)
+    assert take_all(queue).index(long) == 16
+
+
+async def test_long_pieces_wait_for_a_worker_that_may_take_them(queue):
+    long, short = piece(LONG_BYTES + 1), [piece() for _ in range(50)]
+    for work in (long, *short):
+        queue.add(work)
+    assert take_all(queue, may_be_long=False) == short
+    assert queue.take(may_be_long=True) is long
+
+
+async def test_work_that_was_taken_before_is_next(queue):
+    first, second = piece(), piece()
+    queue.add(first)
+    queue.add(second, first=True)
+    assert take_all(queue) == [second, first]
+
+
+async def test_room_is_counted_in_pieces_and_in_bytes(queue):
+    large = piece(9 * LONG_BYTES)
+    queue.add(large)
+    assert queue.has_room_for(piece(LONG_BYTES))
+    assert not queue.has_room_for(piece(LONG_BYTES + 1))
+    queue.remove(large)
+    queue.remove(large)
+    assert len(queue) == 0
+    assert queue.has_room_for(piece(11 * LONG_BYTES))
+    for _ in range(100):
+        queue.add(piece())
+    assert not queue.has_room_for(piece())
+
+
+# A bound on memory holds for its block alone.
+
+# In a process of its own: the limit is the whole process's.
+PROGRAM = """
+from frontend_svc.text.workers.process import extra_memory
+try:
+    with extra_memory(64 * 2**20):
+        bytes(32 * 2**20)
+        bytes(512 * 2**20)
+except MemoryError:
+    print("bounded")
+print(len(bytes(512 * 2**20)))
+"""
+
+
+def test_what_a_block_may_allocate_is_bounded_and_what_follows_is_not():
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["bounded", str(512 * 2**20)]

@@ -1,1 +1,0 @@
-"""Is a small wrong change of the code noticed by the tests? Mutants are made, run and counted."""
