@@ -151,7 +151,7 @@ class Frontend:
             # What frontends left here that were killed, where no engine has seen to it.
             shared_memory.sweep()
         self.address = address
-        self.directory.tell("configuration", self._config.engine)
+        self.directory.set_addresses("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
 
@@ -199,7 +199,7 @@ class Frontend:
             "num_engines": len(clients),
             "num_held_requests": self.failover.num_held,
             "num_moved_requests": self.failover.num_moved,
-            "num_suspect_requests": self.failover.suspects.num_unproven,
+            "num_suspect_requests": self.failover.suspects.num_on_probation,
             "num_quarantined_requests": self.failover.num_quarantined,
             "retry_budget_left": round(self.failover.budget.left, 1),
             "num_text_workers": len(self._text_workers.process_ids),
@@ -272,7 +272,7 @@ class Frontend:
             self._config.coordinator,
             self.identity,
             endpoint=lambda: self.address,
-            on_engines=functools.partial(self.directory.tell, "coordinator"),
+            on_engines=functools.partial(self.directory.set_addresses, "coordinator"),
             on_loads=self.directory.take_loads,
             num_in_flight=lambda: self.draining.num_open,
             clock=clock,

@@ -24,7 +24,7 @@ _EMBEDDED_DEFAULTS = {
 }
 
 # What a service cannot do without and is told when it starts.
-_TOLD_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
+_FLAGS_SET_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,12 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     if config.ready_file:
         _check_writable(Path(config.ready_file))
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
-    told = (f"--data-parallel-size={config.data_parallel_size}",)
-    engine = load_config(EngineConfig, [*flags["engine"], *told], service="engine")
+    fixed_flags = (f"--data-parallel-size={config.data_parallel_size}",)
+    engine = load_config(EngineConfig, [*flags["engine"], *fixed_flags], service="engine")
     for service in ("coordinator", "frontend"):
-        load_config(config_of(service), [*flags[service], *_TOLD_LATER.get(service, ())], service=service)
+        load_config(
+            config_of(service), [*flags[service], *_FLAGS_SET_LATER.get(service, ())], service=service
+        )
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))

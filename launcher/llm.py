@@ -35,7 +35,7 @@ from launcher.offline.results import (
     to_chat_result,
     to_result,
 )
-from launcher.offline.transport import Transport, last_word, make_transport
+from launcher.offline.transport import Transport, death_reason, make_transport
 from service_kit.errors import Cancelled, InvalidArgument, Unavailable
 from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
@@ -311,7 +311,7 @@ class LLM:
         except EngineDead:
             raise
         except Unavailable as error:
-            why = await last_word(transport)
+            why = await death_reason(transport)
             if why:
                 raise EngineDead(why) from error
             raise

@@ -29,23 +29,23 @@ def has_more_fields(data: bytes, descriptor: Descriptor, limit: int) -> bool:
 
 def _count(data: memoryview, descriptor: Descriptor, limit: int, depth: int) -> int:
     parts = _message_fields(descriptor)
-    place, end, num_fields = 0, len(data), 0
-    while place < end and num_fields <= limit and depth < _MAX_DEPTH:
-        tag, place = _read_varint(data, place)
+    offset, end, num_fields = 0, len(data), 0
+    while offset < end and num_fields <= limit and depth < _MAX_DEPTH:
+        tag, offset = _read_varint(data, offset)
         num_fields += 1
         wire_type = tag & _WIRE_TYPE_MASK
         if wire_type == _VARINT:
-            _, place = _read_varint(data, place)
+            _, offset = _read_varint(data, offset)
         elif wire_type == _FIXED64:
-            place += 8
+            offset += 8
         elif wire_type == _FIXED32:
-            place += 4
+            offset += 4
         elif wire_type == _BYTES:
-            size, place = _read_varint(data, place)
+            size, offset = _read_varint(data, offset)
             part = parts.get(tag >> _WIRE_TYPE_BITS)
             if part is not None and size:
-                num_fields += _count(data[place : place + size], part, limit - num_fields, depth + 1)
-            place += size
+                num_fields += _count(data[offset : offset + size], part, limit - num_fields, depth + 1)
+            offset += size
         else:
             # Groups are of another age; where one begins nobody can tell the fields apart.
             return num_fields
@@ -61,15 +61,15 @@ def _message_fields(descriptor: Descriptor) -> dict[int, Descriptor]:
     }
 
 
-def _read_varint(data: memoryview, place: int) -> tuple[int, int]:
-    """The number at `place` and the place behind it. Raises IndexError where none ends in time."""
+def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
+    """The number at `offset` and the place behind it. Raises IndexError where none ends in time."""
     value = shift = 0
     while True:
-        byte = data[place]
-        place += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, offset
         shift += 7
         if shift > _MAX_SHIFT:
             raise IndexError("a number of more than 64 bits")

@@ -65,13 +65,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status of one name, then each change; SERVICE_UNKNOWN for one that is not served here."""
-        told: int | None = None
+        last_sent: int | None = None
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, _UNKNOWN)
-            if status != told:
+            if status != last_sent:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                told = status
+                last_sent = status
             elif self._is_closed:
                 return
             else:

@@ -89,14 +89,14 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
-        self._who = f"{service}[{instance}]"
+        self._process = f"{service}[{instance}]"
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of `record`, with a traceback below where there is one."""
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = {**_fields.get(), **_extra(record)}
         shown = "".join(f" {key}={_shown(value)}" for key, value in fields.items() if value != "")
-        line = f"{time} {record.levelname:<7} {self._who} {record.getMessage()}{shown}"
+        line = f"{time} {record.levelname:<7} {self._process} {record.getMessage()}{shown}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

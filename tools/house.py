@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import subprocess
-import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -148,4 +147,4 @@ def module_name(path: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

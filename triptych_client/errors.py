@@ -100,7 +100,7 @@ def from_error_status(error: error_pb2.ErrorStatus) -> TriptychError:
     )
 
 
-def is_unheard(error: TriptychError) -> bool:
+def is_undelivered(error: TriptychError) -> bool:
     """Whether a server that stops has let go of the call without looking at it."""
     # What is cancelled on this side has a text of its own; these are gRPC's for what came over the wire.
     is_remote = error.message == "CANCELLED" or error.message.startswith("Received RST_STREAM")

@@ -42,10 +42,10 @@ def read_logprobs(columns: output_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
             token_id,
             None if math.isnan(logprob) else logprob,
             rank or None,
-            columns.texts[place] if has_texts else None,
-            _top(columns.top[place]) if has_top else (),
+            columns.texts[index] if has_texts else None,
+            _top(columns.top[index]) if has_top else (),
         )
-        for place, (token_id, logprob, rank) in enumerate(
+        for index, (token_id, logprob, rank) in enumerate(
             zip(columns.token_ids, columns.logprobs, columns.ranks, strict=True)
         )
     )

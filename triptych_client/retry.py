@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from triptych_client.errors import TriptychError, is_unheard
+from triptych_client.errors import TriptychError, is_undelivered
 
 Clock = Callable[[], float]
 
@@ -40,7 +40,7 @@ class RetryPolicy:
             return error.retry_after_ms is not None
         # A frontend that has not noticed yet that the connection broke still has the id in flight.
         is_own_id = error.status is grpc.StatusCode.ALREADY_EXISTS and num_attempts > 1
-        return is_own_id or error.status is grpc.StatusCode.UNAVAILABLE or is_unheard(error)
+        return is_own_id or error.status is grpc.StatusCode.UNAVAILABLE or is_undelivered(error)
 
     def backoff_s(self, num_attempts: int, chance: float) -> float:
         """How long to wait after `num_attempts`; `chance` is drawn from 0 to 1."""

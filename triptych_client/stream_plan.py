@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from triptych.api.v1 import generate_pb2, inference_pb2
-from triptych_client.errors import TriptychError, is_unheard
+from triptych_client.errors import TriptychError, is_undelivered
 from triptych_client.retry import Attempts
 
 EventT = TypeVar("EventT")
@@ -139,4 +139,4 @@ class StreamPlan(Generic[EventT]):
 def _is_break(error: TriptychError) -> bool:
     # A frontend gives every status of its own a reason; one without is gRPC's word about the connection.
     is_gone = error.status is grpc.StatusCode.UNAVAILABLE and error.reason in ("", _LEAVES)
-    return is_gone or is_unheard(error)
+    return is_gone or is_undelivered(error)

@@ -220,14 +220,14 @@ class Fleet:
         """Start a process again whenever it ends, as a supervisor does, so often at most."""
         self._keepers[name] = asyncio.ensure_future(self._keep(self.processes[name], max_restarts))
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         keepers, self._keepers = self._keepers, {}
         for keeper in keepers.values():
             keeper.cancel()
         await asyncio.gather(*keepers.values(), return_exceptions=True)
 
     async def stop(self) -> None:
-        await self.let_go()
+        await self.release()
         for service in ("frontend", "engine", "coordinator"):
             await asyncio.gather(*(process.stop() for process in self.of(service)))
 

@@ -97,7 +97,7 @@ class Formation:
     @property
     def members(self) -> tuple[str, ...]:
         """The engines of that generation, in order of rank."""
-        return self._ranks.standing
+        return self._ranks.formed
 
     @property
     def preparing(self) -> int:
@@ -112,7 +112,7 @@ class Formation:
     @property
     def is_settled(self) -> bool:
         """Whether the engines that work together are those that are wanted, all `target_size` of them."""
-        members = self._ranks.standing
+        members = self._ranks.formed
         return self._attempt is None and self._is_as_wanted() and len(members) == self.target_size
 
     @property
@@ -218,7 +218,7 @@ class Formation:
             is_missing = ranks.has_lost or ranks.generation > 0
             return max(settled_at, broken_at + self._limits.grace_s if is_missing else 0.0)
         # Who is cut off from here only works on with the others, and they cannot change over without it.
-        if ranks.has_lost_standing:
+        if ranks.has_lost_formed:
             return float("inf")
         if is_complete or ranks.is_reduced:
             return settled_at
@@ -237,7 +237,7 @@ class Formation:
             waiting=set(involved),
         )
         self.phase = Phase.PREPARING
-        self._orders = {id_: self._place(self._last_given, members, id_) for id_ in involved}
+        self._orders = {id_: self._prepare_order(self._last_given, members, id_) for id_ in involved}
         self._look_again(self._attempt.ends_by)
 
     def _watch_prepare(self, now: float) -> None:
@@ -296,9 +296,9 @@ class Formation:
 
     def _give_up(self, attempt: _Attempt) -> None:
         """End an attempt that is only being prepared; nobody has changed over."""
-        told = [id_ for id_ in attempt.epochs if self._is_same(attempt, id_)]
+        prepared = [id_ for id_ in attempt.epochs if self._is_same(attempt, id_)]
         self._rest()
-        self._orders = {engine_id: Abort(attempt.generation) for engine_id in told}
+        self._orders = {engine_id: Abort(attempt.generation) for engine_id in prepared}
 
     def _fail(self, why: str, now: float) -> None:
         attempt = self._running()
@@ -322,8 +322,8 @@ class Formation:
         return self._ranks.candidates(self._leaving, self.target_size)
 
     def _is_as_wanted(self) -> bool:
-        standing = [id_ for id_ in self._ranks.standing if self._ranks.is_open(id_)]
-        return bool(standing) and tuple(standing) == self._wanted() and not self._ranks.is_reduced
+        formed = [id_ for id_ in self._ranks.formed if self._ranks.is_open(id_)]
+        return bool(formed) and tuple(formed) == self._wanted() and not self._ranks.is_reduced
 
     def _is_overtaken(self, attempt: _Attempt) -> bool:
         """Whether a member is to leave now, or one that was to leave is to stay."""
@@ -359,7 +359,7 @@ class Formation:
         rank = self._ranks.find(engine_id)
         return rank.engine_epoch if rank else 0
 
-    def _place(self, generation: int, members: tuple[str, ...], engine_id: str) -> Prepare:
+    def _prepare_order(self, generation: int, members: tuple[str, ...], engine_id: str) -> Prepare:
         first = self._ranks.find(members[0]) if members else None
         rank = members.index(engine_id) if engine_id in members else None
         host, store_port = (first.host, first.store_port) if first else ("", 0)

@@ -9,7 +9,7 @@ from coordinator_svc.data_parallel.commands import Commands, Kind
 from coordinator_svc.data_parallel.formation import Formation
 from coordinator_svc.data_parallel.orders import Order
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
-from coordinator_svc.data_parallel.wave import Stand, Start, Wave
+from coordinator_svc.data_parallel.wave import Start, Wave, WaveStatus
 from coordinator_svc.wire.convert import to_membership_command, to_start_command
 from service_kit.clock import Clock
 from triptych.common.v1 import error_pb2
@@ -29,8 +29,8 @@ class LockstepGroup:
         self._commands = commands
         self._clock = clock
         self._engines: dict[str, int] = {}  # the epoch of each
-        self._said: dict[str, tuple[Stand, RankReport]] = {}
-        self._told: dict[str, Order] = {}
+        self._reported: dict[str, tuple[WaveStatus, RankReport]] = {}
+        self._sent_orders: dict[str, Order] = {}
         self._logged: tuple[str, int] = ("", 0)
 
     @property
@@ -44,17 +44,17 @@ class LockstepGroup:
         if self._engines.get(engine_id) != rank.engine_epoch:
             self.leave(engine_id, has_ended=True)
             self._engines[engine_id] = rank.engine_epoch
-            self.wave.report(engine_id, Stand(wave, is_running=False, is_apart=True))
+            self.wave.report(engine_id, WaveStatus(wave, is_running=False, is_apart=True))
         else:
             self.wave.reconnect(engine_id)
         self.formation.join(rank)
 
-    def report(self, engine_id: str, stand: Stand, report: RankReport) -> bool:
+    def report(self, engine_id: str, status: WaveStatus, report: RankReport) -> bool:
         """An engine says how it is. False where it has said the same before, as most reports do."""
-        if engine_id not in self._engines or self._said.get(engine_id) == (stand, report):
+        if engine_id not in self._engines or self._reported.get(engine_id) == (status, report):
             return False
-        self._said[engine_id] = (stand, report)
-        self.wave.report(engine_id, stand)
+        self._reported[engine_id] = (status, report)
+        self.wave.report(engine_id, status)
         self.formation.report(engine_id, report, self._clock.now())
         return True
 
@@ -69,8 +69,8 @@ class LockstepGroup:
     def leave(self, engine_id: str, *, has_ended: bool) -> None:
         """An engine is no member any more. has_ended: its process is known to have ended."""
         self._engines.pop(engine_id, None)
-        self._said.pop(engine_id, None)
-        self._told.pop(engine_id, None)
+        self._reported.pop(engine_id, None)
+        self._sent_orders.pop(engine_id, None)
         self.wave.leave(engine_id)
         self.formation.leave(engine_id, self._clock.now(), has_ended=has_ended)
 
@@ -80,12 +80,12 @@ class LockstepGroup:
         self.formation.step(now)
         self._log()
         orders = self.formation.orders()
-        for engine_id in self._told.keys() - orders.keys():
-            del self._told[engine_id]
+        for engine_id in self._sent_orders.keys() - orders.keys():
+            del self._sent_orders[engine_id]
             self._commands.drop(engine_id, Kind.MEMBERSHIP)
         for engine_id, order in orders.items():
-            if self._told.get(engine_id) != order:
-                self._told[engine_id] = order
+            if self._sent_orders.get(engine_id) != order:
+                self._sent_orders[engine_id] = order
                 command = to_membership_command(order, self.parallel_config_hash)
                 self._commands.put(engine_id, command, partial(self._take_answer, order))
         for start in self.wave.due(now):
@@ -120,8 +120,8 @@ class LockstepGroup:
         }
 
     def _take_answer(self, order: Order, engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
-        if self._told.get(engine_id) == order:
-            del self._told[engine_id]
+        if self._sent_orders.get(engine_id) == order:
+            del self._sent_orders[engine_id]
         why = None if refusal is None else refusal.message
         self.formation.answer(engine_id, order, self._clock.now(), refusal=why)
 
@@ -130,8 +130,8 @@ class LockstepGroup:
 
     def _log(self) -> None:
         formation = self.formation
-        stands = (formation.phase.value, formation.preparing or formation.generation)
-        if stands != self._logged:
-            self._logged = stands
-            fields = {"dp_group": self.name, "phase": stands[0], "generation": stands[1]}
+        logged = (formation.phase.value, formation.preparing or formation.generation)
+        if logged != self._logged:
+            self._logged = logged
+            fields = {"dp_group": self.name, "phase": logged[0], "generation": logged[1]}
             logger.info("membership of group", extra={**fields, "failure": formation.last_failure})

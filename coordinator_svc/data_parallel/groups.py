@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from coordinator_svc.data_parallel.commands import Commands
 from coordinator_svc.data_parallel.formation import Formation
 from coordinator_svc.data_parallel.group import LockstepGroup
-from coordinator_svc.wire.convert import to_rank, to_rank_report, to_stand
+from coordinator_svc.wire.convert import to_rank, to_rank_report, to_wave_status
 from coordinator_svc.wire.number_limits import check_ahead
 from service_kit.clock import Clock
 from service_kit.errors import ResourceExhausted
@@ -79,7 +79,7 @@ class Groups:
     def report(self, engine_id: str, report: coordinator_pb2.EngineReport) -> None:
         """Take in what an engine says, if it belongs to a group."""
         group = self._group_of.get(engine_id)
-        if group is not None and group.report(engine_id, to_stand(report), to_rank_report(report)):
+        if group is not None and group.report(engine_id, to_wave_status(report), to_rank_report(report)):
             self.step(group)
 
     def lose(self, engine_id: str) -> None:

@@ -111,9 +111,9 @@ class Ranks:
 
     def give_up_silent(self, now: float, patience_s: float) -> float | None:
         """Take those for gone that are silent for so long; when to call it again, or None."""
-        standing = self.generation
+        formed = self.generation
         for process, silence in list(self._silent.items()):
-            if silence.generation < standing:
+            if silence.generation < formed:
                 del self._silent[process]
             elif now >= silence.since + patience_s:
                 silence.is_given_up = True
@@ -158,7 +158,7 @@ class Ranks:
         return _most(entry.report.generation for entry in entries or self._entries.values())
 
     @property
-    def standing(self) -> tuple[str, ...]:
+    def formed(self) -> tuple[str, ...]:
         """Who reports the generation that stands, or did before its session was lost, in order of rank."""
         generation = self.generation
         if not generation:
@@ -168,9 +168,9 @@ class Ranks:
         )
 
     @property
-    def has_lost_standing(self) -> bool:
+    def has_lost_formed(self) -> bool:
         """Whether any of these has no session."""
-        return not all(self.is_open(engine_id) for engine_id in self.standing)
+        return not all(self.is_open(engine_id) for engine_id in self.formed)
 
     @property
     def has_lost(self) -> bool:
@@ -184,15 +184,15 @@ class Ranks:
         One that is silent for long is taken for ended here, and not in `reduced`: it may still work with the
         others, who then change over only when it can.
         """
-        standing = self.generation
+        formed = self.generation
         given_up = (one.generation for one in self._silent.values() if one.is_given_up)
-        return standing > 0 and (standing == self.reduced or standing in given_up)
+        return formed > 0 and (formed == self.reduced or formed in given_up)
 
     @property
     def are_all_leaving(self) -> bool:
         """Whether each engine of the generation that stands has a session and says that it will not stay."""
-        standing = self.standing
-        return bool(standing) and all(self.is_open(id_) and self.of(id_).is_leaving for id_ in standing)
+        formed = self.formed
+        return bool(formed) and all(self.is_open(id_) and self.of(id_).is_leaving for id_ in formed)
 
     @property
     def is_founded(self) -> bool:
@@ -227,7 +227,7 @@ class Ranks:
             and engine_id not in leaving
         ]
         if len(able) > limit:
-            able.sort(key=lambda id_: (not self._entries[id_].report.was_formed, self._place(id_)))
+            able.sort(key=lambda id_: (not self._entries[id_].report.was_formed, self._rank_key(id_)))
             del able[limit:]
         return self._ordered(able)
 
@@ -240,9 +240,9 @@ class Ranks:
         )
 
     def _ordered(self, engine_ids: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted(engine_ids, key=self._place))
+        return tuple(sorted(engine_ids, key=self._rank_key))
 
-    def _place(self, engine_id: str) -> tuple[int, str]:
+    def _rank_key(self, engine_id: str) -> tuple[int, str]:
         return self._entries[engine_id].rank.dp_rank, engine_id
 
 

@@ -15,7 +15,7 @@ START_RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class WaveStatus:
     """Where an engine says that it stands."""
 
     wave: int  # the one it runs, or the next
@@ -34,7 +34,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _SentStart:
     wave: int
     again_at: float  # inf: answered
 
@@ -44,8 +44,8 @@ class Wave:
 
     def __init__(self) -> None:
         self.number = 0  # of the wave that runs, or of the next; 0: no engine has said
-        self._stands: dict[str, Stand] = {}
-        self._told: dict[str, _Told] = {}
+        self._statuses: dict[str, WaveStatus] = {}
+        self._sent_starts: dict[str, _SentStart] = {}
         self._hinted: tuple[str, int] | None = (
             None  # who was sent a request while nothing ran, and which wave
         )
@@ -53,36 +53,36 @@ class Wave:
     @property
     def is_running(self) -> bool:
         """Whether any engine says that it is in a wave."""
-        return any(stand.is_running for stand in self._stands.values())
+        return any(status.is_running for status in self._statuses.values())
 
-    def report(self, engine_id: str, stand: Stand) -> None:
+    def report(self, engine_id: str, status: WaveStatus) -> None:
         """Take in where an engine stands."""
-        self._stands[engine_id] = stand
-        told = self._told.get(engine_id)
+        self._statuses[engine_id] = status
+        sent = self._sent_starts.get(engine_id)
         # What it has taken it may have had to drop, with its process group: its word now counts for more.
-        if told is not None and told.again_at == float("inf") and self._can_join(stand, told.wave):
-            del self._told[engine_id]
-        self.number = max(self.number, stand.wave)
+        if sent is not None and sent.again_at == float("inf") and self._can_join(status, sent.wave):
+            del self._sent_starts[engine_id]
+        self.number = max(self.number, status.wave)
         if self._hinted is not None and self._hinted[1] < self.number:
             self._hinted = None
 
     def leave(self, engine_id: str) -> None:
         """Forget an engine that is no member any more."""
-        self._stands.pop(engine_id, None)
-        self._told.pop(engine_id, None)
+        self._statuses.pop(engine_id, None)
+        self._sent_starts.pop(engine_id, None)
         if self._hinted is not None and self._hinted[0] == engine_id:
             self._hinted = None
 
     def reconnect(self, engine_id: str) -> None:
         """An engine has another session: what it was told by the one before may be lost."""
-        self._told.pop(engine_id, None)
+        self._sent_starts.pop(engine_id, None)
 
     def hint(self, engine_id: str, wave: int) -> None:
         """A frontend has sent a request to `engine_id` and believes that `wave` is the next.
 
         A hint that is late is nothing to go by: the engine that got the request asks for itself.
         """
-        if engine_id in self._stands and wave >= self.number and not self.is_running:
+        if engine_id in self._statuses and wave >= self.number and not self.is_running:
             self._hinted = (engine_id, self.number)
 
     def answer(self, engine_id: str, wave: int, *, is_taken: bool) -> None:
@@ -90,9 +90,9 @@ class Wave:
 
         One that refuses is told again: what kept it may have passed before its next report.
         """
-        told = self._told.get(engine_id)
-        if is_taken and told is not None and told.wave == wave:
-            self._told[engine_id] = _Told(wave, float("inf"))
+        sent = self._sent_starts.get(engine_id)
+        if is_taken and sent is not None and sent.wave == wave:
+            self._sent_starts[engine_id] = _SentStart(wave, float("inf"))
         if not is_taken and self._hinted is not None and self._hinted[1] == wave:
             self._hinted = None
 
@@ -100,27 +100,27 @@ class Wave:
         """Who has to be told now, each once until a while has passed without an answer."""
         wanted = self._wanted()
         if wanted is None:
-            self._told.clear()
+            self._sent_starts.clear()
             return []
-        running = tuple(sorted(id_ for id_, stand in self._stands.items() if stand.is_running))
+        running = tuple(sorted(id_ for id_, status in self._statuses.items() if status.is_running))
         starts = []
         for engine_id in self._missing(wanted):
-            told = self._told.get(engine_id)
-            if told is None or told.wave != wanted or told.again_at <= now:
-                self._told[engine_id] = _Told(wanted, now + START_RETRY_S)
+            sent = self._sent_starts.get(engine_id)
+            if sent is None or sent.wave != wanted or sent.again_at <= now:
+                self._sent_starts[engine_id] = _SentStart(wanted, now + START_RETRY_S)
                 starts.append(Start(engine_id, wanted, running))
         return starts
 
     def next_at(self) -> float | None:
         """When `due` should be asked again if nothing comes before; None: only when something comes."""
-        waiting = [told.again_at for told in self._told.values() if told.again_at != float("inf")]
+        waiting = [sent.again_at for sent in self._sent_starts.values() if sent.again_at != float("inf")]
         return min(waiting, default=None)
 
     def _wanted(self) -> int | None:
         """The wave that somebody waits for: an engine by its own word first."""
         # The wave that they ask for, not `number`: what one asked for before it told of the end of that wave
         # must not begin the next.
-        asked = max((stand.wave for stand in self._stands.values() if stand.asks), default=None)
+        asked = max((status.wave for status in self._statuses.values() if status.asks), default=None)
         if asked is not None:
             return asked
         return self._hinted[1] if self._hinted is not None else None
@@ -128,9 +128,11 @@ class Wave:
     def _missing(self, wanted: int) -> Collection[str]:
         """Who could be in that wave and is not. Who was hinted at begins it by itself, after the others."""
         return [
-            engine_id for engine_id, stand in sorted(self._stands.items()) if self._can_join(stand, wanted)
+            engine_id
+            for engine_id, status in sorted(self._statuses.items())
+            if self._can_join(status, wanted)
         ]
 
     @staticmethod
-    def _can_join(stand: Stand, wave: int) -> bool:
-        return not stand.is_running and not stand.is_apart and stand.wave <= wave
+    def _can_join(status: WaveStatus, wave: int) -> bool:
+        return not status.is_running and not status.is_apart and status.wave <= wave

@@ -100,7 +100,7 @@ class EngineRegistry:
         rivals = self._rivals(registration)
         for rival in rivals:
             if rival.is_reporting:
-                raise _place_taken(registration, rival)
+                raise _rank_taken(registration, rival)
         self._check_parallel_config(registration, rivals)
         is_new = registration.engine_id not in self._members
         if is_new and len(self._members) - len(rivals) >= MAX_MEMBERS:
@@ -191,7 +191,7 @@ class EngineRegistry:
         return [
             member
             for member in self._members.values()
-            if _claims_same_place(member.registration, registration)
+            if _claims_same_rank(member.registration, registration)
             and (member.registration.engine_id, member.registration.engine_epoch)
             != (registration.engine_id, registration.engine_epoch)
         ]
@@ -217,7 +217,7 @@ class EngineRegistry:
         del self._lease_ends_at[engine_id]
 
 
-def _claims_same_place(one: Registration, other: Registration) -> bool:
+def _claims_same_rank(one: Registration, other: Registration) -> bool:
     if one.engine_id == other.engine_id:
         return True
     if one.dp_size == 1 or other.dp_size == 1:
@@ -241,10 +241,10 @@ def _config(registration: Registration) -> str:
     return repr(registration.parallel_config_hash)
 
 
-def _place_taken(registration: Registration, rival: Member) -> AlreadyExists:
+def _rank_taken(registration: Registration, rival: Member) -> AlreadyExists:
     held = rival.registration
     if held.engine_id == registration.engine_id:
-        place = f"engine id {held.engine_id}"
+        claim = f"engine id {held.engine_id}"
     else:
-        place = f"data-parallel rank {held.dp_rank} of group {held.dp_group!r}"
-    return AlreadyExists(f"{place} is held by a live engine at {held.endpoint}")
+        claim = f"data-parallel rank {held.dp_rank} of group {held.dp_group!r}"
+    return AlreadyExists(f"{claim} is held by a live engine at {held.endpoint}")

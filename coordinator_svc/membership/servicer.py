@@ -98,7 +98,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await self._timers.wait(min(max(wait_s, 0.0), _MAX_STEP_INTERVAL_S))
             version = self._topology.version
             self._topology.groups.step_all()
-            self._tell_changes(version)
+            self._publish_changes(version)
 
     async def close(self) -> None:
         """End all sessions, so that engines and frontends look for the next coordinator."""
@@ -168,7 +168,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case "command_result":
                     version = self._topology.version
                     self._topology.take_result(engine_id, request.command_result)
-                    self._tell_changes(version)
+                    self._publish_changes(version)
                 case "goodbye":
                     self._topology.leave_engine(engine_id, session_id)
                     fields = {"engine_id": engine_id, "cause": request.goodbye.reason or "goodbye"}
@@ -196,7 +196,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 coordinator_epoch=self._topology.coordinator_epoch,
             )
         )
-        self._tell_changes(version)
+        self._publish_changes(version)
 
     def _take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> None:
         urgent, loads_version = self._topology.urgent_version, self._topology.loads_version
@@ -209,7 +209,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if member.state is MemberState.GONE:
             raise FailedPrecondition(f"engine {engine_id} has reported FAILED and is no member any more")
 
-    def _tell_changes(self, version: int) -> None:
+    def _publish_changes(self, version: int) -> None:
         """Wake those whom a change since that version of the topology concerns."""
         if self._topology.version != version:
             self.signal.notify()
@@ -236,7 +236,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     version = self._topology.version
                     check_hint(request.first_request_while_paused)
                     self._topology.groups.hint(request.first_request_while_paused)
-                    self._tell_changes(version)
+                    self._publish_changes(version)
                 case kind:
                     _log_ignored(kind)
 

@@ -61,22 +61,22 @@ class Group:
         ready = (one.num_kv_blocks for one in self.engines if one.state is MemberState.READY)
         return min((number for number in ready if number), default=0)
 
-    def places(self) -> dict[GroupEngine, int]:
+    def indexes(self) -> dict[GroupEngine, int]:
         """Each engine that stays with its place: its rank, or the next free one where ranks repeat.
 
         Engines that were started one by one may all say rank 0.
         """
-        places: dict[GroupEngine, int] = {}
+        indexes: dict[GroupEngine, int] = {}
         free = 0
         for engine in sorted(self.staying, key=lambda engine: engine.dp_rank):
-            places[engine] = max(engine.dp_rank, free)
-            free = places[engine] + 1
-        return places
+            indexes[engine] = max(engine.dp_rank, free)
+            free = indexes[engine] + 1
+        return indexes
 
     def above(self, size: int) -> list[GroupEngine]:
         """The engines that a group of that size has no place for."""
-        return [engine for engine, place in self.places().items() if place >= size]
+        return [engine for engine, index in self.indexes().items() if index >= size]
 
     def below(self, size: int) -> list[GroupEngine]:
         """The engines that have their places in a group of that size."""
-        return [engine for engine, place in self.places().items() if place < size]
+        return [engine for engine, index in self.indexes().items() if index < size]

@@ -109,13 +109,13 @@ class Scaling:
             return operation
         running = self._running.get(operation.group)
         is_preparing = operation.state is OperationState.PREPARING
-        if running is None or not is_preparing or self._has_let_go(running, group):
+        if running is None or not is_preparing or self._has_begun_leaving(running, group):
             raise FailedPrecondition(
                 f"operation {operation_id} is {operation.state.name} and cannot be taken back",
                 reason="TOO_LATE",
             )
         error = Cancelled(f"operation {operation_id} was taken back")
-        self._take_back(running, group, OperationState.CANCELLED, error, now)
+        self._roll_back(running, group, OperationState.CANCELLED, error, now)
         return self.find(operation_id)
 
     def find(self, operation_id: str) -> Operation:
@@ -166,14 +166,14 @@ class Scaling:
         for name in list(self._running):
             self._go_on(groups.get(name, Group(name, ())), now)
         present = {engine.key: engine for group in groups.values() for engine in group.engines}
-        told = []
+        to_drain = []
         for key, again_at in list(self._leavers.items()):
             if key not in present or present[key].state is MemberState.DRAINING:
                 del self._leavers[key]
             elif again_at <= now:
                 self._leavers[key] = now + DRAIN_RETRY_S
-                told.append(key[0])
-        return told
+                to_drain.append(key[0])
+        return to_drain
 
     def next_at(self) -> float | None:
         """When `look` is due if nothing changes before; None: only when something does."""
@@ -183,7 +183,7 @@ class Scaling:
 
     def _old_size(self, group: Group) -> int:
         wanted = self._wanted.get(group.name)
-        return wanted.size if wanted is not None else max(group.places().values(), default=-1) + 1
+        return wanted.size if wanted is not None else max(group.indexes().values(), default=-1) + 1
 
     def _go_on(self, group: Group, now: float) -> None:
         running = self._running[group.name]
@@ -205,7 +205,7 @@ class Scaling:
                 return
             running.leaving = {engine.key for engine in group.above(new_size)}
             running.operation = running.operation.move_to(OperationState.COMMITTING)
-        self._see_off(running, group, now)
+        self._drain_leavers(running, group, now)
 
     def _follow(self, running: _Running, group: Group, now: float) -> None:
         """A lockstep group: its ranks change over together, and those that leave go when they have."""
@@ -224,20 +224,20 @@ class Scaling:
         if formed.is_settled and formed.size == new_size:
             running.leaving |= {engine.key for engine in group.above(new_size)}
             # Who was told to change over leaves by itself, in a moment.
-            self._see_off(running, group, now + DRAIN_RETRY_S)
+            self._drain_leavers(running, group, now + DRAIN_RETRY_S)
 
-    def _see_off(self, running: _Running, group: Group, told_at: float) -> None:
+    def _drain_leavers(self, running: _Running, group: Group, drain_at: float) -> None:
         """Have those go who have no place any more; when they are gone, all is done."""
         present = {engine.key for engine in group.engines}
         for engine in group.above(running.operation.new_size):
             if engine.key in running.leaving:
-                self._leavers.setdefault(engine.key, told_at)
+                self._leavers.setdefault(engine.key, drain_at)
         num_gone = len(running.leaving - present)
         running.operation = replace(running.operation, num_ready=num_gone, num_needed=len(running.leaving))
         if num_gone == len(running.leaving):
             self._end(running, OperationState.DONE)
 
-    def _has_let_go(self, running: _Running, group: Group) -> bool:
+    def _has_begun_leaving(self, running: _Running, group: Group) -> bool:
         """Whether an engine that is to leave does so already: it does not come back from that."""
         staying = {engine.key for engine in group.staying}
         present = {engine.key for engine in group.engines}
@@ -248,21 +248,21 @@ class Scaling:
         waited = f"operation {operation.operation_id} was not done within {now - operation.started_at:.0f} s"
         cause = f"; {group.formed.last_failure}" if group.formed and group.formed.last_failure else ""
         answered = f"{operation.num_ready} of {operation.num_needed} engines"
-        if operation.state is OperationState.PREPARING and not self._has_let_go(running, group):
+        if operation.state is OperationState.PREPARING and not self._has_begun_leaving(running, group):
             text = f"{waited}: {answered} were ready for size {operation.new_size}{cause}"
-            self._take_back(running, group, OperationState.FAILED, DeadlineExceeded(text), now)
+            self._roll_back(running, group, OperationState.FAILED, DeadlineExceeded(text), now)
             return
         present = sorted(engine.engine_id for engine in group.engines if engine.key in running.leaving)
-        who = f"still there are {', '.join(present)}" if present else f"{answered} have changed over"
-        self._end(running, OperationState.FAILED, DeadlineExceeded(f"{waited}: {who}{cause}"))
+        unfinished = f"still there are {', '.join(present)}" if present else f"{answered} have changed over"
+        self._end(running, OperationState.FAILED, DeadlineExceeded(f"{waited}: {unfinished}{cause}"))
 
-    def _take_back(
+    def _roll_back(
         self, running: _Running, group: Group, state: OperationState, error: ServiceError, now: float
     ) -> None:
         """The old size holds again; engines that came for the new one go."""
         self._want_old_size(running)
-        for engine, place in group.places().items():
-            if place >= running.operation.old_size and engine.key not in running.before:
+        for engine, index in group.indexes().items():
+            if index >= running.operation.old_size and engine.key not in running.before:
                 self._leavers.setdefault(engine.key, now)
         self._end(running, state, error)
 

@@ -128,7 +128,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         self._moved = ChangeSignal()
         self._shown: tuple[object, ...] = ()  # what watchers were woken for last
         self._num_watchers = 0
-        self._telling: set[asyncio.Task[None]] = set()
+        self._drain_tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def run(self) -> None:
@@ -249,9 +249,9 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         """Move operations on by who is there now, and tell whom they want to go."""
         groups = self._engines.groups()
         for engine_id in self._scaling.look(groups, self._clock.now()):
-            task = asyncio.ensure_future(self._tell_to_drain(engine_id))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            task = asyncio.ensure_future(self._send_drain(engine_id))
+            self._drain_tasks.add(task)
+            task.add_done_callback(self._drain_tasks.discard)
         for group in groups.values():
             if group.formed is not None and group.name in self._scaling.wanted():
                 self._engines.want_members(group.name, *self._scaling.members_wanted(group))
@@ -260,7 +260,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
             self._shown = shown
             self._moved.notify()
 
-    async def _tell_to_drain(self, engine_id: str) -> None:
+    async def _send_drain(self, engine_id: str) -> None:
         try:
             refusal = await self._engines.drain(engine_id, LEAVE_DEADLINE_S)
         except ServiceError as error:

@@ -8,7 +8,7 @@ import re
 
 from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
-from coordinator_svc.data_parallel.wave import Stand, Start
+from coordinator_svc.data_parallel.wave import Start, WaveStatus
 from coordinator_svc.membership.load import Load, LoadReport
 from coordinator_svc.membership.registry import Member, MemberState, Registration
 from coordinator_svc.wire.number_limits import excess
@@ -128,9 +128,9 @@ def to_load_report(report: coordinator_pb2.EngineReport) -> LoadReport:
     )
 
 
-def to_stand(report: coordinator_pb2.EngineReport) -> Stand:
+def to_wave_status(report: coordinator_pb2.EngineReport) -> WaveStatus:
     """Where an engine of a lockstep group stands by its report."""
-    return Stand(
+    return WaveStatus(
         wave=report.wave,
         is_running=not report.wave_complete and report.generation > 0,
         asks=report.start_wave_needed,

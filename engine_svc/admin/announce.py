@@ -8,8 +8,8 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.core.artifacts import Artifact, ArtifactKind
 from engine_svc.core.facts import SCHEMA_REVISION, EngineFacts, LoadProgress, ModelFingerprint
-from engine_svc.loop.mailbox import Figures
-from engine_svc.loop.pause import StandstillState
+from engine_svc.loop.mailbox import LoopStats
+from engine_svc.loop.pause import RunState
 from service_kit.server import INTERNAL
 from triptych.engine.v1 import engine_pb2, session_pb2
 
@@ -34,11 +34,11 @@ STATES = {
     EngineState.FAILED: session_pb2.ENGINE_STATE_FAILED,
 }
 
-_STANDSTILLS = {
-    StandstillState.RUNNING: session_pb2.ENGINE_STATE_READY,
-    StandstillState.PAUSING: session_pb2.ENGINE_STATE_PAUSED,
-    StandstillState.PAUSED: session_pb2.ENGINE_STATE_PAUSED,
-    StandstillState.ASLEEP: session_pb2.ENGINE_STATE_ASLEEP,
+_RUN_STATES = {
+    RunState.RUNNING: session_pb2.ENGINE_STATE_READY,
+    RunState.PAUSING: session_pb2.ENGINE_STATE_PAUSED,
+    RunState.PAUSED: session_pb2.ENGINE_STATE_PAUSED,
+    RunState.ASLEEP: session_pb2.ENGINE_STATE_ASLEEP,
 }
 
 _ARTIFACT_KINDS = {
@@ -54,7 +54,7 @@ _ARTIFACT_KINDS = {
 def state(engine: ServedEngine) -> session_pb2.EngineState:
     """How far the engine is in its life; while it serves, whether an operator has it stand still."""
     if engine.lifecycle.state is EngineState.READY:
-        return _STANDSTILLS[engine.standstill]
+        return _RUN_STATES[engine.run_state]
     return STATES[engine.lifecycle.state]
 
 
@@ -145,15 +145,15 @@ def artifact_record(artifact: Artifact) -> session_pb2.Artifact:
     )
 
 
-def heartbeat(engine: ServedEngine, figures: Figures) -> session_pb2.Heartbeat:
+def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartbeat:
     """How the loop gets on, whether or not it can say so itself. `last_seq` is the session's to fill in."""
     message = session_pb2.Heartbeat(
-        step_number=figures.step_number, has_work=figures.has_work, state=state(engine)
+        step_number=loop_stats.step_number, has_work=loop_stats.has_work, state=state(engine)
     )
-    if figures.step_started_at is not None:
-        message.step_started_age_ms = max(0, int((engine.clock.now() - figures.step_started_at) * 1000))
-        if figures.step_budget_s is not None:
-            message.step_budget_ms = int(figures.step_budget_s * 1000)
+    if loop_stats.step_started_at is not None:
+        message.step_started_age_ms = max(0, int((engine.clock.now() - loop_stats.step_started_at) * 1000))
+        if loop_stats.step_budget_s is not None:
+            message.step_budget_ms = int(loop_stats.step_budget_s * 1000)
     if engine.lifecycle.state is EngineState.LOADING:
         message.load_progress.CopyFrom(load_progress(engine.progress))
     return message
@@ -164,9 +164,9 @@ def load_progress(progress: LoadProgress) -> session_pb2.LoadProgress:
     return session_pb2.LoadProgress(phase=progress.phase, done=progress.done, total=progress.total)
 
 
-def stats(figures: Figures) -> session_pb2.Stats:
+def stats(loop_stats: LoopStats) -> session_pb2.Stats:
     """How loaded the engine is and what it has done; empty while nothing is loaded."""
-    scheduler = figures.scheduler
+    scheduler = loop_stats.scheduler
     if scheduler is None:
         return session_pb2.Stats()
     return session_pb2.Stats(
@@ -179,11 +179,11 @@ def stats(figures: Figures) -> session_pb2.Stats:
         num_prefix_hits=scheduler.prefix_hits,
         num_preemptions=scheduler.num_preemptions,
         num_chunked_prefills=scheduler.num_chunked_prefills,
-        step_number=figures.step_number,
+        step_number=loop_stats.step_number,
         max_rows=scheduler.max_rows,
-        num_prompt_tokens=figures.num_prompt_tokens,
-        num_generated_tokens=figures.num_generated_tokens,
-        num_finished=figures.num_finished,
+        num_prompt_tokens=loop_stats.num_prompt_tokens,
+        num_generated_tokens=loop_stats.num_generated_tokens,
+        num_finished=loop_stats.num_finished,
     )
 
 
@@ -204,38 +204,38 @@ def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
 
 def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | float]:
     """What the admin service tells operators, by name."""
-    figures = engine.board.read()
+    loop_stats = engine.stats_snapshot.read()
     values: dict[str, str | int | float] = {
         "engine_id": engine.identity.engine_id,
         "engine_state": engine.lifecycle.state.value,
-        "standstill": engine.standstill.value,
+        "standstill": engine.run_state.value,
         "num_sessions": num_sessions,
-        "step_number": figures.step_number,
-        "prompt_tokens": figures.num_prompt_tokens,
-        "generated_tokens": figures.num_generated_tokens,
-        "num_finished": figures.num_finished,
+        "step_number": loop_stats.step_number,
+        "prompt_tokens": loop_stats.num_prompt_tokens,
+        "generated_tokens": loop_stats.num_generated_tokens,
+        "num_finished": loop_stats.num_finished,
         "num_fenced_commands": engine.num_fenced_commands,
     }
     driver = None if engine.core is None else engine.core.lockstep
     if driver is not None:
-        standing = driver.standing
+        rank_status = driver.rank_status
         values |= {
-            "lockstep.state": standing.state.value,
-            "lockstep.wave": standing.wave,
-            "lockstep.generation": standing.generation,
+            "lockstep.state": rank_status.state.value,
+            "lockstep.wave": rank_status.wave,
+            "lockstep.generation": rank_status.generation,
             "lockstep.num_votes": driver.num_votes,
             "lockstep.num_idle_steps": driver.num_idle_steps,
         }
-    if figures.scheduler is not None:
+    if loop_stats.scheduler is not None:
         values |= {
-            "running": figures.scheduler.num_running,
-            "waiting": figures.scheduler.num_waiting + figures.scheduler.num_blocked,
-            "used_blocks": figures.scheduler.num_used_blocks,
-            "total_blocks": figures.scheduler.num_total_blocks,
-            "num_preemptions": figures.scheduler.num_preemptions,
-            "num_chunked_prefills": figures.scheduler.num_chunked_prefills,
-            "prefix_queries": figures.scheduler.prefix_queries,
-            "prefix_hits": figures.scheduler.prefix_hits,
-            "max_rows": figures.scheduler.max_rows,
+            "running": loop_stats.scheduler.num_running,
+            "waiting": loop_stats.scheduler.num_waiting + loop_stats.scheduler.num_blocked,
+            "used_blocks": loop_stats.scheduler.num_used_blocks,
+            "total_blocks": loop_stats.scheduler.num_total_blocks,
+            "num_preemptions": loop_stats.scheduler.num_preemptions,
+            "num_chunked_prefills": loop_stats.scheduler.num_chunked_prefills,
+            "prefix_queries": loop_stats.scheduler.prefix_queries,
+            "prefix_hits": loop_stats.scheduler.prefix_hits,
+            "max_rows": loop_stats.scheduler.max_rows,
         }
     return values

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.admin.utility import Role, UtilityDesk
+from engine_svc.admin.utility import Role, UtilityService
 from engine_svc.convert import messages
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
 from triptych.admin.v1 import admin_pb2
@@ -24,23 +24,23 @@ class SessionCalls:
     """The utility calls of one frontend's session: so many at once at most, and each is answered once."""
 
     def __init__(self, engine: ServedEngine, send: Callable[[utility_pb2.UtilityResult], None]) -> None:
-        self._desk = UtilityDesk(engine)
+        self._service = UtilityService(engine)
         self._send = send
         self._tasks: dict[int, asyncio.Task[utility_pb2.UtilityResult]] = {}
 
     def begin(self, call: utility_pb2.UtilityCall) -> None:
         """Have `call` answered, at once where it is refused."""
         try:
-            self._desk.check(call, Role.FRONTEND)
+            self._service.check(call, Role.FRONTEND)
             if call.call_id in self._tasks:
                 raise InvalidArgument(f"call_id {call.call_id} is in use", field="utility.call_id")
             _check_room(len(self._tasks))
         except ServiceError as error:
             self._fail(call.call_id, error)
             return
-        task = asyncio.create_task(self._desk.answer(call, Role.FRONTEND))
+        task = asyncio.create_task(self._service.answer(call, Role.FRONTEND))
         self._tasks[call.call_id] = task
-        task.add_done_callback(lambda task: self._tell(call.call_id, task))
+        task.add_done_callback(lambda task: self._send_answer(call.call_id, task))
 
     def close(self) -> None:
         """Answer nothing any more; what has not begun never will."""
@@ -49,7 +49,7 @@ class SessionCalls:
         # It is the session's, which has this: a cycle that only a full collection would free.
         self._send = _send_nothing
 
-    def _tell(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
+    def _send_answer(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
         del self._tasks[call_id]
         if task.cancelled():
             return
@@ -73,7 +73,7 @@ class AdminCalls:
     """
 
     def __init__(self, engine: ServedEngine) -> None:
-        self._desk = UtilityDesk(engine)
+        self._service = UtilityService(engine)
         self._num_calls = {True: 0, False: 0}  # by whether they may wait
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
@@ -83,7 +83,7 @@ class AdminCalls:
         _check_room(self._num_calls[may_wait])
         self._num_calls[may_wait] += 1
         try:
-            result = await self._desk.answer(request.call, Role.ADMIN)
+            result = await self._service.answer(request.call, Role.ADMIN)
         finally:
             self._num_calls[may_wait] -= 1
         logger.info("utility call served", extra={"call": name})

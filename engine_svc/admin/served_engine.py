@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
-from engine_svc.admin.orphaned_requests import Adoptables, Timer
+from engine_svc.admin.orphaned_requests import OrphanedRequests, Timer
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.core.request import Request
-from engine_svc.loop.mailbox import Abort, Board, Forget, Inbox, KVEventLog
-from engine_svc.loop.pause import StandstillState
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.loop.mailbox import Abort, Forget, Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.pause import RunState
+from engine_svc.tensors.source import TensorReceiver
 from service_kit.clock import Clock
 
 if TYPE_CHECKING:
-    from engine_svc.data_parallel.driver import LockstepDriver, Standing
+    from engine_svc.data_parallel.driver import LockstepDriver, RankStatus
     from engine_svc.loop.controls import EngineControls
 
 
@@ -68,12 +68,12 @@ class ServedEngine:
     artifacts: tuple[Artifact, ...]
     lifecycle: Lifecycle
     inbox: Inbox
-    board: Board
+    stats_snapshot: StatsSnapshot
     clock: Clock
     drain_deadline_s: float = 0.0
     replay_window_s: float = 5.0  # how long a session without a stream is kept; 0: it ends with its stream
     kv_event_log: KVEventLog | None = None  # None: nobody may follow the prefix cache
-    tensors: TensorDoor = field(default_factory=TensorDoor)
+    tensors: TensorReceiver = field(default_factory=TensorReceiver)
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None
     failure: Failure | None = None
@@ -81,18 +81,18 @@ class ServedEngine:
     shares_experts: bool = False  # with other engines, so that it steps together with them
     is_member: bool = False  # whether a coordinator has taken the registration and its session stands
     num_fenced_commands: int = 0  # of a coordinator that another one has taken the place of
-    on_standing: list[Callable[[Standing], None]] = field(default_factory=list)
+    on_rank_status: list[Callable[[RankStatus], None]] = field(default_factory=list)
     on_member: list[Callable[[bool], None]] = field(default_factory=list)  # told of each change of it
-    adoptables: Adoptables = field(init=False)  # requests that another frontend may take over
+    orphaned_requests: OrphanedRequests = field(init=False)  # requests that another frontend may take over
 
     def __post_init__(self) -> None:
-        self.adoptables = Adoptables(give_up=self._give_up, call_later=_call_later)
+        self.orphaned_requests = OrphanedRequests(give_up=self._give_up, call_later=_call_later)
 
     @property
-    def standstill(self) -> StandstillState:
+    def run_state(self) -> RunState:
         """What the engine does with its requests, by an operator's wish."""
         controls = None if self.core is None else self.core.controls
-        return StandstillState.RUNNING if controls is None else controls.standstill.state
+        return RunState.RUNNING if controls is None else controls.pause_controller.state
 
     def become_ready(self, core: LoadedCore) -> None:
         """The model is loaded. Too late, and without effect, when the process is already on its way out.
@@ -111,20 +111,20 @@ class ServedEngine:
             extra={"group": identity.dp_group, "rank": identity.dp_rank, "size": identity.dp_size},
         )
         self.progress = LoadProgress("group", 0, identity.dp_size)
-        self.note_standing(core.lockstep.standing)
+        self.note_rank_status(core.lockstep.rank_status)
 
-    def note_standing(self, standing: Standing) -> None:
+    def note_rank_status(self, rank_status: RankStatus) -> None:
         """The engine stands elsewhere among the ranks that step together; whoever listens is told."""
-        if standing.generation and self.core is not None and self.lifecycle.state is EngineState.LOADING:
+        if rank_status.generation and self.core is not None and self.lifecycle.state is EngineState.LOADING:
             self.lifecycle.move_to(EngineState.READY)
-        for listener in self.on_standing:
-            listener(standing)
+        for listener in self.on_rank_status:
+            listener(rank_status)
 
     @property
     def is_awaited(self) -> bool:
         """Whether other ranks step with this engine, and a coordinator can have them go on without it."""
         driver = None if self.core is None else self.core.lockstep
-        return self.is_member and driver is not None and driver.standing.is_awaited
+        return self.is_member and driver is not None and driver.rank_status.is_awaited
 
     def note_member(self, is_member: bool) -> None:
         """A coordinator has taken this engine's registration, or is away; whoever listens is told."""

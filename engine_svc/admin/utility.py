@@ -20,7 +20,7 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call
-from engine_svc.loop.pause import Part, PauseMode, StandstillState
+from engine_svc.loop.pause import Part, PauseMode, RunState
 from service_kit.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -61,7 +61,7 @@ class Role(Enum):
     ADMIN = "admin"
 
 
-class UtilityDesk:
+class UtilityService:
     """Serves the calls to one engine."""
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -105,24 +105,24 @@ class UtilityDesk:
         mode, clear_cache = _mode(call.pause.mode, "pause.mode"), call.pause.clear_cache
 
         def work(controls: EngineControls, answer: Future[None]) -> None:
-            controls.standstill.pause(mode, answer, clear_cache=clear_cache)
+            controls.pause_controller.pause(mode, answer, clear_cache=clear_cache)
 
         await self._deferred(work, timeout_s)
         return _done()
 
     async def _resume(self, call: utility_pb2.UtilityCall, timeout_s: float) -> utility_pb2.UtilityResult:
-        await self._ask(lambda controls: controls.standstill.resume(), timeout_s)
+        await self._ask(lambda controls: controls.pause_controller.resume(), timeout_s)
         return _done()
 
     async def _is_paused(self, call: utility_pb2.UtilityCall, timeout_s: float) -> utility_pb2.UtilityResult:
-        return utility_pb2.UtilityResult(is_paused=self._controls().standstill.is_paused)
+        return utility_pb2.UtilityResult(is_paused=self._controls().pause_controller.is_paused)
 
     async def _sleep(self, call: utility_pb2.UtilityCall, timeout_s: float) -> utility_pb2.UtilityResult:
         level = call.sleep.level
         mode = _mode(call.sleep.mode, "sleep.mode", default=PauseMode.ABORT)
 
         def work(controls: EngineControls, answer: Future[None]) -> None:
-            controls.standstill.sleep(level, mode, answer)
+            controls.pause_controller.sleep(level, mode, answer)
 
         await self._deferred(work, timeout_s)
         return _done()
@@ -132,13 +132,13 @@ class UtilityDesk:
         if unknown:
             raise InvalidArgument(f"tag {unknown[0]!r} is none of {', '.join(_PARTS)}", field="wake.tags")
         parts = {_PARTS[tag] for tag in call.wake.tags} or frozenset(Part)
-        await self._ask(lambda controls: controls.standstill.wake(parts), timeout_s)
+        await self._ask(lambda controls: controls.pause_controller.wake(parts), timeout_s)
         return _done()
 
     async def _is_sleeping(
         self, call: utility_pb2.UtilityCall, timeout_s: float
     ) -> utility_pb2.UtilityResult:
-        is_sleeping = self._controls().standstill.state is StandstillState.ASLEEP
+        is_sleeping = self._controls().pause_controller.state is RunState.ASLEEP
         return utility_pb2.UtilityResult(is_sleeping=is_sleeping)
 
     async def _reset_prefix_cache(
@@ -206,7 +206,7 @@ class UtilityDesk:
     async def _get_statistics(
         self, call: utility_pb2.UtilityCall, timeout_s: float
     ) -> utility_pb2.UtilityResult:
-        return utility_pb2.UtilityResult(statistics=announce.stats(self._engine.board.read()))
+        return utility_pb2.UtilityResult(statistics=announce.stats(self._engine.stats_snapshot.read()))
 
     async def _ask(self, work: Callable[[EngineControls], T], timeout_s: float) -> T:
         """What `work` returns in the engine thread."""
@@ -231,7 +231,7 @@ class UtilityDesk:
         finally:
             # What has not begun never will; what waits for requests to end is taken back.
             if answer.cancel():
-                self._engine.inbox.put(Call(lambda: controls.serve(controls.standstill.drop_cancelled)))
+                self._engine.inbox.put(Call(lambda: controls.serve(controls.pause_controller.drop_cancelled)))
             wrapped.cancel()
         return self._result_of(answer, timeout_s)
 
@@ -267,28 +267,28 @@ class UtilityDesk:
 class _Entry:
     """How a call is served. The handler is given the desk, the call and its time in seconds."""
 
-    handler: Callable[[UtilityDesk, utility_pb2.UtilityCall, float], Awaitable[utility_pb2.UtilityResult]]
+    handler: Callable[[UtilityService, utility_pb2.UtilityCall, float], Awaitable[utility_pb2.UtilityResult]]
     role: Role
 
 
 # What the contract has beside these, nothing in this engine can do yet. Methods of a desk that are kept in it
 # would be a cycle, and there is a desk to each session.
 _ENTRIES: dict[str, _Entry] = {
-    "get_supported_tasks": _Entry(UtilityDesk._get_supported_tasks, Role.FRONTEND),
-    "pause": _Entry(UtilityDesk._pause, Role.ADMIN),
-    "resume": _Entry(UtilityDesk._resume, Role.ADMIN),
-    "is_paused": _Entry(UtilityDesk._is_paused, Role.FRONTEND),
-    "sleep": _Entry(UtilityDesk._sleep, Role.ADMIN),
-    "wake": _Entry(UtilityDesk._wake, Role.ADMIN),
-    "is_sleeping": _Entry(UtilityDesk._is_sleeping, Role.FRONTEND),
-    "reset_prefix_cache": _Entry(UtilityDesk._reset_prefix_cache, Role.ADMIN),
-    "profile": _Entry(UtilityDesk._profile, Role.ADMIN),
-    "collective": _Entry(UtilityDesk._collective, Role.ADMIN),
-    "get_weight_version": _Entry(UtilityDesk._get_weight_version, Role.FRONTEND),
-    "set_weight_version": _Entry(UtilityDesk._set_weight_version, Role.ADMIN),
-    "update_weights": _Entry(UtilityDesk._update_weights, Role.ADMIN),
-    "get_config": _Entry(UtilityDesk._get_config, Role.FRONTEND),
-    "get_statistics": _Entry(UtilityDesk._get_statistics, Role.FRONTEND),
+    "get_supported_tasks": _Entry(UtilityService._get_supported_tasks, Role.FRONTEND),
+    "pause": _Entry(UtilityService._pause, Role.ADMIN),
+    "resume": _Entry(UtilityService._resume, Role.ADMIN),
+    "is_paused": _Entry(UtilityService._is_paused, Role.FRONTEND),
+    "sleep": _Entry(UtilityService._sleep, Role.ADMIN),
+    "wake": _Entry(UtilityService._wake, Role.ADMIN),
+    "is_sleeping": _Entry(UtilityService._is_sleeping, Role.FRONTEND),
+    "reset_prefix_cache": _Entry(UtilityService._reset_prefix_cache, Role.ADMIN),
+    "profile": _Entry(UtilityService._profile, Role.ADMIN),
+    "collective": _Entry(UtilityService._collective, Role.ADMIN),
+    "get_weight_version": _Entry(UtilityService._get_weight_version, Role.FRONTEND),
+    "set_weight_version": _Entry(UtilityService._set_weight_version, Role.ADMIN),
+    "update_weights": _Entry(UtilityService._update_weights, Role.ADMIN),
+    "get_config": _Entry(UtilityService._get_config, Role.FRONTEND),
+    "get_statistics": _Entry(UtilityService._get_statistics, Role.FRONTEND),
 }
 # Functions that run on every rank, by the only names that are known.
 _COLLECTIVES: dict[str, Callable[[EngineControls], list[int]]] = {

@@ -16,7 +16,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.driver import LockstepDriver
 from engine_svc.data_parallel.expert_shards import HeldExperts
-from engine_svc.data_parallel.wake_signal import Doorbell, reach_bell
+from engine_svc.data_parallel.wake_signal import WakeSignal, connect_signal_store
 from engine_svc.data_parallel.wave import VOTE_INTERVAL, WaveMachine
 from engine_svc.loop.mailbox import Call
 from engine_svc.model.loading.loader import has_experts
@@ -89,8 +89,8 @@ def build_driver(
     def post(work: Callable[[], None]) -> None:
         served.inbox.put(Call(work))
 
-    def on_ring(wave: int) -> None:
-        post(lambda: driver.hear(wave))
+    def on_signal(wave: int) -> None:
+        post(lambda: driver.on_wake_signal(wave))
 
     driver = LockstepDriver(
         machine=WaveMachine(),
@@ -100,18 +100,18 @@ def build_driver(
         parallel_config_hash=parallel_config_hash(fingerprint, config.data_parallel_group),
         weights_digest=weights_digest,
     )
-    doorbell = Doorbell(
-        connect=lambda meeting: reach_bell(meeting, config.lockstep_timeout_s),
-        on_ring=on_ring,
+    wake_signal = WakeSignal(
+        connect=lambda meeting: connect_signal_store(meeting, config.lockstep_timeout_s),
+        on_signal=on_signal,
         has_coordinator=lambda: served.is_member,
         clock=served.clock,
     )
     # A step takes as long as the slowest rank's: each of them is watched between its exchanges.
-    side.experts.exchange.subscribe(lambda: served.board.note_progress(served.clock.now()))
-    driver.subscribe(lambda standing: doorbell.move(standing, driver.meeting))
-    doorbell.start()
+    side.experts.exchange.subscribe(lambda: served.stats_snapshot.note_progress(served.clock.now()))
+    driver.subscribe(lambda rank_status: wake_signal.move(rank_status, driver.meeting))
+    wake_signal.start()
 
-    at_end += (driver.close, doorbell.stop, side.groups.close)
+    at_end += (driver.close, wake_signal.stop, side.groups.close)
     return driver
 
 

@@ -17,10 +17,10 @@ from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
 from engine_svc.build.fingerprint import (
+    declares_experts,
     main_eos_first,
     make_fingerprint,
     read_sampling_defaults,
-    says_experts,
 )
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
@@ -30,7 +30,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.artifacts import Artifact, check_tokenizer, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Board, Fail, Inbox, KVEventLog
+from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
@@ -41,7 +41,7 @@ from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
@@ -91,16 +91,16 @@ def build_served_engine(
         artifacts=read_artifacts(Path(config.model)),
         lifecycle=Lifecycle(),
         inbox=Inbox(_MAX_COMMANDS),
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=MonotonicClock(),
         drain_deadline_s=config.drain_deadline_s,
         replay_window_s=config.replay_window_s,
         kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
         if config.enable_kv_events
         else None,
-        tensors=TensorDoor(is_open=config.enable_prompt_embeds),
+        tensors=TensorReceiver(is_open=config.enable_prompt_embeds),
         options=_options(config, origins),
-        shares_experts=config.divides_experts and says_experts(Path(config.model)),
+        shares_experts=config.divides_experts and declares_experts(Path(config.model)),
     )
 
 
@@ -157,16 +157,16 @@ def build_engine(
 
     check_tokenizer(served.artifacts)
 
-    def tell(phase: str, done: int, total: int) -> None:
+    def report_progress(phase: str, done: int, total: int) -> None:
         progress(LoadProgress(phase, done, total))
 
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from engine_svc.build.ranks import build_ranks
 
         # An idle loop waits for its inbox alone.
-        side = build_ranks(config, tell, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
+        side = build_ranks(config, report_progress, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
     else:
-        side = build_runner(config, tell)
+        side = build_runner(config, report_progress)
     try:
         return _put_together(config, served, side, defer)
     except BaseException:
@@ -215,7 +215,7 @@ def _put_together(
         scheduler=scheduler,
         executor=side.executor,
         inbox=served.inbox,
-        board=served.board,
+        stats_snapshot=served.stats_snapshot,
         clock=served.clock,
         lockstep=lockstep or NoLockstep(),
         max_in_flight=side.steps_in_flight,

@@ -62,7 +62,7 @@ def main_eos_first(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, .
     return eos_token_ids
 
 
-def says_experts(folder: Path) -> bool:
+def declares_experts(folder: Path) -> bool:
     """Whether config.json describes a mixture of experts, before anything of the model is loaded."""
     try:
         config = _read_json(folder / "config.json")

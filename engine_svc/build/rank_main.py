@@ -19,19 +19,19 @@ from engine_svc.build.runner import (
     GPU_IS_FULL,
     free_memory,
     kernel_mode,
-    load_wishes,
+    load_options,
     make_runner,
 )
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, groups_of_stage
 from engine_svc.model.loading.loader import LoadedModel, load_model
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.model.process_parallel import Place, ProcessParallel
-from engine_svc.ranks.control_pipe import RankLine, end_with_parent
+from engine_svc.model.process_parallel import ProcessParallel, RankPosition
+from engine_svc.ranks.control_pipe import RankConnection, end_with_parent
 from engine_svc.ranks.loop import AfterStep, EarlyStage, RankLoop, Reporter, Silent
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter, reader_end, writer_end
 from engine_svc.ranks.plan_codec import PlanDecoder
-from engine_svc.ranks.progress_board import ProgressBoard, start_heart
+from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 from engine_svc.ranks.state_digest import batch_digest, sampler_digest
 from engine_svc.runner.control import runner_calls
 from engine_svc.runner.executor import Call
@@ -52,36 +52,36 @@ _EXCHANGE_S = 7 * 86_400.0
 
 def main(argv: Sequence[str]) -> int:
     """Run a rank. The only argument is the descriptor of its line, on which everything else is said."""
-    line = RankLine(int(argv[0]))
-    spec: dict[str, Any] = line.hear()
+    connection = RankConnection(int(argv[0]))
+    spec: dict[str, Any] = connection.receive()
     end_with_parent(spec["parent"])
     write_when_asked()
     config = EngineConfig(**spec["config"])
-    place = Place(spec["rank"], spec["tp_size"], spec["pp_size"], spec["divides_experts"])
-    set_title("engine", config.index, "rank", place.rank)
+    position = RankPosition(spec["rank"], spec["tp_size"], spec["pp_size"], spec["divides_experts"])
+    set_title("engine", config.index, "rank", position.rank)
     setup_logs(
         "engine",
-        instance=f"{config.index}/rank-{place.rank}",
+        instance=f"{config.index}/rank-{position.rank}",
         log_format=config.log_format,
         log_level=config.log_level,
     )
-    board = ProgressBoard(spec["board_fd"], place.num_ranks)
-    start_heart(board, place.rank, spec["heart_interval_s"])
+    heartbeats = RankHeartbeats(spec["board_fd"], position.num_ranks)
+    start_heart(heartbeats, position.rank, spec["heart_interval_s"])
     try:
         load_plugins(config.plugins)
-        _serve(_Rank(config, place, spec, line, board))
+        _serve(_Rank(config, position, spec, connection, heartbeats))
     except EOFError:
         # The engine ended before this rank was ready, and has its reasons.
         return 0
     except Exception as error:
-        _say_failed(line, error)
+        _send_failure(connection, error)
         raise
     return 0
 
 
-def _say_failed(line: RankLine, error: Exception) -> None:
+def _send_failure(connection: RankConnection, error: Exception) -> None:
     with contextlib.suppress(EOFError):
-        line.say({"failed": f"raised {type(error).__name__}", "details": str(error)})
+        connection.send({"failed": f"raised {type(error).__name__}", "details": str(error)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +89,23 @@ class _Rank:
     """What this process is and whom it talks to."""
 
     config: EngineConfig
-    place: Place
+    position: RankPosition
     spec: dict[str, Any]
-    line: RankLine
-    board: ProgressBoard
+    connection: RankConnection
+    heartbeats: RankHeartbeats
 
 
 def _serve(rank: _Rank) -> None:
     device = _choose_device(rank)
     parallel = ProcessParallel(
-        rank.place,
+        rank.position,
         store_path=f"/proc/self/fd/{rank.spec['store_fd']}",
         device=device,
         timeout_s=_EXCHANGE_S,
     )
     loop = _prepare(rank, parallel)
-    rank.line.say({"ready": {}})
-    rank.line.end_with_it()
+    rank.connection.send({"ready": {}})
+    rank.connection.end_with_it()
     loop.run()
     parallel.close()
 
@@ -116,19 +116,19 @@ def _prepare(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         return _load(rank, parallel)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         is_full = isinstance(error, torch.OutOfMemoryError)
-        rank.line.say({"refused": GPU_IS_FULL if is_full else str(error)})
+        rank.connection.send({"refused": GPU_IS_FULL if is_full else str(error)})
         # The engine ends this process.
-        rank.line.hear()
+        rank.connection.receive()
         raise
 
 
 def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
     """Load, say what there is, and make of it what the engine answers. Keeps no part of the model itself."""
     loaded = load_model(
-        rank.config.model, load_wishes(rank.config), parallel=parallel, progress=_progress(rank)
+        rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
     )
-    rank.line.say({"loaded": _describe(rank, loaded)})
-    sizes: dict[str, Any] = rank.line.hear()["sizes"]  # type: ignore[assignment]  # The engine says it so.
+    rank.connection.send({"loaded": _describe(rank, loaded)})
+    sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # The engine says it so.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(
         sizes["num_kv_blocks"], rank.config.block_size, bytes_per_block(loaded.facts, rank.config.block_size)
@@ -141,26 +141,26 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
 
 
 def _choose_device(rank: _Rank) -> torch.device:
-    wish = rank.config.device
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    requested = rank.config.device
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     # The model is put on what is the current device from here on.
-    torch.cuda.set_device(rank.place.rank)
-    return torch.device("cuda", rank.place.rank)
+    torch.cuda.set_device(rank.position.rank)
+    return torch.device("cuda", rank.position.rank)
 
 
 def _progress(rank: _Rank) -> Callable[[str, int, int], None]:
     """Tells how far loading is: one rank for all of them, and not for every tensor."""
-    told_at = 0.0
+    reported_at = 0.0
 
-    def tell(phase: str, done: int, total: int) -> None:
-        nonlocal told_at
+    def report_progress(phase: str, done: int, total: int) -> None:
+        nonlocal reported_at
         now = time.monotonic()
-        if rank.place.rank == 0 and (done == total or now - told_at >= _PROGRESS_INTERVAL_S):
-            told_at = now
-            rank.line.say({"progress": [phase, done, total]})
+        if rank.position.rank == 0 and (done == total or now - reported_at >= _PROGRESS_INTERVAL_S):
+            reported_at = now
+            rank.connection.send({"progress": [phase, done, total]})
 
-    return tell
+    return report_progress
 
 
 def _describe(rank: _Rank, loaded: LoadedModel) -> dict[str, object]:
@@ -191,29 +191,29 @@ def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on
         runner,
         _part_of(rank, runner, on_gpu=on_gpu),
         calls=_calls(decoder, runner, sizes["num_groups"]),
-        answer=lambda answer: rank.line.say({"answer": answer}),
-        has_dealt=lambda: rank.board.finish_step(rank.place.rank),
+        answer=lambda answer: rank.connection.send({"answer": answer}),
+        has_dealt=lambda: rank.heartbeats.finish_step(rank.position.rank),
     )
 
 
 def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
-    if rank.place.reports:
+    if rank.position.reports:
         results, tokens = (
             ChannelWriter(writer_end(rank.spec[name])) for name in ("results_out", "tokens_out")
         )
         return Reporter(
             results,
-            tokens if rank.place.pp_size > 1 else None,
-            end_rank=partial(_end_rank, rank.line) if on_gpu else None,
+            tokens if rank.position.pp_size > 1 else None,
+            end_rank=partial(_end_rank, rank.connection) if on_gpu else None,
         )
-    if rank.place.is_last_stage:
+    if rank.position.is_last_stage:
         return Silent()
     return EarlyStage(ChannelReader(reader_end(rank.spec["tokens_in"])), runner.batch)
 
 
-def _end_rank(line: RankLine, error: Exception) -> NoReturn:
+def _end_rank(connection: RankConnection, error: Exception) -> NoReturn:
     """End this process from a thread: the main thread waits for plans, or for the device."""
-    _say_failed(line, error)
+    _send_failure(connection, error)
     os._exit(1)
 
 

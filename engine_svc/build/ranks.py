@@ -13,7 +13,7 @@ import torch
 from engine_svc.build.runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
-from engine_svc.model.process_parallel import Place
+from engine_svc.model.process_parallel import RankPosition
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost, RankMessage
 from engine_svc.runner.control import RunnerControl
@@ -56,31 +56,33 @@ def build_ranks(
     on_lost: told, in another thread, when a rank is lost, also where no step is under way.
     Raises ValueError, in words for people, RankLost, or TimeoutError.
     """
-    places = _places(config)
-    _check_devices(config, len(places))
+    positions = _rank_positions(config)
+    _check_devices(config, len(positions))
     starting = RanksStarting(
-        places,
-        RankLaunch(_RANK_MODULE, {"config": asdict(_config_of_ranks(config, len(places)))}, _environment()),
+        positions,
+        RankLaunch(
+            _RANK_MODULE, {"config": asdict(_config_of_ranks(config, len(positions)))}, _environment()
+        ),
         limits=limits or GroupLimits(),
         on_lost=on_lost,
         on_progress=progress,
     )
-    said = starting.loaded()
+    loaded_messages = starting.loaded()
     try:
-        parts = _with_stage_groups(places, [_part(message) for message in said])
+        parts = _with_stage_groups(positions, [_part(message) for message in loaded_messages])
         max_model_len, num_kv_blocks = _size(config, parts)
     except Exception:
         starting.give_up()
         raise
-    shapes = _all_shapes(places, parts)
+    shapes = _all_shapes(positions, parts)
     settings = [
         {
             "max_model_len": max_model_len,
             "num_kv_blocks": num_kv_blocks,
             "kv_shapes": [asdict(shape) for shape in shapes],
-            "first_layer": _first_layer(place, places, parts),
+            "first_layer": _first_layer(position, positions, parts),
         }
-        for place in places
+        for position in positions
     ]
     model = replace(
         parts[0].facts,
@@ -105,9 +107,9 @@ def build_ranks(
     return RankedSide(side, group, tuple(part.num_bytes for part in parts))
 
 
-def _places(config: EngineConfig) -> list[Place]:
+def _rank_positions(config: EngineConfig) -> list[RankPosition]:
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    return [Place(rank, tp_size, pp_size, config.expert_parallel) for rank in range(tp_size * pp_size)]
+    return [RankPosition(rank, tp_size, pp_size, config.expert_parallel) for rank in range(tp_size * pp_size)]
 
 
 def _check_devices(config: EngineConfig, num_ranks: int) -> None:
@@ -144,44 +146,44 @@ def _environment() -> dict[str, str]:
 
 
 def _part(message: RankMessage) -> _Part:
-    told: dict[str, Any] = message
-    facts = told["facts"]
+    fields: dict[str, Any] = message
+    facts = fields["facts"]
     facts["kv_shapes"] = tuple(KVShape(**shape) for shape in facts["kv_shapes"])
     facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
     return _Part(
         ModelFacts(**facts),
-        told["num_bytes"],
-        FreeMemory(told["free_bytes"], told["free_how"]),
-        told["device"],
-        told["kernel_mode"],
+        fields["num_bytes"],
+        FreeMemory(fields["free_bytes"], fields["free_how"]),
+        fields["device"],
+        fields["kernel_mode"],
     )
 
 
-def _all_shapes(places: list[Place], parts: list[_Part]) -> tuple[KVShape, ...]:
+def _all_shapes(positions: list[RankPosition], parts: list[_Part]) -> tuple[KVShape, ...]:
     """The layers of all stages, as one rank of each has them."""
     return tuple(
         shape
-        for place, part in zip(places, parts, strict=True)
-        if place.tp_rank == 0
+        for position, part in zip(positions, parts, strict=True)
+        if position.tp_rank == 0
         for shape in part.facts.kv_shapes
     )
 
 
-def _first_layer(place: Place, places: list[Place], parts: list[_Part]) -> int:
+def _first_layer(position: RankPosition, positions: list[RankPosition], parts: list[_Part]) -> int:
     """Which of the model's layers is the first of this rank's stage."""
     return sum(
         part.facts.num_layers
-        for other, part in zip(places, parts, strict=True)
-        if other.tp_rank == 0 and other.pp_rank < place.pp_rank
+        for other, part in zip(positions, parts, strict=True)
+        if other.tp_rank == 0 and other.pp_rank < position.pp_rank
     )
 
 
-def _with_stage_groups(places: list[Place], parts: list[_Part]) -> list[_Part]:
+def _with_stage_groups(positions: list[RankPosition], parts: list[_Part]) -> list[_Part]:
     """Each stage's layers in groups of the whole model's layers, which have block tables on every stage."""
-    shapes = _all_shapes(places, parts)
+    shapes = _all_shapes(positions, parts)
     grouped = []
-    for place, part in zip(places, parts, strict=True):
-        first = _first_layer(place, places, parts)
+    for position, part in zip(positions, parts, strict=True):
+        first = _first_layer(position, positions, parts)
         groups = groups_of_stage(shapes, first, first + part.facts.num_layers)
         grouped.append(replace(part, facts=replace(part.facts, stage_groups=groups)))
     return grouped

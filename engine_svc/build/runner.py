@@ -14,14 +14,14 @@ from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.engine import Executor
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
 from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
-from engine_svc.runner.memory.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
+from engine_svc.runner.memory.kv_sizing import FreeMemory, KVCacheOptions, fit_max_model_len, size_kv_cache
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.sampler import LogprobsMode
@@ -58,7 +58,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     try:
         loaded = load_model(
             config.model,
-            load_wishes(config),
+            load_options(config),
             share=None if experts is None else experts.share,
             progress=progress,
         )
@@ -92,9 +92,9 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     )
 
 
-def load_wishes(config: EngineConfig) -> LoadWishes:
+def load_options(config: EngineConfig) -> LoadOptions:
     """How the configuration wants its model."""
-    return LoadWishes(
+    return LoadOptions(
         dtype=config.dtype,
         device=config.device,
         model_impl=config.model_impl,
@@ -108,8 +108,8 @@ def load_wishes(config: EngineConfig) -> LoadWishes:
 def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
     """What decides the numbers that are told of a token: engines that differ in it are no equals."""
     mode = LogprobsMode(config.logprobs_mode)
-    told = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
-    return "-".join((loaded.road, loaded.ops.name, config.quantization, *told))
+    suffix = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
+    return "-".join((loaded.implementation, loaded.ops.name, config.quantization, *suffix))
 
 
 def make_runner(
@@ -131,7 +131,7 @@ def make_runner(
     # Neither keeps `loaded`: what sleeps could not give up its weights.
     def load(folder: Path) -> tuple[Model, ModelFacts]:
         share = None if experts is None else experts.share
-        again = load_model(folder, load_wishes(config), parallel=parallel, share=share, ops=ops)
+        again = load_model(folder, load_options(config), parallel=parallel, share=share, ops=ops)
         if experts is not None:
             experts.attach(again, folder)
         return again.model, again.facts
@@ -180,15 +180,15 @@ def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tup
     """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
     if config.max_model_len is not None and config.max_model_len > facts.max_position:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {facts.max_position}")
-    wishes = KVWishes(
+    kv_options = KVCacheOptions(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens * config.steps_in_flight,
         kv_cache_memory=config.kv_cache_memory,
         num_kv_blocks=config.num_kv_blocks,
     )
-    max_model_len = config.max_model_len or fit_max_model_len(facts, wishes, free)
-    return max_model_len, size_kv_cache(facts, wishes, max_model_len=max_model_len, free=free)
+    max_model_len = config.max_model_len or fit_max_model_len(facts, kv_options, free)
+    return max_model_len, size_kv_cache(facts, kv_options, max_model_len=max_model_len, free=free)
 
 
 def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:

@@ -71,16 +71,16 @@ class FreeList:
         """Put blocks at the front, keeping their order: they are reused first."""
         self._insert_behind(self._head, blocks)
 
-    def _insert_behind(self, place: Block, blocks: Iterable[Block]) -> None:
-        following = place.next
+    def _insert_behind(self, anchor: Block, blocks: Iterable[Block]) -> None:
+        following = anchor.next
         assert following is not None, "a place on the list always has a successor"
         for block in blocks:
             if block.next is not None:
                 raise ValueError(f"block {block.block_id} is already on the free list")
-            place.next = block
-            block.previous = place
+            anchor.next = block
+            block.previous = anchor
             # Set before the next block is looked at, so that the same block twice is noticed.
             block.next = following
-            place = block
+            anchor = block
             self._num_blocks += 1
-        following.previous = place
+        following.previous = anchor

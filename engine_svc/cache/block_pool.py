@@ -132,7 +132,7 @@ class BlockPool:
             if block.key is not None and block.ref_count == 0:
                 self._forget(block, block.key)
 
-    def disown(self, block_ids: Iterable[int]) -> None:
+    def invalidate(self, block_ids: Iterable[int]) -> None:
         """Let the content of blocks not be found any more, whoever holds them.
 
         Free ones keep their place in the order: they are reused as late as if they still had it.

@@ -221,14 +221,14 @@ class KVCache:
         registered, self._registered = self._registered, []
         return registered
 
-    def disown(self, block_ids: Sequence[int]) -> None:
+    def invalidate(self, block_ids: Sequence[int]) -> None:
         """Let the content of these blocks not be found: it was never computed. Who holds them keeps them."""
-        self.pool.disown(block_ids)
+        self.pool.invalidate(block_ids)
 
     def hold(self, request: Request) -> list[int]:
         """Keep the blocks of `request` from being handed out after its end, e.g. while they are sent.
 
-        Returns them for `let_go`, in the order of their release.
+        Returns them for `release_held`, in the order of their release.
         """
         block_ids = [
             block_id for table in request.block_tables for block_id in _held(reversed(table.block_ids))
@@ -236,7 +236,7 @@ class KVCache:
         self.pool.hold(block_ids)
         return block_ids
 
-    def let_go(self, block_ids: Sequence[int]) -> None:
+    def release_held(self, block_ids: Sequence[int]) -> None:
         """End what `hold` began."""
         self.pool.release(block_ids)
 
@@ -389,9 +389,9 @@ class KVCache:
         self._registered += block_ids
         if not self.pool.observers:
             return
-        place = first * num_hashes
-        if place:
-            parent = request.block_hashes[place - 1]
+        hash_index = first * num_hashes
+        if hash_index:
+            parent = request.block_hashes[hash_index - 1]
         else:
             parent = self.hasher.root(request.cache_salt, request.extra_keys)
         token_ids = request.token_ids[first * block_size : end * block_size]

@@ -119,9 +119,9 @@ class PrefixFinder:
             return PrefixHit()
         tables: list[list[int]] = [[] for _ in range(self._num_groups)]
         for lookup, hit in found.items():
-            for place, group in enumerate(lookup.groups):
+            for index, group in enumerate(lookup.groups):
                 tables[group] = [
-                    PLACEHOLDER_BLOCK_ID if entry is None else entry[place]
+                    PLACEHOLDER_BLOCK_ID if entry is None else entry[index]
                     for entry in hit[: length // lookup.kind.block_size]
                 ]
         return PrefixHit(length, tuple(tables))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from array import array
 
-from engine_svc.core.step import PromptPlaces, TokenLogprobs
-from engine_svc.loop.step_output import StepOutput, Told
+from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
+from engine_svc.loop.step_output import LogprobDeltas, StepOutput
 from triptych.engine.v1 import step_pb2
 
 
@@ -20,22 +20,22 @@ def pack(values: array[int] | array[float]) -> bytes:
 _NAN = float("nan")
 
 
-def add_logprobs(step: step_pb2.Step, output: StepOutput, told: Told) -> None:
-    """Write into `step` what `told` has for the rows of `output`."""
-    if told.sampled:
-        _add_sampled(step, output, told.sampled)
+def add_logprobs(step: step_pb2.Step, output: StepOutput, token_logprobs: LogprobDeltas) -> None:
+    """Write into `step` what `token_logprobs` has for the rows of `output`."""
+    if token_logprobs.sampled:
+        _add_sampled(step, output, token_logprobs.sampled)
     row_of = {handle: row for row, handle in enumerate(output.handles)}
-    for handle, places in told.prompts.items():
-        for part in places:
+    for handle, prompt in token_logprobs.prompts.items():
+        for part in prompt:
             step.extras.add(row=row_of[handle], prompt_logprobs=_prompt(part))
 
 
-def _add_sampled(step: step_pb2.Step, output: StepOutput, told: dict[int, TokenLogprobs]) -> None:
+def _add_sampled(step: step_pb2.Step, output: StepOutput, token_logprobs: dict[int, TokenLogprobs]) -> None:
     logprobs, ranks = array("f"), array("I")
-    k = max(part.k for part in told.values())
+    k = max(part.k for part in token_logprobs.values())
     top_ids, top_logprobs = array("I"), array("f")
     for handle, num_tokens in zip(output.handles, output.num_tokens, strict=True):
-        part = told.get(handle)
+        part = token_logprobs.get(handle)
         if part is None:
             part = TokenLogprobs([_NAN] * num_tokens, [0] * num_tokens)
         assert len(part.ranks) == num_tokens, "who asked is told of each of its tokens"
@@ -49,18 +49,28 @@ def _add_sampled(step: step_pb2.Step, output: StepOutput, told: dict[int, TokenL
         step.top_logprobs.CopyFrom(_top(k, top_ids, top_logprobs))
 
 
-def _prompt(places: PromptPlaces) -> step_pb2.PromptLogprobs:
+def _prompt(prompt: PromptTokenLogprobs) -> step_pb2.PromptLogprobs:
     """The places; the first of all prompts is added, of which nothing can be told."""
-    told, first = places.told, places.first_position
+    token_logprobs, first = prompt.token_logprobs, prompt.first_position
     if first == 1:
-        nothing = TokenLogprobs([_NAN], [0], told.k, [0] * told.k, [_NAN] * told.k)
-        nothing.extend(told)
-        told, first = nothing, 0
+        nothing = TokenLogprobs(
+            [_NAN], [0], token_logprobs.k, [0] * token_logprobs.k, [_NAN] * token_logprobs.k
+        )
+        nothing.extend(token_logprobs)
+        token_logprobs, first = nothing, 0
     message = step_pb2.PromptLogprobs(
-        first_position=first, logprobs=pack(array("f", told.logprobs)), ranks=pack(array("I", told.ranks))
+        first_position=first,
+        logprobs=pack(array("f", token_logprobs.logprobs)),
+        ranks=pack(array("I", token_logprobs.ranks)),
     )
-    if told.k:
-        message.top.CopyFrom(_top(told.k, array("I", told.top_token_ids), array("f", told.top_logprobs)))
+    if token_logprobs.k:
+        message.top.CopyFrom(
+            _top(
+                token_logprobs.k,
+                array("I", token_logprobs.top_token_ids),
+                array("f", token_logprobs.top_logprobs),
+            )
+        )
     return message
 
 

@@ -149,8 +149,8 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
             _set_stop(record, finished, last_token, stop_token_ids[output.handles[finished.row]])
         elif finished.reason is FinishReason.ERROR:
             record.message = finished.message
-    if output.told is not None:
-        add_logprobs(step, output, output.told)
+    if output.token_logprobs is not None:
+        add_logprobs(step, output, output.token_logprobs)
     return step
 
 

@@ -45,7 +45,7 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
             f"{facts.max_model_len - 1} places",
             field="prompt_embeds.shape",
         )
-    token_ids, places = _places(entry, shape[0], facts)
+    token_ids, positions = _positions_of(entry, shape[0], facts)
     if entry.sampling.HasField("prompt_logprobs"):
         raise InvalidArgument(
             "sampling.prompt_logprobs: a place without a token has no log probability",
@@ -62,11 +62,11 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
     if not embeds.is_moderate:
         # Finite here and infinite in the model's type, they would make logits that are no numbers.
         raise InvalidArgument(f"prompt_embeds has elements beyond {MAX_MODERATE:g}", field="prompt_embeds")
-    content = PromptEmbeds(embeds, places)
+    content = PromptEmbeds(embeds, positions)
     return PromptContent(token_ids, content, tuple(_spans(content, facts.block_size)))
 
 
-def _places(
+def _positions_of(
     entry: add_pb2.AddEntry, num_embeds: int, facts: EngineFacts
 ) -> tuple[list[int], tuple[int, ...]]:
     """The token of each place of the prompt, and the places where an embedding counts instead."""
@@ -81,15 +81,15 @@ def _places(
             f"is_token takes a 0 or 1 for each of {len(token_ids)} places, it has {len(is_token)} bytes",
             field="is_token",
         )
-    places = tuple(compress(count(), (not flag for flag in is_token)))
-    if len(places) != num_embeds:
+    positions = tuple(compress(count(), (not flag for flag in is_token)))
+    if len(positions) != num_embeds:
         raise InvalidArgument(
-            f"prompt_embeds has {num_embeds} rows, is_token has {len(places)} places for them",
+            f"prompt_embeds has {num_embeds} rows, is_token has {len(positions)} places for them",
             field="is_token",
         )
-    for place in places:
-        token_ids[place] = _NO_TOKEN
-    return token_ids, places
+    for position in positions:
+        token_ids[position] = _NO_TOKEN
+    return token_ids, positions
 
 
 def _spans(content: PromptEmbeds, block_size: int) -> list[ContentSpan]:
@@ -97,7 +97,7 @@ def _spans(content: PromptEmbeds, block_size: int) -> list[ContentSpan]:
     embeds = content.embeds
     row_bytes = embeds.shape[1] * ITEM_SIZES[embeds.dtype]
     spans, first = [], 0
-    numbered = enumerate(content.places)
+    numbered = enumerate(content.positions)
     # Consecutive places of one block have one difference to their index.
     for _, stretch in groupby(numbered, lambda pair: (pair[1] - pair[0], pair[1] // block_size)):
         rows = list(stretch)

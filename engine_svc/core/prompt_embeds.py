@@ -9,7 +9,7 @@ from engine_svc.tensors.host_tensor import HostTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """The rows of `embeds` [N, hidden] stand at the N `places` of the prompt, both in rising order."""
+    """The rows of `embeds` [N, hidden] stand at the N `positions` of the prompt, both in rising order."""
 
     embeds: HostTensor
-    places: tuple[int, ...]
+    positions: tuple[int, ...]

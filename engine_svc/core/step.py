@@ -87,8 +87,8 @@ class TokenLogprobs:
         if not num_missing:
             return self
         widened = TokenLogprobs(self.logprobs, self.ranks, k)
-        for place in range(len(self.ranks)):
-            entries = slice(place * self.k, (place + 1) * self.k)
+        for index in range(len(self.ranks)):
+            entries = slice(index * self.k, (index + 1) * self.k)
             widened.top_token_ids += self.top_token_ids[entries] + [0] * num_missing
             widened.top_logprobs += self.top_logprobs[entries] + [nan] * num_missing
         return widened
@@ -106,11 +106,11 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
-class PromptPlaces:
+class PromptTokenLogprobs:
     """What is told of places of one row's prompt that a step computed."""
 
     first_position: int  # the place of the first entry, at least 1: nothing comes before place 0
-    told: TokenLogprobs
+    token_logprobs: TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class StepResult:
     barred: list[int] = field(default_factory=list)
     # By row of the plan, for requests that asked: of its sampled tokens, and of its prompt.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, PromptPlaces] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptTokenLogprobs] = field(default_factory=dict)
 
     def faults(self) -> list[tuple[int, str]]:
         """The rows that end with an error, in order, each with what people are told."""

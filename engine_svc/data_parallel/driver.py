@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """Where a rank stands, as one picture: of several that were read one by one none needs to be true."""
 
     state: LockstepState = LockstepState.APART
@@ -85,8 +85,8 @@ class LockstepDriver:
         self._has_stepped = False  # or could have: it was in a group
         self._weights = number_of(weights_digest)
         self._complaint = ""  # about the weights of ranks, that was logged last
-        self._standing = Standing(wave=machine.wave)
-        self._listeners: list[Callable[[Standing], None]] = []
+        self._rank_status = RankStatus(wave=machine.wave)
+        self._listeners: list[Callable[[RankStatus], None]] = []
         # Ranks may be waited for there: the loop goes on with what needs no step.
         self._former = ThreadPoolExecutor(1, thread_name_prefix="rank-group")
         self.parallel_config_hash = parallel_config_hash
@@ -96,9 +96,9 @@ class LockstepDriver:
     # What any thread may ask.
 
     @property
-    def standing(self) -> Standing:
+    def rank_status(self) -> RankStatus:
         """Where this rank stands."""
-        return self._standing
+        return self._rank_status
 
     @property
     def host(self) -> str:
@@ -116,7 +116,7 @@ class LockstepDriver:
         group = self._group
         return None if group is None else group.meeting
 
-    def subscribe(self, listener: Callable[[Standing], None]) -> None:
+    def subscribe(self, listener: Callable[[RankStatus], None]) -> None:
         """Call `listener` with each new standing, in the engine thread. Before the loop runs."""
         self._listeners.append(listener)
 
@@ -139,7 +139,7 @@ class LockstepDriver:
         """
         group = self._group
         is_lost = group is not None and group.meeting.generation <= lost_generation
-        if is_lost and group is not None and self._standing.state is not LockstepState.QUIET:
+        if is_lost and group is not None and self._rank_status.state is not LockstepState.QUIET:
             group.close()
 
     # What the loop asks.
@@ -159,11 +159,11 @@ class LockstepDriver:
         self._note()
         return may_step
 
-    def launched(self, *, is_idle: bool, has_work: bool) -> None:
+    def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
         """A step was launched; every so many of them, count votes with the others. Raises PeersLost."""
         self._num_in_flight += 1
         self.num_idle_steps += is_idle
-        vote = self._machine.launched(has_work)
+        vote = self._machine.on_step_launched(has_work)
         if vote is None:
             return
         if self._group is None:
@@ -172,20 +172,20 @@ class LockstepDriver:
         self._machine.take(self._group.count(vote))
         self._note()
 
-    def came_back(self) -> None:
+    def on_step_done(self) -> None:
         """The oldest step in flight has ended."""
         self._num_in_flight -= 1
-        self._machine.came_back()
+        self._machine.on_step_done()
         self._note()
-        self._lose_group()
+        self._leave_lost_group()
         self._change_over()
 
-    def lose(self, error: Exception) -> None:
+    def leave_group(self, error: Exception) -> None:
         """A step has failed here, or another rank is gone: leave the group, which ends every wait in it."""
         if self._machine.state is not LockstepState.APART:
             logger.warning("left the lockstep group", extra={"cause": f"{type(error).__name__}: {error}"})
-        self._leave_group()
-        self._machine.lose()
+        self._close_group()
+        self._machine.leave_group()
         self._num_in_flight = 0
         self._note()
         # What is in flight is only taken back now.
@@ -198,7 +198,7 @@ class LockstepDriver:
         """Whether no rank can step before this one resumes."""
         return self._machine.state is LockstepState.QUIET and not self._is_resuming
 
-    def check_still(self, *, or_apart: bool = False) -> None:
+    def check_quiet(self, *, or_apart: bool = False) -> None:
         """Raise FailedPrecondition, with the reason, while the ranks may step with what this one holds.
 
         or_apart: what is to be done is over before a rank that is in no group can be in one.
@@ -244,7 +244,7 @@ class LockstepDriver:
         self._note()
         return is_taken
 
-    def hear(self, wave: int) -> None:
+    def on_wake_signal(self, wave: int) -> None:
         """Another rank has rung for its wave; where that cannot be joined, nobody waits for an answer."""
         self.start(wave)
 
@@ -276,7 +276,7 @@ class LockstepDriver:
     def close(self) -> None:
         """Leave for good. For who ends the loop."""
         self._is_closed = True
-        self._leave_group()
+        self._close_group()
         self._former.shutdown(wait=False)
 
     def _refuse_next(self, generation: int) -> None:
@@ -293,13 +293,13 @@ class LockstepDriver:
             return
         machine = self._machine
         if machine.state is LockstepState.PAUSED and machine.generation <= order.lost_generation:
-            self.lose(PeersLost(f"a member of generation {machine.generation} has ended"))
+            self.leave_group(PeersLost(f"a member of generation {machine.generation} has ended"))
             return
         if order.prepared.generation != machine.switch_to:
             return
         # Tried once: where somebody is missing, another generation follows.
         self._next = None
-        self._leave_group()
+        self._close_group()
         self._note()
         meeting = order.prepared.meeting
         if meeting is None:
@@ -314,15 +314,15 @@ class LockstepDriver:
         """Meet the others, and agree on the greatest wave. In a thread of its own; this rank is apart."""
         group = self._groups.form(meeting)
         try:
-            said = group.swap_numbers((self._machine.wave, self._weights, self._has_stepped))
-            ranks = [RankWeights(number, bool(has_stepped)) for _, number, has_stepped in said]
+            all_numbers = group.swap_numbers((self._machine.wave, self._weights, self._has_stepped))
+            ranks = [RankWeights(number, bool(has_stepped)) for _, number, has_stepped in all_numbers]
             check_weights(ranks, meeting.rank)
         except (PeersLost, FailedPrecondition):
             group.close()
             raise
         if self._is_closed:
             group.close()
-        return group, max(wave for wave, _, _ in said)
+        return group, max(wave for wave, _, _ in all_numbers)
 
     def _take_formed(self, formed: Future[tuple[RankGroup, int]], answer: Future[None]) -> None:
         self._is_forming = False
@@ -367,14 +367,14 @@ class LockstepDriver:
     def _lost(self, group: RankGroup) -> None:
         if group is self._group:
             self._is_losing = True
-            self._lose_group()
+            self._leave_lost_group()
 
-    def _lose_group(self) -> None:
+    def _leave_lost_group(self) -> None:
         # The loop finishes what it has launched; steps of a wave that has ended may still be among that.
         if self._is_losing and not self._num_in_flight:
-            self.lose(PeersLost("a rank is gone that was to resume, or has other weights"))
+            self.leave_group(PeersLost("a rank is gone that was to resume, or has other weights"))
 
-    def _leave_group(self) -> None:
+    def _close_group(self) -> None:
         group, self._group = self._group, None
         self._is_resuming = self._is_losing = False
         if group is not None:
@@ -384,9 +384,9 @@ class LockstepDriver:
         """Tell of a new standing, where it is one."""
         machine, meeting = self._machine, self.meeting
         is_awaited = meeting is not None and meeting.size > 1 and machine.state is not LockstepState.QUIET
-        now = Standing(machine.state, machine.wave, machine.asks, machine.generation, is_awaited)
-        if now == self._standing:
+        now = RankStatus(machine.state, machine.wave, machine.asks, machine.generation, is_awaited)
+        if now == self._rank_status:
             return
-        self._standing = now
+        self._rank_status = now
         for listener in self._listeners:
-            listener(self._standing)
+            listener(self._rank_status)

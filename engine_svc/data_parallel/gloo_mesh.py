@@ -63,8 +63,8 @@ class GlooMesh:
             works += [group.send([own], rank, _NUMBERS) for rank in self._others()]
             for work in works:
                 work.wait(self._timeout)
-        said: list[list[int]] = rooms.tolist()
-        return said
+        numbers_by_rank: list[list[int]] = rooms.tolist()
+        return numbers_by_rank
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """[sum of sizes, H], the rows of all ranks in order. own: [sizes[rank], H]; all know all sizes."""

@@ -32,7 +32,7 @@ from engine_svc.data_parallel.wave import Vote
 from engine_svc.model.expert_exchange import GroupExchange, Mesh
 
 _MAX_WAITING_CONNECTIONS = 128
-_BELL = "doorbell"
+_SIGNAL_PREFIX = "doorbell"
 
 
 class ProcessRankGroups:
@@ -78,7 +78,7 @@ class ProcessRankGroups:
             made.append(numbers)
             tensors: Mesh = numbers
             if self._device.type == "cuda":
-                prefix = PrefixStore(f"{_place(meeting)}/nccl", store)
+                prefix = PrefixStore(f"{_store_prefix(meeting)}/nccl", store)
                 tensors = NcclMesh(prefix, numbers, self._device, self._timeout_s)
                 made.append(tensors)
             # Whoever has heard this from all knows that none looks for another one any more.
@@ -96,7 +96,7 @@ class ProcessRankGroups:
 
     def _mesh(self, meeting: Meeting, name: str, store: Store) -> GlooMesh:
         return GlooMesh(
-            PrefixStore(f"{_place(meeting)}/{name}", store),
+            PrefixStore(f"{_store_prefix(meeting)}/{name}", store),
             meeting.rank,
             meeting.size,
             host=self.host,
@@ -114,8 +114,10 @@ class ProcessRankGroups:
         # What stays is little, and belongs to a generation that nobody meets in again.
         with contextlib.suppress(RuntimeError):
             for key in self._store.list_keys():
-                is_old_bell = key.startswith(_BELL) and not key.startswith(f"{bell_place(meeting)}/")
-                if is_old_bell or key.startswith(f"{_place(meeting)}/"):
+                is_stale_signal = key.startswith(_SIGNAL_PREFIX) and not key.startswith(
+                    f"{signal_prefix(meeting)}/"
+                )
+                if is_stale_signal or key.startswith(f"{_store_prefix(meeting)}/"):
                     self._store.delete_key(key)
 
 
@@ -135,11 +137,11 @@ class ProcessRankGroup:
 
     def count(self, vote: Vote) -> Vote:
         """See RankGroup.count."""
-        said = self._votes.swap_numbers((vote.wave, vote.has_work, vote.is_pausing, vote.generation))
+        all_numbers = self._votes.swap_numbers((vote.wave, vote.has_work, vote.is_pausing, vote.generation))
         return Vote.count(
             [
                 Vote(wave, bool(has_work), bool(is_pausing), ready)
-                for wave, has_work, is_pausing, ready in said
+                for wave, has_work, is_pausing, ready in all_numbers
             ]
         )
 
@@ -154,9 +156,9 @@ class ProcessRankGroup:
             except PeersLost:
                 has_same = False
             if has_same:
-                resuming.hear()
+                resuming.arrive()
             else:
-                resuming.lose()
+                resuming.fail()
 
         # One each: who waits for one rank does not notice that another one is gone.
         for rank in others:
@@ -177,48 +179,48 @@ class _Resuming:
         self._done, self._lost = done, lost
         self._is_over = False
         self._lock = threading.Lock()
-        self._tell_if_done()
+        self._notify_if_done()
 
-    def hear(self) -> None:
+    def arrive(self) -> None:
         """One has come."""
         with self._lock:
             self._num_missing -= 1
-        self._tell_if_done()
+        self._notify_if_done()
 
-    def lose(self) -> None:
+    def fail(self) -> None:
         """One will not come."""
-        if self._is_last_word(True):
+        if self._claim_completion(True):
             self._lost()
 
-    def _tell_if_done(self) -> None:
-        if self._is_last_word(not self._num_missing):
+    def _notify_if_done(self) -> None:
+        if self._claim_completion(not self._num_missing):
             self._done()
 
-    def _is_last_word(self, is_word: bool) -> bool:
+    def _claim_completion(self, is_complete: bool) -> bool:
         with self._lock:
-            is_last = is_word and not self._is_over
+            is_last = is_complete and not self._is_over
             self._is_over |= is_last
             return is_last
 
 
-def bell_place(meeting: Meeting) -> str:
+def signal_prefix(meeting: Meeting) -> str:
     """The part of a store in which ranks of a generation leave word of their waves."""
-    return f"{_BELL}-{meeting.generation}"
+    return f"{_SIGNAL_PREFIX}-{meeting.generation}"
 
 
-def _place(meeting: Meeting) -> str:
+def _store_prefix(meeting: Meeting) -> str:
     """The part of a store in which the ranks of a generation meet."""
     return f"generation-{meeting.generation}"
 
 
 def _listener(address: str) -> socket.socket:
     """A socket at a port that the kernel chooses."""
-    family, kind, protocol, _, place = socket.getaddrinfo(
+    family, kind, protocol, _, socket_address = socket.getaddrinfo(
         address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.bind(place)
+        listener.bind(socket_address)
         listener.listen(_MAX_WAITING_CONNECTIONS)
     except OSError:
         listener.close()

@@ -13,16 +13,16 @@ from typing import Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine_svc.data_parallel.driver import Standing
+from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.data_parallel.group import Meeting
-from engine_svc.data_parallel.torch_group import bell_place, reach_store
+from engine_svc.data_parallel.torch_group import reach_store, signal_prefix
 from engine_svc.data_parallel.wave import LockstepState
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 # So long the coordinator, where there is one, has to let the others join.
-RING_AFTER_S = 0.5
+SIGNAL_AFTER_S = 0.5
 # How often a rank listens: with a coordinator it will not hear anything for as long as that.
 _LISTEN_S = 0.25
 _LISTEN_ALONE_S = 0.05
@@ -30,44 +30,44 @@ _LISTEN_ALONE_S = 0.05
 _RETRY_S = 1.0
 
 
-class Bell(Protocol):
+class SignalStore(Protocol):
     """A connection to the store. Each of these raises RuntimeError or OSError where the store is gone."""
 
-    def ring(self, wave: int) -> None:
+    def signal(self, wave: int) -> None:
         """Leave word that a rank waits in this wave."""
         ...
 
-    def is_rung(self, wave: int) -> bool:
+    def is_signaled(self, wave: int) -> bool:
         """Whether one does."""
         ...
 
 
-class Doorbell:
+class WakeSignal:
     """Rings and listens for one rank. `move` may be called by any thread.
 
-    connect: reaches the store of a meeting.  on_ring: told of a wave that another rank waits in, in the
+    connect: reaches the store of a meeting.  on_signal: told of a wave that another rank waits in, in the
     doorbell's thread.  has_coordinator: whether one is there to tell the others.
     """
 
     def __init__(
         self,
         *,
-        connect: Callable[[Meeting], Bell],
-        on_ring: Callable[[int], None],
+        connect: Callable[[Meeting], SignalStore],
+        on_signal: Callable[[int], None],
         has_coordinator: Callable[[], bool],
         clock: Clock,
     ) -> None:
         self._connect = connect
-        self._on_ring = on_ring
+        self._on_signal = on_signal
         self._has_coordinator = has_coordinator
         self._clock = clock
         self._changed = threading.Condition()
-        self._standing = Standing()
+        self._rank_status = RankStatus()
         self._meeting: Meeting | None = None
         self._asks_since: float | None = None
-        self._rung: tuple[int, int] = (0, 0)  # generation and wave that this rank has rung for last
-        self._heard: tuple[int, int] = (0, 0)
-        self._bell: tuple[Meeting, Bell] | None = None  # of the thread
+        self._signaled: tuple[int, int] = (0, 0)  # generation and wave that this rank has rung for last
+        self._received: tuple[int, int] = (0, 0)
+        self._signal_store: tuple[Meeting, SignalStore] | None = None  # of the thread
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="doorbell", daemon=True)
 
@@ -75,17 +75,17 @@ class Doorbell:
         """Begin to listen."""
         self._thread.start()
 
-    def move(self, standing: Standing, meeting: Meeting | None) -> None:
+    def move(self, rank_status: RankStatus, meeting: Meeting | None) -> None:
         """The rank stands there now, in the group of that meeting."""
         with self._changed:
-            if not standing.asks:
+            if not rank_status.asks:
                 self._asks_since = None
-            elif not self._standing.asks or standing.wave != self._standing.wave:
+            elif not self._rank_status.asks or rank_status.wave != self._rank_status.wave:
                 self._asks_since = self._clock.now()
-            if standing.state is not LockstepState.PAUSED:
+            if rank_status.state is not LockstepState.PAUSED:
                 # What was heard before may have been refused, and nobody rings twice for a wave.
-                self._heard = (0, 0)
-            self._standing, self._meeting = standing, meeting
+                self._received = (0, 0)
+            self._rank_status, self._meeting = rank_status, meeting
             self._changed.notify()
 
     def stop(self) -> None:
@@ -107,70 +107,72 @@ class Doorbell:
                     self._changed.wait(wait_s)
                 if self._is_over:
                     return
-                standing, meeting, asks_since = self._standing, self._meeting, self._asks_since
+                rank_status, meeting, asks_since = self._rank_status, self._meeting, self._asks_since
             try:
-                wait_s = self._turn(standing, meeting, asks_since)
+                wait_s = self._turn(rank_status, meeting, asks_since)
             except (RuntimeError, OSError) as error:
                 logger.info("doorbell out of reach", extra={"cause": str(error).partition("\n")[0]})
-                self._bell = None
+                self._signal_store = None
                 wait_s = _RETRY_S
 
-    def _turn(self, standing: Standing, meeting: Meeting | None, asks_since: float | None) -> float | None:
+    def _turn(
+        self, rank_status: RankStatus, meeting: Meeting | None, asks_since: float | None
+    ) -> float | None:
         """Ring or listen, as is due. For how long to wait then; None: until the rank moves."""
-        if meeting is None or meeting.generation != standing.generation:
-            self._bell = None
+        if meeting is None or meeting.generation != rank_status.generation:
+            self._signal_store = None
             return None
-        place = (standing.generation, standing.wave)
+        key = (rank_status.generation, rank_status.wave)
         if asks_since is not None:
-            return self._ring(place, meeting, asks_since)
-        if standing.state is not LockstepState.PAUSED:
+            return self._signal(key, meeting, asks_since)
+        if rank_status.state is not LockstepState.PAUSED:
             return None
-        if self._heard != place and self._reach(meeting).is_rung(standing.wave):
+        if self._received != key and self._reach(meeting).is_signaled(rank_status.wave):
             with self._changed:
-                if self._standing != standing:
+                if self._rank_status != rank_status:
                     return 0.0
-                self._heard = place
-            logger.info("another rank has rung", extra={"wave": standing.wave})
-            self._on_ring(standing.wave)
+                self._received = key
+            logger.info("another rank has rung", extra={"wave": rank_status.wave})
+            self._on_signal(rank_status.wave)
         return _LISTEN_S if self._has_coordinator() else _LISTEN_ALONE_S
 
-    def _ring(self, place: tuple[int, int], meeting: Meeting, asks_since: float) -> float | None:
-        if self._rung == place:
+    def _signal(self, key: tuple[int, int], meeting: Meeting, asks_since: float) -> float | None:
+        if self._signaled == key:
             return None
-        left_s = asks_since + RING_AFTER_S - self._clock.now()
+        left_s = asks_since + SIGNAL_AFTER_S - self._clock.now()
         if left_s > 0 and self._has_coordinator():
             return min(left_s, _LISTEN_ALONE_S)
-        self._reach(meeting).ring(place[1])
-        self._rung = place
-        logger.info("rung for the other ranks", extra={"wave": place[1]})
+        self._reach(meeting).signal(key[1])
+        self._signaled = key
+        logger.info("rung for the other ranks", extra={"wave": key[1]})
         return None
 
-    def _reach(self, meeting: Meeting) -> Bell:
-        if self._bell is None or self._bell[0] != meeting:
-            self._bell = (meeting, self._connect(meeting))
-        return self._bell[1]
+    def _reach(self, meeting: Meeting) -> SignalStore:
+        if self._signal_store is None or self._signal_store[0] != meeting:
+            self._signal_store = (meeting, self._connect(meeting))
+        return self._signal_store[1]
 
 
-class StoreBell:
+class TorchSignalStore:
     """A client of the store that rank 0 of a generation holds, with a connection of its own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._rung = 0  # the wave that this rank has left word of last; 0: of none
+        self._signaled = 0  # the wave that this rank has left word of last; 0: of none
 
-    def ring(self, wave: int) -> None:
+    def signal(self, wave: int) -> None:
         """Leave word that a rank waits in this wave, and take back that of the one before: it is over."""
-        if self._rung not in (0, wave):
-            self._store.delete_key(str(self._rung))
-        self._rung = wave
+        if self._signaled not in (0, wave):
+            self._store.delete_key(str(self._signaled))
+        self._signaled = wave
         self._store.set(str(wave), "")
 
-    def is_rung(self, wave: int) -> bool:
+    def is_signaled(self, wave: int) -> bool:
         """Whether one does."""
         return self._store.check([str(wave)])
 
 
-def reach_bell(meeting: Meeting, timeout_s: float) -> StoreBell:
+def connect_signal_store(meeting: Meeting, timeout_s: float) -> TorchSignalStore:
     """The bell of the ranks that meet there; RuntimeError or OSError where nobody answers in time."""
     store = reach_store(meeting.master_address, meeting.store_port, timeout_s)
-    return StoreBell(PrefixStore(bell_place(meeting), store))
+    return TorchSignalStore(PrefixStore(signal_prefix(meeting), store))

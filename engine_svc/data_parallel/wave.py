@@ -58,8 +58,8 @@ _TRANSITIONS: dict[LockstepState, frozenset[LockstepState]] = {
 class WaveMachine:
     """One rank's part in the waves of its group. Belongs to the engine thread.
 
-    The loop asks `may_step` before it plans a step, tells `launched` of it, and takes the vote that this may
-    return to the other ranks, whose verdict comes back by `take` before anything else is launched.
+    The loop asks `may_step` before it plans a step, calls `on_step_launched` for it, and casts the vote that this
+    may return to the other ranks, whose verdict comes back by `take` before anything else is launched.
     """
 
     def __init__(self, *, interval: int = VOTE_INTERVAL) -> None:
@@ -108,7 +108,7 @@ class WaveMachine:
             self._begin(self.wave)
         return self._state is LockstepState.RUNNING
 
-    def launched(self, has_work: bool) -> Vote | None:
+    def on_step_launched(self, has_work: bool) -> Vote | None:
         """Note a step. The vote that all ranks owe each other now, every so many steps of a wave."""
         self._num_steps += 1
         self._num_in_flight += 1
@@ -117,7 +117,7 @@ class WaveMachine:
         self._has_news = False
         return Vote(self.wave, has_work, self._is_pausing, self._ready_generation)
 
-    def came_back(self) -> None:
+    def on_step_done(self) -> None:
         """Note that the oldest step in flight has ended: all ranks have taken part in it."""
         self._num_in_flight -= 1
         if self._num_earlier:
@@ -180,7 +180,7 @@ class WaveMachine:
             self._ready_generation = generation
             self._has_news = True
 
-    def lose(self) -> None:
+    def leave_group(self) -> None:
         """The process group is gone, and with it the wave and what was in flight."""
         if self._state is not LockstepState.APART:
             self._end(LockstepState.APART)

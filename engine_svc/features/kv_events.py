@@ -47,9 +47,9 @@ class KVEvents:
         for block_hash in stored.block_hashes:
             copies[block_hash, group] += 1
             is_new.append(copies[block_hash, group] == 1)
-        for is_told, places in groupby(range(len(is_new)), is_new.__getitem__):
-            if is_told:
-                run = list(places)
+        for is_first_copy, indices in groupby(range(len(is_new)), is_new.__getitem__):
+            if is_first_copy:
+                run = list(indices)
                 self._note(part_of(stored, run[0], run[-1] + 1), len(run))
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:

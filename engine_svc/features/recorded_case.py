@@ -154,7 +154,7 @@ def why_unrecordable(request: Request) -> str | None:
             return words
     sampling = request.sampling
     # What is chosen by these is in the case: the tokens. All others are in the format, or must not be there.
-    said = SamplingParams(
+    recorded = SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -166,7 +166,7 @@ def why_unrecordable(request: Request) -> str | None:
         stop_token_ids=sampling.stop_token_ids,
         skip_reading_prefix_cache=sampling.skip_reading_prefix_cache,
     )
-    neutral = asdict(said)
+    neutral = asdict(recorded)
     unknown = [name for name, value in asdict(sampling).items() if value != neutral[name]]
     return f"a request with {', '.join(unknown)}" if unknown else None
 

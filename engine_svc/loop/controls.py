@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine_svc.loop.answer import EngineBroken
-from engine_svc.loop.pause import Part, Standstill, StandstillState
+from engine_svc.loop.pause import Part, PauseController, RunState
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import RanksDisagree, Refused
@@ -68,7 +68,7 @@ class ControlledScheduler(Protocol):
 class ControlledLockstep(Protocol):
     """How the engine keeps step with others that share its model."""
 
-    def check_still(self, *, or_apart: bool = False) -> None:
+    def check_quiet(self, *, or_apart: bool = False) -> None:
         """Raise FailedPrecondition, with the reason, while they may step with what this engine holds.
 
         or_apart: what is to be done is over before an engine that is in no group can be in one.
@@ -116,7 +116,7 @@ class ControlledRunners(Protocol):
 
 
 class EngineControls:
-    """One engine's controls. Its state belongs to the engine thread; `standstill` tells some of it to others.
+    """One engine's controls. Its state belongs to the engine thread; `pause_controller` publishes some of it.
 
     weights_folder: where the present weights are from.  profile_dir: where profiles go, None: nowhere.
     on_weights: told of the folder and the digest of weights that took the place of those before.
@@ -145,7 +145,7 @@ class EngineControls:
         self._on_weights = on_weights
         self._weight_version = ""
         self._held = _Held(loop, scheduler, clock, lockstep or NoLockstep())
-        self.standstill = Standstill(self._held, _Sleeper(runners))
+        self.pause_controller = PauseController(self._held, _Sleeper(runners))
 
     @property
     def weight_version(self) -> str:
@@ -177,7 +177,7 @@ class EngineControls:
                 f"prefix has to be a part of a file name, at most {_MAX_PREFIX_CHARACTERS} characters",
                 field="profile.prefix",
             )
-        self._held.lockstep.check_still(or_apart=True)
+        self._held.lockstep.check_quiet(or_apart=True)
         with _refusals():
             files = self._runners.start_profile(self._profile_dir, prefix or self._profile_prefix)
         logger.info("profile begun", extra={"files": [str(file) for file in files]})
@@ -185,7 +185,7 @@ class EngineControls:
     def stop_profile(self) -> None:
         """End the recording and write its files, one a rank."""
         # This takes seconds, for which no other rank would wait in a step.
-        self._held.lockstep.check_still(or_apart=True)
+        self._held.lockstep.check_quiet(or_apart=True)
         with _refusals():
             self._runners.stop_profile()
 
@@ -202,8 +202,8 @@ class EngineControls:
         can be as soon as its folder can be loaded again, or until it is updated from another.
         """
         # Ranks that meet compare their weights.
-        self._held.lockstep.check_still(or_apart=True)
-        is_going = self.standstill.state in (StandstillState.RUNNING, StandstillState.PAUSING)
+        self._held.lockstep.check_quiet(or_apart=True)
+        is_going = self.pause_controller.state in (RunState.RUNNING, RunState.PAUSING)
         num_running = len(self._scheduler.running_ids)
         if is_going and num_running:
             raise FailedPrecondition(
@@ -212,7 +212,7 @@ class EngineControls:
         self.reset_prefix_cache(reset_running=True)
         digest = self._reload(folder)
         self._weights_folder = folder or self._weights_folder
-        self.standstill.note_awake((Part.WEIGHTS,))
+        self.pause_controller.note_awake((Part.WEIGHTS,))
         if version:
             self._weight_version = version
         self._on_weights(self._weights_folder, digest)
@@ -229,7 +229,7 @@ class EngineControls:
         except (FailedPrecondition, EngineBroken):
             raise
         except WeightsLost as error:
-            self.standstill.note_away((Part.WEIGHTS,))
+            self.pause_controller.note_away((Part.WEIGHTS,))
             logger.error("weights lost", extra={"cause": str(error)})
             raise FailedPrecondition(
                 "the engine has no weights and sleeps: make its folder as it was and wake it, or update its "
@@ -238,7 +238,7 @@ class EngineControls:
             ) from error
         except Exception:
             # What an error that nobody has foreseen leaves on the device is not known.
-            self.standstill.note_away((Part.WEIGHTS,))
+            self.pause_controller.note_away((Part.WEIGHTS,))
             raise
 
 
@@ -255,8 +255,8 @@ class _Held:
     def has_running(self) -> bool:
         return bool(self.scheduler.running_ids)
 
-    def check_still(self) -> None:
-        self.lockstep.check_still()
+    def check_quiet(self) -> None:
+        self.lockstep.check_quiet()
 
     def hold(self, state: PauseState) -> None:
         self.scheduler.set_pause(state)

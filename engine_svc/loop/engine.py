@@ -12,13 +12,25 @@ from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
 from engine_svc.core.request import FinishReason, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.loop.deadlines import Deadlines
-from engine_svc.loop.failure_bisection import OFFENDER, UNREADY, Inquiry, Ruling
+from engine_svc.loop.failure_bisection import CULPRIT_MESSAGE, UNREADY, BisectionDecision, FailureBisector
 from engine_svc.loop.failure_dump import log_failure
-from engine_svc.loop.mailbox import Abort, Add, Adopt, Board, Call, Fail, Figures, Forget, Inbox, Outbox, Stop
+from engine_svc.loop.mailbox import (
+    Abort,
+    Add,
+    Adopt,
+    Call,
+    Fail,
+    Forget,
+    Inbox,
+    LoopStats,
+    Outbox,
+    StatsSnapshot,
+    Stop,
+)
 from engine_svc.loop.output_router import Routes
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
-from engine_svc.loop.step_output import StepOutput, Told
-from engine_svc.loop.step_time import StepPace
+from engine_svc.loop.step_output import LogprobDeltas, StepOutput
+from engine_svc.loop.step_time import StepTimeEstimator
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -69,7 +81,7 @@ class Engine:
         scheduler: EngineScheduler,
         executor: Executor,
         inbox: Inbox,
-        board: Board,
+        stats_snapshot: StatsSnapshot,
         clock: Clock,
         lockstep: Lockstep,
         max_in_flight: int = 1,
@@ -79,18 +91,18 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
-        self._board = board
+        self._stats_snapshot = stats_snapshot
         self._clock = clock
         self._lockstep = lockstep
         self._max_in_flight = max_in_flight
         self._at_end = at_end  # called when the loop has ended, however it ended
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._launching: StepPlan | None = None
-        self._pace = StepPace(step_limit_s)
-        self._inquiry = Inquiry()
+        self._step_time = StepTimeEstimator(step_limit_s)
+        self._bisector = FailureBisector()
         self._routes = Routes()
         self._deadlines = Deadlines(self._routes.by_id)
-        self._unproven: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
+        self._unverified: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -109,13 +121,13 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for every step in flight, and publish what it yielded. For the engine thread."""
-        is_in_call = self._pace.is_in_call
-        self._pace.end_call(self._clock.now())
+        is_in_call = self._step_time.is_in_call
+        self._step_time.end_call(self._clock.now())
         self._post()
         while self._in_flight:
             self._finish_oldest()
         if is_in_call:
-            self._pace.begin_call(self._clock.now())
+            self._step_time.begin_call(self._clock.now())
             self._post()
 
     def abort(self, request_ids: Iterable[str], cause: str) -> None:
@@ -145,8 +157,8 @@ class Engine:
         self._expire_deadlines()
         while self._calls:
             self._run_call(self._calls.popleft())
-        if self._inquiry.is_open:
-            self._obey(self._inquiry.review(self._routes.by_id))
+        if self._bisector.is_open:
+            self._apply_decision(self._bisector.review(self._routes.by_id))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._is_busy():
@@ -163,7 +175,7 @@ class Engine:
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
-        if self._in_flight and self._proves(self._in_flight[-1][0]):
+        if self._in_flight and self._verifies_suspect(self._in_flight[-1][0]):
             # A frontend sends the next request of an engine that died when this one has yielded: what was
             # planned before that would come between them.
             self._finish_oldest()
@@ -177,27 +189,27 @@ class Engine:
         if not self._in_flight:
             return False
         # Who is suspected of making steps fail runs in one at a time.
-        depth = 1 if self._inquiry.is_open else self._max_in_flight
+        depth = 1 if self._bisector.is_open else self._max_in_flight
         if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
 
-    def _proves(self, plan: StepPlan) -> bool:
+    def _verifies_suspect(self, plan: StepPlan) -> bool:
         """Whether a suspect of its frontend yields its first output in this step."""
-        if not self._unproven:
+        if not self._unverified:
             return False
         rows = zip(plan.request_ids, plan.samples, strict=True)
-        return any(samples and request_id in self._unproven for request_id, samples in rows)
+        return any(samples and request_id in self._unverified for request_id, samples in rows)
 
     def _launch(self, plan: StepPlan, now: float) -> bool:
         """Give a plan to the executor. False where that failed, and everything in flight with it."""
         self._step_number, self._launching = plan.step_number, plan
-        self._pace.begin(plan, now)
+        self._step_time.begin(plan, now)
         self._post()
         try:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._launching = None
-            self._lockstep.launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
+            self._lockstep.on_step_launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
         except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
             self._recover(error)
             return False
@@ -210,63 +222,63 @@ class Engine:
         except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
             self._recover(error)
             return
-        self._lockstep.came_back()
-        ruling = self._inquiry.came_back(plan, result)
-        if ruling is not None and ruling.is_fatal:
+        self._lockstep.on_step_done()
+        decision = self._bisector.on_step_done(plan, result)
+        if decision is not None and decision.is_fatal:
             raise DeviceLost("no row of the last steps has finite logits")
         # An abort that came during the step is applied before the step's tokens: nothing comes after it.
         self._read_inbox()
         now = self._clock.now()
         outputs = self._scheduler.update(plan, result, now)
         self._in_flight.popleft()
-        self._pace.end(now)
-        num_unproven = len(self._unproven)
-        self._publish(outputs, self._routes.told(plan, result))
-        if len(self._unproven) < num_unproven and not (self._in_flight or self._is_stopping):
+        self._step_time.end(now)
+        num_unverified = len(self._unverified)
+        self._publish(outputs, self._routes.token_logprobs(plan, result))
+        if len(self._unverified) < num_unverified and not (self._in_flight or self._is_stopping):
             self._inbox.wait(_ANSWER_WAIT_S)
-        self._obey(ruling)
+        self._apply_decision(decision)
 
     def _recover(self, error: Exception) -> None:
         """Take back what is in flight, and look for who makes it fail; raise `error` where that is nobody."""
         plans = self._plans()
         # First of all: a step that still runs may be waiting for the other ranks.
-        self._lockstep.lose(error)
+        self._lockstep.leave_group(error)
         if isinstance(error, PeersLost):
-            self._take_back()
+            self._roll_back()
             return
         in_them = {request_id for plan in plans for request_id in plan.request_ids}
-        ruling = self._inquiry.failed(
+        decision = self._bisector.failed(
             [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
             max(plan.total_num_tokens for plan in plans),
             is_full=isinstance(error, DeviceFull),
         )
-        if ruling.is_fatal or isinstance(error, DeviceLost):
+        if decision.is_fatal or isinstance(error, DeviceLost):
             raise error
         logger.error("a step failed, its requests run again", exc_info=error)
         log_failure(plans, self._scheduler.stats)
-        self._take_back()
-        self._obey(ruling)
+        self._roll_back()
+        self._apply_decision(decision)
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         """Forget every step in flight: its requests wait again."""
         self._in_flight.clear()
         self._launching = None
-        self._pace.drop()
+        self._step_time.drop()
         self._executor.drop()
         self._scheduler.withdraw(self._clock.now())
 
-    def _obey(self, ruling: Ruling | None) -> None:
+    def _apply_decision(self, decision: BisectionDecision | None) -> None:
         """Do what follows from who is suspected. No step may be in flight that others than these are in."""
-        if ruling is None:
+        if decision is None:
             return
         now = self._clock.now()
-        if ruling.offenders:
-            outputs = self._scheduler.abort(ruling.offenders, now, "poison", FinishReason.ERROR)
+        if decision.culprits:
+            outputs = self._scheduler.abort(decision.culprits, now, "poison", FinishReason.ERROR)
             for output in outputs:
-                output.message = OFFENDER
+                output.message = CULPRIT_MESSAGE
             self._aborted += outputs
-            logger.error("requests that make steps fail are ended", extra={"request_ids": ruling.offenders})
-        self._scheduler.restrict(ruling.only, now, ruling.max_num_tokens)
+            logger.error("requests that make steps fail are ended", extra={"request_ids": decision.culprits})
+        self._scheduler.restrict(decision.only, now, decision.max_num_tokens)
 
     def _plans(self) -> list[StepPlan]:
         """The steps in flight, and the one that is being launched."""
@@ -275,10 +287,10 @@ class Engine:
 
     def _run_call(self, call: Callable[[], None]) -> None:
         """Do what was asked for between two steps; it takes its own time, and no step's."""
-        self._pace.begin_call(self._clock.now())
+        self._step_time.begin_call(self._clock.now())
         self._post()
         call()
-        self._pace.end_call(self._clock.now())
+        self._step_time.end_call(self._clock.now())
 
     def _has_work(self) -> bool:
         """Whether a step can be launched, or ended."""
@@ -316,7 +328,7 @@ class Engine:
         request = command.request
         self._routes.begin(command)
         if command.is_suspect:
-            self._unproven.add(request.request_id)
+            self._unverified.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         try:
@@ -334,15 +346,17 @@ class Engine:
             self._abort(request_id, "deadline")
 
     def _publish(
-        self, outputs: list[RequestOutput], told: Mapping[Outbox, Told] = MappingProxyType({})
+        self,
+        outputs: list[RequestOutput],
+        token_logprobs: Mapping[Outbox, LogprobDeltas] = MappingProxyType({}),
     ) -> None:
         """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""
         if self._aborted:
             outputs = self._aborted + outputs
             self._aborted = []
-        if self._unproven:
-            self._unproven.difference_update(output.request_id for output in outputs)
-        steps = self._routes.rows(outputs, told, self._step_number)
+        if self._unverified:
+            self._unverified.difference_update(output.request_id for output in outputs)
+        steps = self._routes.rows(outputs, token_logprobs, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)
@@ -355,13 +369,13 @@ class Engine:
             outbox.publish(step)
 
     def _post(self) -> None:
-        self._board.post(
-            Figures(
+        self._stats_snapshot.post(
+            LoopStats(
                 step_number=self._step_number,
-                step_started_at=self._pace.running_since,
-                step_budget_s=self._pace.budget_s,
-                is_in_call=self._pace.is_in_call,
-                has_work=self._pace.is_in_call or self._has_work(),
+                step_started_at=self._step_time.running_since,
+                step_budget_s=self._step_time.budget_s,
+                is_in_call=self._step_time.is_in_call,
+                has_work=self._step_time.is_in_call or self._has_work(),
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 num_finished=self._num_finished,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from engine_svc.core.step import StepPlan, StepResult
 
 # What people are told of a request that ended so.
-OFFENDER = "every step that computes this request fails"
+CULPRIT_MESSAGE = "every step that computes this request fails"
 UNREADY = "the request could not be prepared"
 
 # So often may steps of the same requests fail for no request's fault, or so many suspects fail alone with
@@ -31,20 +31,20 @@ _MIN_STILLBORN_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class BisectionDecision:
     """What the loop is to do now."""
 
     only: frozenset[str] | None = None  # who may run; None: everybody
     max_num_tokens: int | None = None  # in a step; None: as ever
-    offenders: tuple[str, ...] = ()  # to be ended with an error
+    culprits: tuple[str, ...] = ()  # to be ended with an error
     is_fatal: bool = False  # nobody can be blamed, or everybody: the engine has to end
 
 
-GO_ON = Ruling()
-END = Ruling(is_fatal=True)
+GO_ON = BisectionDecision()
+END = BisectionDecision(is_fatal=True)
 
 
-class Inquiry:
+class FailureBisector:
     """The suspects of failed steps. Open from a failure until the last of them has been heard.
 
     Requests are known by their ids; who is gone meanwhile is a suspect no more. Suspects are given with the
@@ -54,11 +54,11 @@ class Inquiry:
     def __init__(self) -> None:
         self._groups: list[list[str]] = []  # still to be heard, the newest first
         self._group: list[str] = []  # that runs now
-        self._unheard: set[str] = set()  # of the group: has not sampled since
+        self._unsampled: set[str] = set()  # of the group: has not sampled since
         self._max_num_tokens: int | None = None  # that the group runs on, because the device was full
-        self._accused: list[str] = []  # failed alone and are heard again when the groups have been
+        self._lone_suspects: list[str] = []  # failed alone and are heard again when the groups have been
         self._failed_alone: set[str] = set()  # in this inquiry
-        self._num_convicted = 0  # in this inquiry
+        self._num_culprits = 0  # in this inquiry
         self._num_lone_failures = 0  # of different suspects, since a step came back
         self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
         self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
@@ -73,7 +73,7 @@ class Inquiry:
         """Whether somebody is still to be heard."""
         return bool(self._group)
 
-    def failed(self, suspects: Sequence[str], num_tokens: int, *, is_full: bool = False) -> Ruling:
+    def failed(self, suspects: Sequence[str], num_tokens: int, *, is_full: bool = False) -> BisectionDecision:
         """A step of these requests failed, with so many tokens; `is_full`: because the device was full."""
         if not suspects:
             # Whoever was in it has gone meanwhile, or it was a step of nobody's.
@@ -84,14 +84,14 @@ class Inquiry:
         self._num_unsolved = self._num_unsolved if is_repeated else 0
         self._num_steps = 0
         self._suspects = frozenset(suspects)
-        self._num_convicted = 0
+        self._num_culprits = 0
         self._failed_alone = set()
         if self._num_unsolved + 1 >= MAX_FAILURES:
             if not is_full:
                 return END
             # Together they are too much: with one less the others get on.
             self._num_unsolved = 0
-            return Ruling(offenders=(suspects[0],))
+            return BisectionDecision(culprits=(suspects[0],))
         if len(suspects) == 1:
             self._failed_alone.add(suspects[0])
             if self._is_one_too_many():
@@ -103,7 +103,7 @@ class Inquiry:
         self._groups = _halves(suspects)
         return self._next()
 
-    def came_back(self, plan: StepPlan, result: StepResult) -> Ruling | None:
+    def on_step_done(self, plan: StepPlan, result: StepResult) -> BisectionDecision | None:
         """A step worked; rows without finite logits may be the device's fault. None: go on as before."""
         self._num_steps += 1
         self._num_lone_failures = 0
@@ -115,28 +115,28 @@ class Inquiry:
         if not self._group:
             return None
         columns = zip(plan.request_ids, plan.samples, strict=True)
-        self._unheard.difference_update(request_id for request_id, samples in columns if samples)
-        if not self._unheard:
+        self._unsampled.difference_update(request_id for request_id, samples in columns if samples)
+        if not self._unsampled:
             return self._next()
-        if self._max_num_tokens is not None and len(self._unheard) < len(self._group):
+        if self._max_num_tokens is not None and len(self._unsampled) < len(self._group):
             # So few tokens are not for all at once; whoever has had some makes room.
-            self._begin([request_id for request_id in self._group if request_id in self._unheard])
+            self._begin([request_id for request_id in self._group if request_id in self._unsampled])
             return self._present()
         return None
 
-    def review(self, known: Collection[str]) -> Ruling | None:
+    def review(self, known: Collection[str]) -> BisectionDecision | None:
         """Some may have gone meanwhile: `known` are there. None: nothing changes."""
-        if self._unheard and not self._unheard.isdisjoint(known):
+        if self._unsampled and not self._unsampled.isdisjoint(known):
             return None
         self._groups = [[name for name in group if name in known] for group in self._groups]
         self._groups = [group for group in self._groups if group]
-        self._accused = [name for name in self._accused if name in known]
+        self._lone_suspects = [name for name in self._lone_suspects if name in known]
         return self._next()
 
     def _is_all_broken(self, plan: StepPlan, result: StepResult) -> bool:
         # Rows that their requests' rules bar from every token say nothing either way.
-        num_telling = sum(plan.samples) - len(result.barred)
-        if len(result.non_finite) < num_telling:
+        num_informative = sum(plan.samples) - len(result.barred)
+        if len(result.non_finite) < num_informative:
             self._sound = plan, result
             self._num_broken_steps = 0
             self._broken.clear()
@@ -163,10 +163,10 @@ class Inquiry:
         broken = {*result.non_finite, *result.barred}
         return {request_id for row, (request_id, samples) in columns if samples and row not in broken}
 
-    def _present(self) -> Ruling:
-        return Ruling(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON
+    def _present(self) -> BisectionDecision:
+        return BisectionDecision(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON
 
-    def _narrow(self) -> Ruling:
+    def _narrow(self) -> BisectionDecision:
         """The group that runs alone has failed."""
         self._num_steps = 0
         if self._max_num_tokens is not None:
@@ -175,12 +175,12 @@ class Inquiry:
         elif len(self._group) > 1:
             self._groups[:0] = _halves(self._group)
         elif not self._failed_alone.isdisjoint(self._group):
-            self._num_convicted += 1
-            offenders = tuple(self._group)
-            return replace(self._next(), offenders=offenders)
+            self._num_culprits += 1
+            culprits = tuple(self._group)
+            return replace(self._next(), culprits=culprits)
         else:
             # Once may be an error that does not come back.
-            self._accused += self._group
+            self._lone_suspects += self._group
             self._failed_alone.update(self._group)
             if self._is_one_too_many():
                 return END
@@ -191,22 +191,22 @@ class Inquiry:
         self._num_lone_failures += 1
         return self._num_lone_failures >= MAX_FAILURES
 
-    def _next(self) -> Ruling:
+    def _next(self) -> BisectionDecision:
         """Hear the next group, then the accused one by one; where there is none, the inquiry is over."""
         self._max_num_tokens = None
         # The oldest are the most and the least suspect: if they fail as well, it may be the device.
-        place = -1 if self._accused and self._num_lone_failures else 0
-        if not self._groups and self._accused:
-            self._groups, self._accused = [[name] for name in self._accused], []
+        index = -1 if self._lone_suspects and self._num_lone_failures else 0
+        if not self._groups and self._lone_suspects:
+            self._groups, self._lone_suspects = [[name] for name in self._lone_suspects], []
         if self._groups:
-            self._begin(self._groups.pop(place))
+            self._begin(self._groups.pop(index))
             return self._present()
-        self._group, self._unheard = [], set()
-        self._num_unsolved = 0 if self._num_convicted else self._num_unsolved + 1
+        self._group, self._unsampled = [], set()
+        self._num_unsolved = 0 if self._num_culprits else self._num_unsolved + 1
         return GO_ON
 
     def _begin(self, group: list[str]) -> None:
-        self._group, self._unheard = group, set(group)
+        self._group, self._unsampled = group, set(group)
 
 
 def _halves(suspects: Sequence[str]) -> list[list[str]]:

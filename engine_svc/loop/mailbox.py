@@ -23,7 +23,7 @@ from engine_svc.scheduler.stats import SchedulerStats
 class Add:
     """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
 
-    With `is_kept` what it yields stays there for who adopts it, until it is forgotten. `is_suspect`: an
+    With `keeps_outputs` what it yields stays there for who adopts it, until it is forgotten. `is_suspect`: an
     engine died that had it, and its sender sends the next one of those when it has yielded.
     """
 
@@ -31,7 +31,7 @@ class Add:
     outbox: Outbox
     handle: int
     deadline_at: float | None = None
-    is_kept: bool = False
+    keeps_outputs: bool = False
     is_suspect: bool = False
 
 
@@ -167,7 +167,7 @@ class Outbox:
             self._unread = UnreadSteps()
             self._rest.clear()
             # Whoever is woken has the outbox: a cycle that only a full collection would free.
-            self._wake = _wake_nobody
+            self._wake = _skip_wake
 
     @property
     def has_overflowed(self) -> bool:
@@ -176,7 +176,7 @@ class Outbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoopStats:
     """The loop's figures at one moment. `step_started_at` is None while no step is in flight.
 
     Of several it is the oldest's, or when the one before it was over; while a call runs, it is the call's.
@@ -193,28 +193,28 @@ class Figures:
     scheduler: SchedulerStats | None = None  # None while nothing is loaded
 
 
-class Board:
+class StatsSnapshot:
     """The latest figures of the loop: replaced whole by the engine thread, read by anybody."""
 
     def __init__(self) -> None:
-        self._figures = Figures()
+        self._stats = LoopStats()
         self._progressed_at = float("-inf")
 
-    def post(self, figures: Figures) -> None:
+    def post(self, stats: LoopStats) -> None:
         """Replace what is read."""
-        self._figures = figures
+        self._stats = stats
 
     def note_progress(self, now: float) -> None:
         """The step that runs goes on, in pace with other engines'; for the thread that runs it."""
         self._progressed_at = now
 
-    def read(self) -> Figures:
+    def read(self) -> LoopStats:
         """The figures as they were posted last; a step counts from where it was seen to go on."""
-        figures, progressed_at = self._figures, self._progressed_at
-        started_at = figures.step_started_at
-        if started_at is None or figures.is_in_call or progressed_at <= started_at:
-            return figures
-        return replace(figures, step_started_at=progressed_at)
+        stats, progressed_at = self._stats, self._progressed_at
+        started_at = stats.step_started_at
+        if started_at is None or stats.is_in_call or progressed_at <= started_at:
+            return stats
+        return replace(stats, step_started_at=progressed_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class KVEventLog:
         """Begin to read behind batch `seq`; None where that is no place to go on from."""
         reader = KVEventReader(seq, wake)
         with self._lock:
-            if not self._first_place <= seq <= self._seq:
+            if not self._first_seq <= seq <= self._seq:
                 return None
             self._readers.add(reader)
         return reader
@@ -315,9 +315,9 @@ class KVEventLog:
         """The next batches for `reader`, at most so many; None where it has lost its place."""
         with self._lock:
             reader.is_woken = False
-            if reader.seq < self._first_place:
+            if reader.seq < self._first_seq:
                 return None
-            start = reader.seq - self._first_place
+            start = reader.seq - self._first_seq
             batches = list(islice(self._batches, start, start + max_batches))
             reader.seq += len(batches)
         return batches
@@ -325,14 +325,14 @@ class KVEventLog:
     def has_lost(self, reader: KVEventReader) -> bool:
         """Whether the next batch for `reader` is gone."""
         with self._lock:
-            return reader.seq < self._first_place
+            return reader.seq < self._first_seq
 
     def close(self, reader: KVEventReader) -> None:
         """Wake `reader` no more."""
         with self._lock:
             self._readers.discard(reader)
             # As with an outbox.
-            reader.wake = _wake_nobody
+            reader.wake = _skip_wake
 
     @property
     def num_readers(self) -> int:
@@ -340,7 +340,7 @@ class KVEventLog:
         return len(self._readers)
 
     @property
-    def _first_place(self) -> int:
+    def _first_seq(self) -> int:
         """The batch before the oldest that is kept."""
         return self._batches[0].seq - 1 if self._batches else self._seq
 
@@ -356,5 +356,5 @@ class KVEventLog:
                 self._cached.clear()
 
 
-def _wake_nobody() -> None:
+def _skip_wake() -> None:
     """Whoever was to be woken has gone."""

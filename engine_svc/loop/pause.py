@@ -38,7 +38,7 @@ class Part(Enum):
     KV_CACHE = "kv_cache"
 
 
-class StandstillState(Enum):
+class RunState(Enum):
     """What an engine does with its requests, by an operator's wish."""
 
     RUNNING = "running"
@@ -47,19 +47,17 @@ class StandstillState(Enum):
     ASLEEP = "asleep"  # plans nothing, and has given something back
 
 
-_TRANSITIONS: dict[StandstillState, frozenset[StandstillState]] = {
-    StandstillState.RUNNING: frozenset({StandstillState.PAUSING, StandstillState.PAUSED}),
-    StandstillState.PAUSING: frozenset({StandstillState.RUNNING, StandstillState.PAUSED}),
-    StandstillState.PAUSED: frozenset(
-        {StandstillState.RUNNING, StandstillState.PAUSING, StandstillState.ASLEEP}
-    ),
-    StandstillState.ASLEEP: frozenset({StandstillState.PAUSED}),
+_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
+    RunState.RUNNING: frozenset({RunState.PAUSING, RunState.PAUSED}),
+    RunState.PAUSING: frozenset({RunState.RUNNING, RunState.PAUSED}),
+    RunState.PAUSED: frozenset({RunState.RUNNING, RunState.PAUSING, RunState.ASLEEP}),
+    RunState.ASLEEP: frozenset({RunState.PAUSED}),
 }
 _HELD = {
-    StandstillState.RUNNING: PauseState.NONE,
-    StandstillState.PAUSING: PauseState.NEW,
-    StandstillState.PAUSED: PauseState.ALL,
-    StandstillState.ASLEEP: PauseState.ALL,
+    RunState.RUNNING: PauseState.NONE,
+    RunState.PAUSING: PauseState.NEW,
+    RunState.PAUSED: PauseState.ALL,
+    RunState.ASLEEP: PauseState.ALL,
 }
 
 
@@ -71,7 +69,7 @@ class HeldLoop(Protocol):
         """Whether any request runs, held ones included."""
         ...
 
-    def check_still(self) -> None:
+    def check_quiet(self) -> None:
         """Raise FailedPrecondition while another rank may want this engine to take part in its steps."""
         ...
 
@@ -118,28 +116,28 @@ class _Waiter:
     then: Callable[[], None]
 
 
-class Standstill:
+class PauseController:
     """Pauses and sleeps of one engine. An answer that was cancelled before it was given has no effect."""
 
     def __init__(self, loop: HeldLoop, runner: SleepingRunner) -> None:
         self._loop = loop
         self._runner = runner
-        self._state = StandstillState.RUNNING
+        self._state = RunState.RUNNING
         # Where the engine goes when nobody waits for anything and all of it is awake.
-        self._home = StandstillState.RUNNING
+        self._resting_state = RunState.RUNNING
         self._asleep: frozenset[Part] = frozenset()
         self._waiters: list[_Waiter] = []
         self._is_watching = False
 
     @property
-    def state(self) -> StandstillState:
+    def state(self) -> RunState:
         """Where the engine stands; may be read by any thread."""
         return self._state
 
     @property
     def is_paused(self) -> bool:
         """Whether a pause holds, below a sleep too; may be read by any thread."""
-        return StandstillState.PAUSED in (self._state, self._home) or self._state is StandstillState.PAUSING
+        return RunState.PAUSED in (self._state, self._resting_state) or self._state is RunState.PAUSING
 
     @property
     def asleep(self) -> frozenset[Part]:
@@ -151,18 +149,18 @@ class Standstill:
 
         Paused already, it acts on what is held: the mode decides whether that ends, finishes first or stays.
         """
-        if self._state is StandstillState.ASLEEP:
+        if self._state is RunState.ASLEEP:
             give(answer, _refuse_asleep)
             return
-        self._stand_still(mode, _Waiter(answer, lambda: self._stay_paused(clear_cache)))
+        self._begin_pause(mode, _Waiter(answer, lambda: self._complete_pause(clear_cache)))
 
     def resume(self) -> None:
         """End a pause; what was held goes on. Does nothing where there is none."""
-        if self._state is StandstillState.ASLEEP:
+        if self._state is RunState.ASLEEP:
             _refuse_asleep()
         self._dismiss_waiters("the pause was ended before the running requests were")
-        self._home = StandstillState.RUNNING
-        self._enter(StandstillState.RUNNING)
+        self._resting_state = RunState.RUNNING
+        self._enter(RunState.RUNNING)
 
     def sleep(self, level: int, mode: PauseMode, answer: Future[None]) -> None:
         """Stand still as in a pause, then give memory back; from a sleep, go on to a deeper one.
@@ -177,10 +175,10 @@ class Standstill:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
             return
-        if self._state is StandstillState.ASLEEP:
-            give(answer, lambda: self._fall_asleep(level))
+        if self._state is RunState.ASLEEP:
+            give(answer, lambda: self._enter_sleep(level))
         else:
-            self._stand_still(mode, _Waiter(answer, lambda: self._fall_asleep(level)))
+            self._begin_pause(mode, _Waiter(answer, lambda: self._enter_sleep(level)))
 
     def wake(self, parts: Collection[Part] = tuple(Part)) -> None:
         """Take back what the parts name. Once all is awake, it is as before the sleep: running, or paused."""
@@ -192,12 +190,12 @@ class Standstill:
 
     def note_awake(self, parts: Collection[Part]) -> None:
         """These parts are there again, e.g. because other weights were loaded."""
-        if self._state is not StandstillState.ASLEEP:
+        if self._state is not RunState.ASLEEP:
             return
         self._asleep = self._asleep.difference(parts)
         if not self._asleep:
-            self._enter(StandstillState.PAUSED)
-            self._go_home()
+            self._enter(RunState.PAUSED)
+            self._return_to_resting_state()
 
     def note_away(self, parts: Collection[Part]) -> None:
         """These parts are gone by an accident: nothing runs before they are woken.
@@ -206,21 +204,21 @@ class Standstill:
         """
         self._dismiss_waiters("the engine has lost what a step needs, and sleeps until it is woken")
         self._asleep = self._asleep.union(parts)
-        if self._state is not StandstillState.ASLEEP:
-            self._enter(StandstillState.PAUSED)
-            self._enter(StandstillState.ASLEEP)
+        if self._state is not RunState.ASLEEP:
+            self._enter(RunState.PAUSED)
+            self._enter(RunState.ASLEEP)
 
     def drop_cancelled(self) -> None:
         """Forget who gave up waiting; where nobody is left, the engine goes on as before."""
         self._waiters = [waiter for waiter in self._waiters if not waiter.answer.cancelled()]
-        if self._state is StandstillState.PAUSING and not self._waiters:
-            self._enter(self._home)
+        if self._state is RunState.PAUSING and not self._waiters:
+            self._enter(self._resting_state)
 
-    def _stand_still(self, mode: PauseMode, waiter: _Waiter) -> None:
+    def _begin_pause(self, mode: PauseMode, waiter: _Waiter) -> None:
         if waiter.answer.cancelled():
             return
         if mode is PauseMode.WAIT and self._loop.has_running:
-            self._enter(StandstillState.PAUSING)
+            self._enter(RunState.PAUSING)
             self._waiters.append(waiter)
             self._watch()
             return
@@ -229,37 +227,37 @@ class Standstill:
         elif mode is PauseMode.KEEP:
             self._dismiss_waiters("another pause holds the running requests where they are")
         waiters, self._waiters = [*self._waiters, waiter], []
-        self._rest(waiters)
+        self._finish_pause(waiters)
 
     def _watch(self) -> None:
         # One call is enough for all who wait, however many came and went since it was asked for.
         if not self._is_watching:
             self._is_watching = True
-            self._loop.when_idle(self._come_to_rest)
+            self._loop.when_idle(self._on_loop_idle)
 
-    def _come_to_rest(self) -> None:
+    def _on_loop_idle(self) -> None:
         self._is_watching = False
-        if self._state is not StandstillState.PAUSING:
+        if self._state is not RunState.PAUSING:
             return
         if self._loop.has_running:
             self._watch()
             return
         waiters, self._waiters = self._waiters, []
-        self._rest(waiters)
+        self._finish_pause(waiters)
 
-    def _rest(self, waiters: list[_Waiter]) -> None:
-        self._enter(StandstillState.PAUSED)
+    def _finish_pause(self, waiters: list[_Waiter]) -> None:
+        self._enter(RunState.PAUSED)
         for waiter in waiters:
             give(waiter.answer, waiter.then)
         # All of them may have given up, or been refused.
-        self._go_home()
+        self._return_to_resting_state()
 
-    def _stay_paused(self, clear_cache: bool) -> None:
-        self._home = StandstillState.PAUSED
+    def _complete_pause(self, clear_cache: bool) -> None:
+        self._resting_state = RunState.PAUSED
         if clear_cache and not self._loop.forget_cache():
             raise FailedPrecondition("some requests do not give up their blocks; the engine is paused")
 
-    def _fall_asleep(self, level: int) -> None:
+    def _enter_sleep(self, level: int) -> None:
         # Again, as who let requests end first has stepped with the other ranks meanwhile.
         self._check_level(level)
         before = self._asleep
@@ -267,7 +265,7 @@ class Standstill:
             raise FailedPrecondition("some requests do not give up their blocks")
         # What an error nobody has foreseen leaves on the device is not known: it counts as away, to be woken.
         self._asleep |= {Part.SCHEDULING} if level == 0 else frozenset(Part)
-        self._enter(StandstillState.ASLEEP)
+        self._enter(RunState.ASLEEP)
         if level == 0:
             return
         try:
@@ -275,7 +273,7 @@ class Standstill:
         except FailedPrecondition:
             self._asleep = before
             if not before:
-                self._enter(StandstillState.PAUSED)
+                self._enter(RunState.PAUSED)
             raise
 
     def _check_level(self, level: int) -> None:
@@ -284,7 +282,7 @@ class Standstill:
                 f"level is {level}, it has to be 0 to {MAX_SLEEP_LEVEL}", field="sleep.level"
             )
         if level > 0:
-            self._loop.check_still()
+            self._loop.check_quiet()
 
     def _dismiss_waiters(self, why: str) -> None:
         waiters, self._waiters = self._waiters, []
@@ -292,11 +290,11 @@ class Standstill:
             if waiter.answer.set_running_or_notify_cancel():
                 waiter.answer.set_exception(Aborted(why))
 
-    def _go_home(self) -> None:
-        if self._state is StandstillState.PAUSED:
-            self._enter(self._home)
+    def _return_to_resting_state(self) -> None:
+        if self._state is RunState.PAUSED:
+            self._enter(self._resting_state)
 
-    def _enter(self, state: StandstillState) -> None:
+    def _enter(self, state: RunState) -> None:
         if state is self._state:
             return
         if state not in _TRANSITIONS[self._state]:

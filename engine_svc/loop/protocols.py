@@ -69,15 +69,15 @@ class Lockstep(Protocol):
         """Whether a step may be launched now; the other ranks are told to launch theirs."""
         ...
 
-    def launched(self, *, is_idle: bool, has_work: bool) -> None:
+    def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
         """A step was launched, `is_idle`: for no request here. May wait for the others; raises PeersLost."""
         ...
 
-    def came_back(self) -> None:
+    def on_step_done(self) -> None:
         """The oldest step in flight has ended."""
         ...
 
-    def lose(self, error: Exception) -> None:
+    def leave_group(self, error: Exception) -> None:
         """A step has failed: none of those in flight is waited for, here and by the other ranks."""
         ...
 
@@ -95,16 +95,16 @@ class NoLockstep:
         """Always."""
         return True
 
-    def launched(self, *, is_idle: bool, has_work: bool) -> None:
+    def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
         """Nobody else does."""
 
-    def came_back(self) -> None:
+    def on_step_done(self) -> None:
         """Nobody has waited for it."""
 
-    def lose(self, error: Exception) -> None:
+    def leave_group(self, error: Exception) -> None:
         """It is nobody else's."""
 
-    def check_still(self, *, or_apart: bool = False) -> None:
+    def check_quiet(self, *, or_apart: bool = False) -> None:
         """Nobody else would want a step."""
 
     def pause(self) -> None:

@@ -7,77 +7,80 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from engine_svc.core.request import FinishReason
-from engine_svc.core.step import PromptPlaces, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 
 _Session = TypeVar("_Session")
 
 
 @dataclass(slots=True)
-class Told:
+class LogprobDeltas:
     """Of the tokens that a step brings to a handle, one entry a token; of places of its prompt, in order."""
 
     sampled: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompts: dict[int, list[PromptPlaces]] = field(default_factory=dict)
+    prompts: dict[int, list[PromptTokenLogprobs]] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """About what it weighs on the wire."""
-        parts = [*self.sampled.values(), *(one.told for many in self.prompts.values() for one in many)]
+        parts = [
+            *self.sampled.values(),
+            *(one.token_logprobs for many in self.prompts.values() for one in many),
+        ]
         return sum(8 * (len(part.ranks) + len(part.top_token_ids)) for part in parts)
 
-    def add(self, later: Told) -> None:
+    def add(self, later: LogprobDeltas) -> None:
         """Take in what a later step tells. `later` stays as it is, and shares no list that grows."""
-        for handle, told in later.sampled.items():
+        for handle, token_logprobs in later.sampled.items():
             if handle in self.sampled:
-                self.sampled[handle].extend(told)
+                self.sampled[handle].extend(token_logprobs)
             else:
-                self.sampled[handle] = told.part(0, len(told.ranks))
-        for handle, places in later.prompts.items():
-            self.prompts.setdefault(handle, []).extend(places)
+                self.sampled[handle] = token_logprobs.part(0, len(token_logprobs.ranks))
+        for handle, prompt in later.prompts.items():
+            self.prompts.setdefault(handle, []).extend(prompt)
 
 
-class Teller:
+class LogprobRouter:
     """Finds who is to be told what a result has, and tells each place of a prompt once.
 
     A preempted request computes its prompt again: what has been told of it by then is left out.
     """
 
     def __init__(self) -> None:
-        self._next_place: dict[str, int] = {}  # of a prompt that is told of, by request id
+        self._next_position: dict[str, int] = {}  # of a prompt that is told of, by request id
 
-    def tell(
+    def route(
         self, plan: StepPlan, result: StepResult, routes: Mapping[str, tuple[_Session, int]]
-    ) -> dict[_Session, Told]:
+    ) -> dict[_Session, LogprobDeltas]:
         """By session, what the result of `plan` tells those who are still there."""
         if not result.logprobs and not result.prompt_logprobs:
             return {}
-        found: dict[_Session, Told] = {}
-        for row, told in result.logprobs.items():
+        found: dict[_Session, LogprobDeltas] = {}
+        for row, token_logprobs in result.logprobs.items():
             if (route := routes.get(plan.request_ids[row])) is not None:
-                found.setdefault(route[0], Told()).sampled[route[1]] = told
-        for row, places in result.prompt_logprobs.items():
+                found.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
+        for row, prompt in result.prompt_logprobs.items():
             request_id = plan.request_ids[row]
             route = routes.get(request_id)
             # Nothing is noted of a request that has ended: nobody would forget it.
-            if route is not None and (news := self._news(request_id, places)) is not None:
-                found.setdefault(route[0], Told()).prompts[route[1]] = [news]
+            if route is not None and (news := self._news(request_id, prompt)) is not None:
+                found.setdefault(route[0], LogprobDeltas()).prompts[route[1]] = [news]
         return found
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
-        self._next_place.pop(request_id, None)
+        self._next_position.pop(request_id, None)
 
-    def _news(self, request_id: str, places: PromptPlaces) -> PromptPlaces | None:
-        first, num_places = places.first_position, len(places.told.ranks)
-        start = self._next_place.get(request_id)
-        self._next_place[request_id] = max(start or 0, first + num_places)
+    def _news(self, request_id: str, prompt: PromptTokenLogprobs) -> PromptTokenLogprobs | None:
+        first, num_positions = prompt.first_position, len(prompt.token_logprobs.ranks)
+        start = self._next_position.get(request_id)
+        self._next_position[request_id] = max(start or 0, first + num_positions)
         if start is None:
-            return places
-        if start >= first + num_places:
+            return prompt
+        if start >= first + num_positions:
             return None
         if start <= first:
-            return places
-        return PromptPlaces(start, places.told.part(start - first, num_places))
+            return prompt
+        return PromptTokenLogprobs(start, prompt.token_logprobs.part(start - first, num_positions))
 
 
 # Below this, unread steps are kept as they are: a reader that is merely busy finds a handful.
@@ -108,20 +111,20 @@ class StepOutput:
     )  # (row, cached tokens) of requests that begin here
     # (row, tokens of each step) of rows whose tokens came in several, so that merging changes nothing.
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
-    told: Told | None = None  # by handle, of requests that asked; None: nobody did
+    token_logprobs: LogprobDeltas | None = None  # by handle, of requests that asked; None: nobody did
 
-    def tell(self, told: Told) -> None:
+    def add_logprobs(self, token_logprobs: LogprobDeltas) -> None:
         """Add what is told of the tokens that the rows have. Who gets no token gets a row for its prompt."""
         counts = dict(zip(self.handles, self.num_tokens, strict=True))
         sampled = {
             handle: part.part(0, counts[handle])
-            for handle, part in told.sampled.items()
+            for handle, part in token_logprobs.sampled.items()
             if counts.get(handle)
         }
-        new = [handle for handle in told.prompts if handle not in counts]
+        new = [handle for handle in token_logprobs.prompts if handle not in counts]
         self.handles += new
         self.num_tokens += [0] * len(new)
-        self.told = Told(sampled, told.prompts)
+        self.token_logprobs = LogprobDeltas(sampled, token_logprobs.prompts)
 
 
 class UnreadSteps:
@@ -134,7 +137,7 @@ class UnreadSteps:
         self._counts: dict[int, list[int]] = {}
         self._finished: dict[int, FinishedRow] = {}
         self._first: dict[int, int] = {}
-        self._told: Told | None = None
+        self._token_logprobs: LogprobDeltas | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -144,8 +147,8 @@ class UnreadSteps:
     def add(self, output: StepOutput) -> None:
         """Append `output`, folding older steps together so that their number never grows."""
         self.size_bytes += 12 * len(output.handles) + 4 * len(output.token_ids)
-        if output.told is not None:
-            self.size_bytes += output.told.size_bytes
+        if output.token_logprobs is not None:
+            self.size_bytes += output.token_logprobs.size_bytes
         if len(self._recent) == _MAX_UNFOLDED_STEPS:
             self._fold()
         self._recent.append(output)
@@ -156,7 +159,7 @@ class UnreadSteps:
             return self._recent[0]
         merged = StepOutput(self._recent[-1].step_number)
         self._fold()
-        merged.told = self._told
+        merged.token_logprobs = self._token_logprobs
         for row, (handle, token_ids) in enumerate(self._tokens.items()):
             merged.handles.append(handle)
             merged.num_tokens.append(len(token_ids))
@@ -178,13 +181,13 @@ class UnreadSteps:
             for output in alike:
                 self._finished.update((output.handles[row.row], row) for row in output.finished)
                 self._first.update((output.handles[row], num_cached) for row, num_cached in output.first)
-                if output.told is not None:
-                    self._told = self._told or Told()
-                    self._told.add(output.told)
+                if output.token_logprobs is not None:
+                    self._token_logprobs = self._token_logprobs or LogprobDeltas()
+                    self._token_logprobs.add(output.token_logprobs)
         self._recent.clear()
         self.size_bytes = sum(12 + 4 * len(token_ids) for token_ids in self._tokens.values())
-        if self._told is not None:
-            self.size_bytes += self._told.size_bytes
+        if self._token_logprobs is not None:
+            self.size_bytes += self._token_logprobs.size_bytes
 
     def _fold_rows(self, output: StepOutput) -> None:
         start = 0
@@ -273,23 +276,25 @@ def _weigh(output: StepOutput) -> _Weight:
     num_bytes = _ROW_BYTES * len(output.handles) + _TOKEN_BYTES * num_tokens
     # A character takes four bytes at most.
     num_bytes += sum(4 * len(finished.message) for finished in output.finished)
-    if output.told is None:
+    if output.token_logprobs is None:
         return _Weight(num_bytes, num_tokens)
-    num_bytes += sum(_run_bytes(run) for runs in output.told.prompts.values() for run in runs)
-    num_entries = max((1 + told.k for told in output.told.sampled.values()), default=0)
+    num_bytes += sum(_run_bytes(run) for runs in output.token_logprobs.prompts.values() for run in runs)
+    num_entries = max(
+        (1 + token_logprobs.k for token_logprobs in output.token_logprobs.sampled.values()), default=0
+    )
     return _Weight(num_bytes, num_tokens, num_entries)
 
 
-def _run_bytes(run: PromptPlaces) -> int:
+def _run_bytes(run: PromptTokenLogprobs) -> int:
     # The place before all others is added on the wire.
-    return _RUN_BYTES + (1 + len(run.told.ranks)) * (1 + run.told.k) * _ENTRY_BYTES
+    return _RUN_BYTES + (1 + len(run.token_logprobs.ranks)) * (1 + run.token_logprobs.k) * _ENTRY_BYTES
 
 
 def _rows(output: StepOutput) -> Iterator[StepOutput]:
     """Each row as a step of its own."""
     first, parts = dict(output.first), dict(output.parts)
     finished = {end.row: replace(end, row=0) for end in output.finished}
-    told, start = output.told or Told(), 0
+    token_logprobs, start = output.token_logprobs or LogprobDeltas(), 0
     for row, (handle, num_tokens) in enumerate(zip(output.handles, output.num_tokens, strict=True)):
         alone = StepOutput(
             output.step_number, [handle], [num_tokens], output.token_ids[start : start + num_tokens]
@@ -301,21 +306,21 @@ def _rows(output: StepOutput) -> Iterator[StepOutput]:
             alone.first.append((0, first[row]))
         if row in parts:
             alone.parts.append((0, parts[row]))
-        alone.told = Told(
-            {handle: told.sampled[handle]} if handle in told.sampled else {},
-            {handle: told.prompts[handle]} if handle in told.prompts else {},
+        alone.token_logprobs = LogprobDeltas(
+            {handle: token_logprobs.sampled[handle]} if handle in token_logprobs.sampled else {},
+            {handle: token_logprobs.prompts[handle]} if handle in token_logprobs.prompts else {},
         )
         yield alone
 
 
 def _parts_of(row: StepOutput, max_bytes: int) -> Iterator[StepOutput]:
     """One row as several steps: what is told of its prompt, then its tokens, with its end at the last."""
-    (handle,), told = row.handles, row.told or Told()
-    for runs in _grouped_runs(told.prompts.get(handle, ()), max_bytes - _ROW_BYTES):
-        yield StepOutput(row.step_number, [handle], [0], told=Told(prompts={handle: runs}))
-    if told.prompts and not (row.token_ids or row.finished or row.first):
+    (handle,), token_logprobs = row.handles, row.token_logprobs or LogprobDeltas()
+    for runs in _grouped_runs(token_logprobs.prompts.get(handle, ()), max_bytes - _ROW_BYTES):
+        yield StepOutput(row.step_number, [handle], [0], token_logprobs=LogprobDeltas(prompts={handle: runs}))
+    if token_logprobs.prompts and not (row.token_ids or row.finished or row.first):
         return
-    weight = _weigh(replace(row, token_ids=[], told=None))
+    weight = _weigh(replace(row, token_ids=[], token_logprobs=None))
     token_bytes = _TOKEN_BYTES + _weigh(row).num_entries * _ENTRY_BYTES
     counts = row.parts[0][1] if row.parts else row.num_tokens
     groups = list(_grouped_counts(counts, max(1, (max_bytes - weight.num_bytes) // token_bytes)))
@@ -329,24 +334,26 @@ def _parts_of(row: StepOutput, max_bytes: int) -> Iterator[StepOutput]:
             part.first = row.first
         if index == len(groups) - 1:
             part.finished = row.finished
-        if handle in told.sampled:
-            part.told = Told({handle: told.sampled[handle].part(start, end)})
+        if handle in token_logprobs.sampled:
+            part.token_logprobs = LogprobDeltas({handle: token_logprobs.sampled[handle].part(start, end)})
         yield part
 
 
-def _grouped_runs(runs: Iterable[PromptPlaces], max_bytes: int) -> Iterator[list[PromptPlaces]]:
+def _grouped_runs(runs: Iterable[PromptTokenLogprobs], max_bytes: int) -> Iterator[list[PromptTokenLogprobs]]:
     """Places of a prompt, in runs that are no longer than may be, as many together as may be."""
-    group: list[PromptPlaces] = []
+    group: list[PromptTokenLogprobs] = []
     num_bytes = 0
     for run in runs:
-        max_places = max(1, (max_bytes - _RUN_BYTES) // ((1 + run.told.k) * _ENTRY_BYTES) - 1)
-        for first in range(0, max(1, len(run.told.ranks)), max_places):
-            places = PromptPlaces(run.first_position + first, run.told.part(first, first + max_places))
-            size = _run_bytes(places)
+        max_positions = max(1, (max_bytes - _RUN_BYTES) // ((1 + run.token_logprobs.k) * _ENTRY_BYTES) - 1)
+        for first in range(0, max(1, len(run.token_logprobs.ranks)), max_positions):
+            prompt = PromptTokenLogprobs(
+                run.first_position + first, run.token_logprobs.part(first, first + max_positions)
+            )
+            size = _run_bytes(prompt)
             if group and num_bytes + size > max_bytes:
                 yield group
                 group, num_bytes = [], 0
-            group.append(places)
+            group.append(prompt)
             num_bytes += size
     if group:
         yield group
@@ -396,6 +403,6 @@ def _append(packed: StepOutput, part: StepOutput) -> None:
     packed.finished += [replace(finished, row=row) for finished in part.finished]
     packed.first += [(row, num_cached_tokens) for _, num_cached_tokens in part.first]
     packed.parts += [(row, counts) for _, counts in part.parts]
-    if part.told is not None:
-        packed.told = packed.told or Told()
-        packed.told.add(part.told)
+    if part.token_logprobs is not None:
+        packed.token_logprobs = packed.token_logprobs or LogprobDeltas()
+        packed.token_logprobs.add(part.token_logprobs)

@@ -49,7 +49,7 @@ class _Slowest:
         return self.seconds * max(1.0, tokens, reads)
 
 
-class StepPace:
+class StepTimeEstimator:
     """What the engine thread waits for: steps in flight, each estimated from those before, or a call.
 
     Belongs to the engine thread.
@@ -123,10 +123,10 @@ class StepPace:
 
     def _nearest(self, bucket: int) -> tuple[_Slowest | None, int]:
         """What is known of this size, or the next smaller; of larger ones only where there is no smaller."""
-        for place in (*range(bucket, -1, -1), *range(bucket + 1, _MAX_BUCKETS)):
-            slowest = self._slowest[place]
+        for other_bucket in (*range(bucket, -1, -1), *range(bucket + 1, _MAX_BUCKETS)):
+            slowest = self._slowest[other_bucket]
             if slowest is not None:
-                return slowest, max(0, bucket - place)
+                return slowest, max(0, bucket - other_bucket)
         return None, 0
 
     def _add_up(self) -> None:

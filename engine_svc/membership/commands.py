@@ -20,7 +20,7 @@ from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.weights_check import WEIGHTS_MISMATCH
 from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call
-from engine_svc.loop.pause import StandstillState
+from engine_svc.loop.pause import RunState
 from engine_svc.membership.departure import Departure
 from service_kit.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError, Unimplemented
 from triptych.coordinator.v1 import command_pb2
@@ -47,7 +47,7 @@ class Reporter(Protocol):
         ...
 
 
-class CommandDesk:
+class CommandHandler:
     """Does the coordinator's commands for one engine."""
 
     def __init__(self, engine: ServedEngine, departure: Departure, reporter: Reporter) -> None:
@@ -117,9 +117,10 @@ class CommandDesk:
             return
         _check_number("start_wave.wave", start.wave)
         if not await self._ask(lambda: driver.start(start.wave)):
-            standing = driver.standing
+            rank_status = driver.rank_status
             raise FailedPrecondition(
-                f"wave {start.wave} cannot begin: this rank is {standing.state.value} at {standing.wave}",
+                f"wave {start.wave} cannot begin: this rank is {rank_status.state.value} "
+                f"at {rank_status.wave}",
                 reason="WAVE_REFUSED",
             )
 
@@ -136,7 +137,7 @@ class CommandDesk:
         meeting = None
         if not order.leave:
             meeting = _meeting(order, driver)
-        if meeting is not None and self._engine.standstill is StandstillState.ASLEEP:
+        if meeting is not None and self._engine.run_state is RunState.ASLEEP:
             raise FailedPrecondition("this engine is asleep: wake it first", reason="ENGINE_ASLEEP")
         self._newest, self._preparing, self._prepared = order.generation, order, None
         may_release = await self._ask(lambda: driver.supersede(order.generation))
@@ -158,7 +159,7 @@ class CommandDesk:
         if self._change is not None and generation == self._committed:
             await asyncio.shield(self._change)
             return
-        if self._engine.standstill is StandstillState.ASLEEP:
+        if self._engine.run_state is RunState.ASLEEP:
             raise FailedPrecondition("this engine is asleep: wake it first", reason="ENGINE_ASLEEP")
         prepared = self._prepared
         if prepared is None or prepared.generation != generation:

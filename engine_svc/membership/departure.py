@@ -38,7 +38,7 @@ class Departure:
         self._ending: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._lifecycle.subscribe(lambda state: self._changed.set())
-        engine.on_standing.append(lambda standing: self._changed.set())
+        engine.on_rank_status.append(lambda rank_status: self._changed.set())
         engine.on_member.append(lambda is_member: self._changed.set())
 
     async def run_dry(self) -> None:
@@ -87,10 +87,10 @@ class Departure:
             self._lifecycle.move_to(EngineState.DRAINING)
         if self._lifecycle.state is EngineState.DRAINING:
             await self._until_dry()
-            await self._until_let_go()
+            await self._until_released()
         await end_sessions()
 
-    async def _until_let_go(self) -> None:
+    async def _until_released(self) -> None:
         """Wait until no rank needs this engine, as nothing else would be left for it to do."""
         while self._lifecycle.state is EngineState.DRAINING and self._engine.is_awaited:
             self._changed.clear()

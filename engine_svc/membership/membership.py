@@ -19,8 +19,8 @@ import grpc.aio
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import Failure, ServedEngine
 from engine_svc.convert import messages
-from engine_svc.data_parallel.driver import Standing
-from engine_svc.membership.commands import EXIT_MISMATCH, CommandDesk
+from engine_svc.data_parallel.driver import RankStatus
+from engine_svc.membership.commands import EXIT_MISMATCH, CommandHandler
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.reports import registration_of, report_of
 from service_kit.channel import open_channel
@@ -34,7 +34,7 @@ _IDLE_INTERVAL_S = 0.5
 _RENEW_AFTER_S = 1.0  # until the coordinator names its own
 
 
-class ReportPace:
+class ReportSchedule:
     """How often one session reports. Another session begins with another one: what it may do it is told."""
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Fence:
         self._clock = clock
         self._epoch = 0
         self._lease_s = 0.0
-        self._heard_at = 0.0
+        self._observed_at = 0.0
 
-    def hear(self, epoch: int, lease_s: float) -> bool:
+    def observe(self, epoch: int, lease_s: float) -> bool:
         """A coordinator of that epoch speaks, and grants such a lease. Whether it is to be obeyed."""
         now = self._clock.now()
         if epoch < self.least:
             return False
-        self._epoch, self._lease_s, self._heard_at = epoch, lease_s, now
+        self._epoch, self._lease_s, self._observed_at = epoch, lease_s, now
         return True
 
     @property
@@ -89,7 +89,7 @@ class Fence:
     @property
     def least(self) -> int:
         """The least epoch that is obeyed now; 0: any."""
-        return self._epoch if self._clock.now() < self._heard_at + self._lease_s else 0
+        return self._epoch if self._clock.now() < self._observed_at + self._lease_s else 0
 
 
 logger = logging.getLogger(__name__)
@@ -118,20 +118,20 @@ class Membership:
         self._engine = engine
         self._coordinator = coordinator
         self._endpoint = endpoint
-        self._desk = CommandDesk(engine, departure, self)
+        self._command_handler = CommandHandler(engine, departure, self)
         self._fence = Fence(engine.clock)
         self._lease_s = 0.0
         self._epoch = 0  # of the coordinator of this session
         self._answering: set[asyncio.Task[None]] = set()
         # Each generation is reported, even one that was lost again at once.
-        self._unreported: deque[Standing] = deque(maxlen=_MAX_UNREPORTED)
+        self._unreported: deque[RankStatus] = deque(maxlen=_MAX_UNREPORTED)
         self._generation = 0
-        self._pace = ReportPace()  # of this session
+        self._report_schedule = ReportSchedule()  # of this session
         self._seq = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._state_changed = asyncio.Event()
         engine.lifecycle.subscribe(lambda state: self._state_changed.set())
-        engine.on_standing.append(self._on_standing)
+        engine.on_rank_status.append(self._on_rank_status)
 
     @property
     def is_member(self) -> bool:
@@ -140,7 +140,7 @@ class Membership:
 
     def set_interval(self, interval_s: float) -> None:
         """Report changes so often, but those of membership and waves at once."""
-        self._pace.set_interval(interval_s)
+        self._report_schedule.set_interval(interval_s)
 
     async def run(self) -> None:
         """Stay registered until cancelled, or until the engine has ended."""
@@ -164,7 +164,7 @@ class Membership:
                 if self.is_member:
                     retry_s = _FIRST_RETRY_S
                     # Until now it has been heard.
-                    self._fence.hear(self._epoch, self._lease_s)
+                    self._fence.observe(self._epoch, self._lease_s)
                 self._engine.note_member(False)
                 # Jitter, so that a fleet does not come back as one.
                 await self._pause(retry_s * random.uniform(0.5, 1.0))
@@ -173,7 +173,7 @@ class Membership:
     async def _hold_session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         """Register and report until the stream breaks or the engine has ended."""
         call = stub.EngineSession()
-        self._pace = ReportPace()
+        self._report_schedule = ReportSchedule()
         # Who was not told of them goes by where the engine stands now.
         self._unreported.clear()
         try:
@@ -184,7 +184,7 @@ class Membership:
             if answer is None:
                 return
             self._take_registered(answer)
-            commands = asyncio.create_task(self._obey(call, responses))
+            commands = asyncio.create_task(self._read_commands(call, responses))
             try:
                 await self._report_until_done(call, commands)
             finally:
@@ -207,29 +207,29 @@ class Membership:
                 registered = registration
             # An end that comes while a report is sent is told by the next one.
             has_ended = self._engine.lifecycle.has_ended
-            standing = self._unreported.popleft() if self._unreported else self._standing()
-            report = report_of(self._engine, standing)
-            if report != reported or self._pace.must_renew(clock.now()):
+            rank_status = self._unreported.popleft() if self._unreported else self._rank_status()
+            report = report_of(self._engine, rank_status)
+            if report != reported or self._report_schedule.must_renew(clock.now()):
                 self._seq += 1
-                self._pace.note_report(clock.now())
+                self._report_schedule.note_report(clock.now())
                 numbered = coordinator_pb2.EngineReport(seq=self._seq)
                 numbered.MergeFrom(report)
                 await self._write(call, _Request(report=numbered))
                 reported = report
             if has_ended:
-                await self._say_goodbye(call, commands)
+                await self._send_goodbye(call, commands)
                 return
             if self._unreported:
                 continue
-            has_work = self._engine.board.read().has_work
-            await self._pause(self._pace.wait_s(clock.now(), has_work=has_work), commands)
+            has_work = self._engine.stats_snapshot.read().has_work
+            await self._pause(self._report_schedule.wait_s(clock.now(), has_work=has_work), commands)
         try:
             await commands
         finally:
             # Or this frame, which is in the traceback of the task's error, would keep it and the call.
             del commands
 
-    async def _say_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:
+    async def _send_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:
         if self._engine.lifecycle.state is EngineState.STOPPED:
             goodbye = coordinator_pb2.EngineGoodbye(reason="drained")
             await self._write(call, _Request(goodbye=goodbye))
@@ -237,7 +237,7 @@ class Membership:
         # The coordinator ends the stream when it has read the last word.
         await asyncio.wait({commands}, timeout=_GOODBYE_S)
 
-    async def _obey(self, call: _Call, responses: AsyncIterator[_Response]) -> None:
+    async def _read_commands(self, call: _Call, responses: AsyncIterator[_Response]) -> None:
         async for message in responses:
             match message.WhichOneof("message"):
                 case "registered":
@@ -264,8 +264,8 @@ class Membership:
 
     async def _answer(self, call: _Call, command: command_pb2.Command) -> None:
         """Have a command done, and say so when it is; a stream that broke meanwhile is told by the next."""
-        if self._fence.hear(self._epoch, self._lease_s):
-            result = await asyncio.shield(self._desk.take(command, self._epoch))
+        if self._fence.observe(self._epoch, self._lease_s):
+            result = await asyncio.shield(self._command_handler.take(command, self._epoch))
         else:
             self._engine.num_fenced_commands += 1
             kind = command.WhichOneof("command") or "unknown"
@@ -281,24 +281,24 @@ class Membership:
     def _take_registered(self, message: _Response) -> None:
         registered = message.registered
         if registered.renew_after_ms:
-            self._pace.set_renewal(registered.renew_after_ms / 1000)
+            self._report_schedule.set_renewal(registered.renew_after_ms / 1000)
         self._epoch, self._lease_s = registered.coordinator_epoch, registered.lease_ms / 1000
         before = self._fence.epoch
-        if self._fence.hear(self._epoch, self._lease_s) and before not in (0, self._epoch):
-            self._desk.forget_prepared()
+        if self._fence.observe(self._epoch, self._lease_s) and before not in (0, self._epoch):
+            self._command_handler.forget_prepared()
         if not self.is_member:
             self._engine.note_member(True)
             logger.info("registered at the coordinator", extra={"lease_ms": registered.lease_ms})
 
-    def _on_standing(self, standing: Standing) -> None:
-        if standing.generation != self._generation:
-            self._generation = standing.generation
-            self._unreported.append(standing)
+    def _on_rank_status(self, rank_status: RankStatus) -> None:
+        if rank_status.generation != self._generation:
+            self._generation = rank_status.generation
+            self._unreported.append(rank_status)
         self._state_changed.set()
 
-    def _standing(self) -> Standing | None:
+    def _rank_status(self) -> RankStatus | None:
         core = self._engine.core
-        return None if core is None or core.lockstep is None else core.lockstep.standing
+        return None if core is None or core.lockstep is None else core.lockstep.rank_status
 
     def _registration(self) -> member_pb2.EngineRegistration:
         """Who the engine is; what reports tell of as well is left out."""
@@ -306,11 +306,11 @@ class Membership:
 
     def _as_of_now(self, registration: member_pb2.EngineRegistration) -> member_pb2.EngineRegistration:
         """With what changes without being worth a registration of its own."""
-        standing = self._standing()
+        rank_status = self._rank_status()
         as_of_now = member_pb2.EngineRegistration(highest_coordinator_epoch=self._fence.least)
         as_of_now.MergeFrom(registration)
-        if standing is not None:
-            as_of_now.wave = standing.wave
+        if rank_status is not None:
+            as_of_now.wave = rank_status.wave
         return as_of_now
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.data_parallel.driver import Standing
+from engine_svc.data_parallel.driver import RankStatus
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
 _STATES = {
@@ -45,26 +45,26 @@ def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineReg
     return registration
 
 
-def report_of(engine: ServedEngine, standing: Standing | None) -> coordinator_pb2.EngineReport:
+def report_of(engine: ServedEngine, rank_status: RankStatus | None) -> coordinator_pb2.EngineReport:
     """How the engine is, without a number. standing: among ranks that step together, None: it steps alone."""
-    identity, figures = engine.identity, engine.board.read()
+    identity, stats = engine.identity, engine.stats_snapshot.read()
     report = coordinator_pb2.EngineReport(
-        state=_STATES[engine.lifecycle.state], step_number=figures.step_number
+        state=_STATES[engine.lifecycle.state], step_number=stats.step_number
     )
-    if figures.scheduler is not None:
+    if stats.scheduler is not None:
         report.load.engine_id = identity.engine_id
         report.load.engine_epoch = identity.engine_epoch
-        report.load.step_number = figures.step_number
-        report.load.num_running = figures.scheduler.num_running
-        report.load.num_waiting = figures.scheduler.num_waiting + figures.scheduler.num_blocked
-        report.load.num_waiting_tokens = figures.scheduler.num_waiting_tokens
-        report.load.num_used_blocks = figures.scheduler.num_used_blocks
-        report.load.num_total_blocks = figures.scheduler.num_total_blocks
-    if standing is not None:
-        report.wave = standing.wave
-        report.wave_complete = not standing.is_in_wave
-        report.start_wave_needed = standing.asks
-        report.generation = standing.generation
+        report.load.step_number = stats.step_number
+        report.load.num_running = stats.scheduler.num_running
+        report.load.num_waiting = stats.scheduler.num_waiting + stats.scheduler.num_blocked
+        report.load.num_waiting_tokens = stats.scheduler.num_waiting_tokens
+        report.load.num_used_blocks = stats.scheduler.num_used_blocks
+        report.load.num_total_blocks = stats.scheduler.num_total_blocks
+    if rank_status is not None:
+        report.wave = rank_status.wave
+        report.wave_complete = not rank_status.is_in_wave
+        report.start_wave_needed = rank_status.asks
+        report.generation = rank_status.generation
         if engine.lifecycle.state is EngineState.LOADING:
             # Nobody routes to it before its ranks have met; that they can, they have to be told.
             report.scaling_notice.kind = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY

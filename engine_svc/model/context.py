@@ -26,7 +26,7 @@ class EmbeddedTokens:
     places: [K] int64, of the step.  rows: [K, hidden], in the model's dtype.
     """
 
-    places: Tensor
+    positions: Tensor
     rows: Tensor
 
 

@@ -89,18 +89,18 @@ class GroupExchange:
                 f"rank {mesh.rank} of {mesh.size} holds the experts of {self.holds[0]} of {self.holds[1]}"
             )
         self._num_steps += 1
-        said = mesh.swap_numbers((self._num_steps, num_tokens, num_rows))
-        self._tell()
-        if any(numbers[0] != self._num_steps for numbers in said):
-            raise PeersLost(f"the ranks are at steps {[numbers[0] for numbers in said]}")
-        self._sizes = ([numbers[1] for numbers in said], [numbers[2] for numbers in said])
+        all_numbers = mesh.swap_numbers((self._num_steps, num_tokens, num_rows))
+        self._notify()
+        if any(numbers[0] != self._num_steps for numbers in all_numbers):
+            raise PeersLost(f"the ranks are at steps {[numbers[0] for numbers in all_numbers]}")
+        self._sizes = ([numbers[1] for numbers in all_numbers], [numbers[2] for numbers in all_numbers])
 
     def gather(self, x: Tensor, *, is_last_layer: bool) -> Tensor:
         """See ExpertExchange.gather."""
         if self._is_alone:
             return x
         gathered = self._joined().gather(x, self._sizes[is_last_layer])
-        self._tell()
+        self._notify()
         return gathered
 
     def add_up(self, parts: Tensor, *, is_last_layer: bool) -> Tensor:
@@ -108,7 +108,7 @@ class GroupExchange:
         if self._is_alone:
             return parts
         by_rank = self._joined().hand_back(parts, self._sizes[is_last_layer])
-        self._tell()
+        self._notify()
         total = by_rank[0].float()
         for part in by_rank[1:]:
             total += part
@@ -118,7 +118,7 @@ class GroupExchange:
         """Raise PeersLost where a step that was launched may have gone on without the others' parts."""
         self._joined().check()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 

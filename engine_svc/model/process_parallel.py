@@ -15,7 +15,7 @@ _NUM_TAGS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """Where a rank stands: ranks are numbered stage by stage. Experts are divided where `divides_experts`."""
 
     rank: int
@@ -56,29 +56,34 @@ class ProcessParallel:
     does not answer within timeout_s, here and in every exchange.
     """
 
-    def __init__(self, place: Place, *, store_path: str, device: torch.device, timeout_s: float) -> None:
-        self.tp_rank, self.tp_size = place.tp_rank, place.tp_size
-        self.pp_rank, self.pp_size = place.pp_rank, place.pp_size
-        self.ep_rank, self.ep_size = (place.tp_rank, place.tp_size) if place.divides_experts else (0, 1)
-        self._previous, self._next = place.rank - place.tp_size, place.rank + place.tp_size
+    def __init__(
+        self, position: RankPosition, *, store_path: str, device: torch.device, timeout_s: float
+    ) -> None:
+        self.tp_rank, self.tp_size = position.tp_rank, position.tp_size
+        self.pp_rank, self.pp_size = position.pp_rank, position.pp_size
+        self.ep_rank, self.ep_size = (
+            (position.tp_rank, position.tp_size) if position.divides_experts else (0, 1)
+        )
+        self._previous, self._next = position.rank - position.tp_size, position.rank + position.tp_size
         self._device = device
         is_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if is_gpu else "gloo",
-            store=dist.FileStore(store_path, place.num_ranks),  # type: ignore[attr-defined]  # It is there.
-            rank=place.rank,
-            world_size=place.num_ranks,
+            store=dist.FileStore(store_path, position.num_ranks),  # type: ignore[attr-defined]  # It is there.
+            rank=position.rank,
+            world_size=position.num_ranks,
             timeout=timedelta(seconds=timeout_s),
             device_id=device if is_gpu else None,
         )
         self._stage = dist.GroupMember.WORLD
-        if place.pp_size > 1:
+        if position.pp_size > 1:
             # Every rank has to take part in the making of every group.
             stages = [
-                range(first, first + place.tp_size) for first in range(0, place.num_ranks, place.tp_size)
+                range(first, first + position.tp_size)
+                for first in range(0, position.num_ranks, position.tp_size)
             ]
             groups = [dist.new_group(list(stage)) for stage in stages]
-            self._stage = groups[place.pp_rank]
+            self._stage = groups[position.pp_rank]
         # Gloo adds three and more in an order that depends on the size of the tensor: a row's sum
         # would depend on the rows beside it.
         self._adds_in_order = self.tp_size > 2 and not is_gpu

@@ -40,7 +40,11 @@ class EngineThread:
         self._watchdog: Watchdog | None = None
         if step_limit_s is not None:
             self._watchdog = Watchdog(
-                served.board, served.clock, self._hangs, limit_s=step_limit_s, dump_stacks=self._write_stacks
+                served.stats_snapshot,
+                served.clock,
+                self._hangs,
+                limit_s=step_limit_s,
+                dump_stacks=self._write_stacks,
             )
         # A daemon: loading cannot be interrupted, and must not hold up the end of the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -70,8 +74,10 @@ class EngineThread:
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
             return
         if core.lockstep is not None:
-            core.lockstep.subscribe(lambda standing: self._tell(lambda: self._served.note_standing(standing)))
-        self._tell(lambda: self._served.become_ready(core))
+            core.lockstep.subscribe(
+                lambda rank_status: self._post(lambda: self._served.note_rank_status(rank_status))
+            )
+        self._post(lambda: self._served.become_ready(core))
         if self._watchdog is not None:
             self._watchdog.start()
         try:
@@ -93,9 +99,9 @@ class EngineThread:
         self._fail(Failure(reason, EXIT_HUNG))
 
     def _fail(self, failure: Failure) -> None:
-        self._tell(lambda: self._served.fail(failure))
+        self._post(lambda: self._served.fail(failure))
 
-    def _tell(self, message: Callable[[], None]) -> None:
+    def _post(self, message: Callable[[], None]) -> None:
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(message)
 

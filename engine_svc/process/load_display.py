@@ -24,7 +24,7 @@ class LoadDisplay:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._phase = ""
-        self._told_tenths = 0
+        self._logged_tenths = 0
         self._clock = clock
         self._quiet_until = clock.now() + _MIN_INTERVAL_S
         if stream.isatty():
@@ -42,11 +42,11 @@ class LoadDisplay:
         is_new_phase = progress.phase != self._phase
         tenths = 10 * progress.done // progress.total if progress.total else 0
         if is_new_phase:
-            self._phase, self._told_tenths = progress.phase, 0
+            self._phase, self._logged_tenths = progress.phase, 0
         if self._bar is not None:
             self._draw(self._bar, progress, is_new_phase=is_new_phase)
-        elif tenths > self._told_tenths and self._clock.now() >= self._quiet_until:
-            self._told_tenths, self._quiet_until = tenths, self._clock.now() + _MIN_INTERVAL_S
+        elif tenths > self._logged_tenths and self._clock.now() >= self._quiet_until:
+            self._logged_tenths, self._quiet_until = tenths, self._clock.now() + _MIN_INTERVAL_S
             logger.info("loading", extra={"phase": progress.phase, "percent": 10 * tenths})
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from engine_svc.loop.mailbox import Board, Figures
+from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from service_kit.clock import Clock
 from service_kit.stacks import write_beside, write_stacks
 
@@ -40,16 +40,16 @@ class StepWatch:
         self._step: tuple[int, float | None] = (0, None)
         self._seen_s = 0.0
 
-    def look(self, figures: Figures, now: float) -> float | None:
+    def look(self, stats: LoopStats, now: float) -> float | None:
         """For how long the step has been running, where that is too long; else None."""
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest_tick_s)
         self._looked_at = now
-        step = (figures.step_number, figures.step_started_at)
-        if figures.step_started_at is None or step != self._step:
+        step = (stats.step_number, stats.step_started_at)
+        if stats.step_started_at is None or step != self._step:
             self._step, self._seen_s = step, 0.0
             return None
         self._seen_s += passed_s
-        return self._seen_s if self._seen_s > max(self._limit_s, figures.step_budget_s or 0.0) else None
+        return self._seen_s if self._seen_s > max(self._limit_s, stats.step_budget_s or 0.0) else None
 
 
 class Watchdog:
@@ -60,7 +60,7 @@ class Watchdog:
 
     def __init__(
         self,
-        board: Board,
+        stats_snapshot: StatsSnapshot,
         clock: Clock,
         on_hang: Callable[[str], None],
         *,
@@ -70,7 +70,7 @@ class Watchdog:
         dump_stacks: Callable[[], None] = write_stacks,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
-        self._board = board
+        self._stats_snapshot = stats_snapshot
         self._clock = clock
         self._on_hang = on_hang
         self._watch = StepWatch(limit_s, tick_s)
@@ -97,34 +97,34 @@ class Watchdog:
     def _run(self) -> None:
         tick_s = self._tick_s
         while not self._is_over.wait(tick_s):
-            figures = self._board.read()
-            tick_s = self._tick_s * (_IDLE_TICKS if figures.step_started_at is None else 1)
-            seen_s = self._watch.look(figures, self._clock.now())
+            stats = self._stats_snapshot.read()
+            tick_s = self._tick_s * (_IDLE_TICKS if stats.step_started_at is None else 1)
+            seen_s = self._watch.look(stats, self._clock.now())
             if seen_s is not None:
-                self._bite(figures, seen_s)
+                self._bite(stats, seen_s)
                 return
 
-    def _bite(self, figures: Figures, seen_s: float) -> None:
-        what = f"step {figures.step_number}"
-        if figures.is_in_call:
+    def _bite(self, stats: LoopStats, seen_s: float) -> None:
+        what = f"step {stats.step_number}"
+        if stats.is_in_call:
             what = f"a call behind {what}"
         try:
             # What hangs may be who reads it.
-            write_beside(partial(self._write_down, figures, seen_s), _WRITE_S)
+            write_beside(partial(self._write_down, stats, seen_s), _WRITE_S)
             self._on_hang(f"{what} has been running for {seen_s:.1f} s: it hangs")
         finally:
             # Whatever could not be done: the process ends.
             if not self._is_over.wait(self._grace_s):
                 self._end_process(EXIT_HUNG)
 
-    def _write_down(self, figures: Figures, seen_s: float) -> None:
+    def _write_down(self, stats: LoopStats, seen_s: float) -> None:
         logger.critical(
             "the engine thread hangs",
             extra={
-                "step_number": figures.step_number,
-                "is_in_call": figures.is_in_call,
+                "step_number": stats.step_number,
+                "is_in_call": stats.is_in_call,
                 "seconds": round(seen_s, 1),
-                "budget_s": figures.step_budget_s,
+                "budget_s": stats.step_budget_s,
             },
         )
         self._dump_stacks()

@@ -17,21 +17,21 @@ _RECEIVE_BYTES = 1 << 16
 _EXIT_ALONE = 0
 
 
-class RankLine:
+class RankConnection:
     """Says and hears messages while the rank starts; afterwards it only hears the end."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._unread = b""
 
-    def say(self, message: Mapping[str, object]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send a message. Raises EOFError where the engine has closed the line."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the engine has closed its line to this rank") from error
 
-    def hear(self) -> dict[str, object]:
+    def receive(self) -> dict[str, object]:
         """Wait for a message. Raises EOFError where the engine has closed the line."""
         while b"\n" not in self._unread:
             data = self._socket.recv(_RECEIVE_BYTES)

@@ -148,16 +148,16 @@ class Reporter:
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
         """Tell the result, now or when it is there."""
         if self._steps is None:
-            self._tell(step)
+            self._report(step)
         else:
             self._steps.put(step)
 
     def settle(self) -> None:
         """Wait until all has been told."""
         if self._steps is not None:
-            told = threading.Event()
-            self._steps.put(told)
-            told.wait()
+            reported = threading.Event()
+            self._steps.put(reported)
+            reported.wait()
 
     def _run(self, end_rank: Callable[[Exception], object]) -> None:
         assert self._steps is not None, "a thread without a queue was started"
@@ -167,12 +167,12 @@ class Reporter:
                 if isinstance(step, threading.Event):
                     step.set()
                 else:
-                    self._tell(step)
+                    self._report(step)
         except Exception as error:  # Whatever it is: the rank would go on, and the engine wait in vain.
             logger.exception("the result of a step cannot be told")
             end_rank(error)
 
-    def _tell(self, step: LaunchedStep) -> None:
+    def _report(self, step: LaunchedStep) -> None:
         result = step.result()
         if self._tokens is not None:
             tokens = StepResult(result.step_number, result.sampled)
@@ -185,10 +185,10 @@ class _Expected:
     """A step whose tokens this stage has not heard of: where they will stand, by row of the plan."""
 
     step_number: int
-    places: dict[int, tuple[str, int]]  # request id and position
+    pending: dict[int, tuple[str, int]]  # request id and position
 
     def forget(self, released: set[str]) -> None:
-        self.places = {row: place for row, place in self.places.items() if place[0] not in released}
+        self.pending = {row: entry for row, entry in self.pending.items() if entry[0] not in released}
 
 
 class EarlyStage:
@@ -207,7 +207,7 @@ class EarlyStage:
         rows = set(plan.request_ids)
         needed = 0
         for number, expected in enumerate(self._expected, start=1):
-            if any(request_id in rows for request_id, _ in expected.places.values()):
+            if any(request_id in rows for request_id, _ in expected.pending.values()):
                 needed = number
         self._take(needed)
         while self._expected and (message := self._tokens.receive(timeout_s=0.0)) is not None:
@@ -215,14 +215,14 @@ class EarlyStage:
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
         """The step's tokens will come."""
-        places = {
+        pending = {
             row: (request_id, computed + count)
             for row, (request_id, computed, count, samples) in enumerate(
                 zip(plan.request_ids, plan.num_computed_tokens, plan.num_tokens, plan.samples, strict=True)
             )
             if samples
         }
-        self._expected.append(_Expected(plan.step_number, places))
+        self._expected.append(_Expected(plan.step_number, pending))
 
     def settle(self) -> None:
         """Wait for the tokens of all steps."""
@@ -240,7 +240,7 @@ class EarlyStage:
         rows: list[int] = []
         positions: list[int] = []
         token_ids: list[int] = []
-        for index, (request_id, position) in expected.places.items():
+        for index, (request_id, position) in expected.pending.items():
             # A row that has none ends with an error; steps already planned for it need some token anyhow.
             sampled = result.sampled[index] or [0]
             rows += [self._batch.row_of[request_id]] * len(sampled)

@@ -214,14 +214,14 @@ class _Ring:
         self._memory.close()
 
     def put(self, position: int, data: bytes) -> None:
-        place = position % self.capacity
-        end = min(len(data), self.capacity - place)
-        self._memory[place : place + end] = data[:end]
+        offset = position % self.capacity
+        end = min(len(data), self.capacity - offset)
+        self._memory[offset : offset + end] = data[:end]
         self._memory[: len(data) - end] = data[end:]
 
     def get(self, position: int, size: int) -> bytes:
-        place = position % self.capacity
-        data = self._memory[place : place + size]
+        offset = position % self.capacity
+        data = self._memory[offset : offset + size]
         return data if len(data) == size else data + self._memory[: size - len(data)]
 
 

@@ -22,17 +22,17 @@ from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
 
 def sampling_text(sampling: SamplingParams) -> str:
     """What differs from the defaults, as JSON."""
-    told, defaults = asdict(sampling), asdict(SamplingParams(sampling.max_tokens))
-    changed = {name: value for name, value in told.items() if value != defaults[name]}
+    values, defaults = asdict(sampling), asdict(SamplingParams(sampling.max_tokens))
+    changed = {name: value for name, value in values.items() if value != defaults[name]}
     return json.dumps({"max_tokens": sampling.max_tokens, **changed}, separators=(",", ":"), default=sorted)
 
 
 def sampling_from(text: str) -> SamplingParams:
     """The parameters that `sampling_text` was given."""
-    told: dict[str, Any] = json.loads(text)
-    for name in told.keys() & _FORMS.keys():
-        told[name] = _FORMS[name](told[name])
-    return SamplingParams(**told)
+    values: dict[str, Any] = json.loads(text)
+    for name in values.keys() & _FORMS.keys():
+        values[name] = _FORMS[name](values[name])
+    return SamplingParams(**values)
 
 
 # JSON knows lists alone. None is the default of each that may be None, so it is never told.
@@ -146,10 +146,10 @@ class PlanEncoder:
         return writer.message()
 
     def _write_preempted(self, writer: FieldWriter, plan: StepPlan) -> None:
-        place_of = {request_id: place for place, request_id in enumerate(plan.released)}
-        writer.ints([place_of.get(request_id, -1) for request_id in plan.preempted])
+        index_of = {request_id: index for index, request_id in enumerate(plan.released)}
+        writer.ints([index_of.get(request_id, -1) for request_id in plan.preempted])
         for request_id in plan.preempted:
-            if request_id not in place_of:
+            if request_id not in index_of:
                 writer.text(request_id)
 
     def _write_admitted(self, writer: FieldWriter, admitted: AdmittedRequest) -> None:
@@ -229,8 +229,8 @@ class PlanDecoder:
             request_id = self._rows.id_of[handle]
             self._rows.leave(request_id)
             plan.released.append(request_id)
-        places = reader.ints(num_preempted).tolist()
-        plan.preempted = [plan.released[place] if place >= 0 else reader.text() for place in places]
+        indices = reader.ints(num_preempted).tolist()
+        plan.preempted = [plan.released[index] if index >= 0 else reader.text() for index in indices]
         plan.admitted = [self._read_admitted(reader) for _ in range(num_admitted)]
         if num_rows:
             self._read_rows(reader, plan, num_rows)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.model.process_parallel import Place
+from engine_svc.model.process_parallel import RankPosition
 from engine_svc.ranks.plan_channel import (
     Channel,
     ChannelInterrupted,
@@ -24,7 +24,7 @@ from engine_svc.ranks.plan_channel import (
     create_channel,
 )
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, ExtraForm, PlanEncoder
-from engine_svc.ranks.progress_board import ProgressBoard
+from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result
 from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
 
@@ -56,7 +56,7 @@ class RanksStarting:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        positions: Sequence[RankPosition],
         launch: RankLaunch,
         *,
         limits: GroupLimits,
@@ -65,16 +65,16 @@ class RanksStarting:
     ) -> None:
         self._limits = limits
         self._on_progress = on_progress
-        self._places = tuple(places)
-        early = [place for place in places if not place.is_last_stage]
-        self._plans = create_channel(len(places))
+        self._positions = tuple(positions)
+        early = [position for position in positions if not position.is_last_stage]
+        self._plans = create_channel(len(positions))
         self._results = create_channel(1)
         # Of its own: the engine's results may be larger than a ring, and stages read when they have a plan.
         self._tokens = create_channel(len(early))
-        self._board = ProgressBoard.create(len(places))
+        self._heartbeats = RankHeartbeats.create(len(positions))
         self._store_fd = os.memfd_create("triptych-store", os.MFD_CLOEXEC)
-        starts = [self._start_of(place, early, launch) for place in places]
-        self._watch = RankWatch(starts, self._board, limits=limits.watch, on_lost=on_lost)
+        starts = [self._start_of(position, early, launch) for position in positions]
+        self._watch = RankWatch(starts, self._heartbeats, limits=limits.watch, on_lost=on_lost)
 
     def loaded(self) -> list[RankMessage]:
         """What each rank says of its part of the model, in order.
@@ -95,59 +95,61 @@ class RanksStarting:
         """Let each rank make its cache and rows by its `settings`, and wait for it. Raises like `loaded`."""
         sizes = {"max_num_seqs": max_num_seqs, "num_groups": num_groups}
         for rank, of_rank in enumerate(settings):
-            self._watch.say(rank, {"sizes": {**of_rank, **sizes}})
+            self._watch.send(rank, {"sizes": {**of_rank, **sizes}})
         self._one_of_each("ready")
         self._watch.all_are_ready()
         os.close(self._store_fd)
         self._tokens.close()
         encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
-        return ProcessGroup(self._watch, self._board, self._plans, self._results, encoder, self._limits)
+        return ProcessGroup(self._watch, self._heartbeats, self._plans, self._results, encoder, self._limits)
 
     def give_up(self) -> None:
         """End the ranks, which may be deep in loading and have nothing to end by themselves."""
         self._watch.stop(grace_s=0.0)
         os.close(self._store_fd)
         self._tokens.close()
-        _close(self._plans, self._results, self._board)
+        _close(self._plans, self._results, self._heartbeats)
 
     def _one_of_each(self, kind: str) -> list[RankMessage]:
         deadline = time.monotonic() + self._limits.start_s
-        said: dict[int, RankMessage] = {}
+        received: dict[int, RankMessage] = {}
         try:
-            while len(said) < len(self._places):
+            while len(received) < len(self._positions):
                 rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
                 if "progress" in message:
                     self._on_progress(*_list_in(message, "progress"))
                 elif "refused" in message:
                     raise ValueError(message["refused"])
                 else:
-                    said[rank] = _object_in(message, kind)
+                    received[rank] = _object_in(message, kind)
         except (RankLost, TimeoutError, ValueError):
             self.give_up()
             raise
-        return [said[rank] for rank in range(len(self._places))]
+        return [received[rank] for rank in range(len(self._positions))]
 
-    def _start_of(self, place: Place, early: Sequence[Place], launch: RankLaunch) -> RankStart:
-        plans = self._plans.readers[place.rank]
+    def _start_of(
+        self, position: RankPosition, early: Sequence[RankPosition], launch: RankLaunch
+    ) -> RankStart:
+        plans = self._plans.readers[position.rank]
         spec: dict[str, object] = {
             **launch.settings,
-            "rank": place.rank,
-            "tp_size": place.tp_size,
-            "pp_size": place.pp_size,
-            "divides_experts": place.divides_experts,
+            "rank": position.rank,
+            "tp_size": position.tp_size,
+            "pp_size": position.pp_size,
+            "divides_experts": position.divides_experts,
             "parent": os.getpid(),
             "store_fd": self._store_fd,
-            "board_fd": self._board.fd,
+            "board_fd": self._heartbeats.fd,
             "heart_interval_s": _HEART_INTERVAL_S,
             "plans": [*plans.fds, plans.capacity],
         }
-        fds = [self._store_fd, self._board.fd, *plans.fds]
-        if place.reports:
+        fds = [self._store_fd, self._heartbeats.fd, *plans.fds]
+        if position.reports:
             for name, channel in (("results_out", self._results), ("tokens_out", self._tokens)):
                 spec[name] = [channel.writer.memory_fd, channel.writer.capacity, *channel.writer.fds[1:]]
                 fds += channel.writer.fds
-        elif not place.is_last_stage:
-            tokens = self._tokens.readers[early.index(place)]
+        elif not position.is_last_stage:
+            tokens = self._tokens.readers[early.index(position)]
             spec["tokens_in"] = [*tokens.fds, tokens.capacity]
             fds += tokens.fds
         return RankStart(launch.module, spec, tuple(fds), launch.environment)
@@ -159,14 +161,14 @@ class ProcessGroup:
     def __init__(
         self,
         watch: RankWatch,
-        board: ProgressBoard,
+        heartbeats: RankHeartbeats,
         plans: Channel,
         results: Channel,
         encoder: PlanEncoder,
         limits: GroupLimits,
     ) -> None:
         self._watch = watch
-        self._board = board
+        self._heartbeats = heartbeats
         self._channels = (plans, results)
         self._encoder = encoder
         self._limits = limits
@@ -215,7 +217,7 @@ class ProcessGroup:
         self._watch.stop()
         self._plans.close()
         self._results.close()
-        _close(*self._channels, self._board)
+        _close(*self._channels, self._heartbeats)
 
     def take_result(self) -> StepResult:
         """The oldest result that nobody has taken. Raises RankLost."""
@@ -258,7 +260,7 @@ class ProcessGroup:
     def _give_up(self, why: str) -> RankLost:
         # Whoever is behind the others holds them up.
         ranks = range(len(self.process_ids))
-        return self._watch.blame(min(ranks, key=self._board.steps), why)
+        return self._watch.blame(min(ranks, key=self._heartbeats.steps), why)
 
     def _lost(self) -> RankLost:
         lost = self._watch.lost
@@ -292,7 +294,7 @@ def _list_in(message: RankMessage, key: str) -> tuple[str, int, int]:
     return value[0], value[1], value[2]
 
 
-def _close(plans: Channel, results: Channel, board: ProgressBoard) -> None:
+def _close(plans: Channel, results: Channel, heartbeats: RankHeartbeats) -> None:
     plans.close()
     results.close()
-    board.close()
+    heartbeats.close()

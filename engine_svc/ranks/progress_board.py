@@ -11,7 +11,7 @@ _WORDS_PER_RANK = 8
 _BEATS, _STEPS = 0, 1
 
 
-class ProgressBoard:
+class RankHeartbeats:
     """How often each rank's heart has beaten, and how many messages it has dealt with."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
@@ -22,7 +22,7 @@ class ProgressBoard:
         self._words = self._bytes.cast("Q")
 
     @classmethod
-    def create(cls, num_ranks: int) -> ProgressBoard:
+    def create(cls, num_ranks: int) -> RankHeartbeats:
         """A new board, all zeros."""
         fd = os.memfd_create("triptych-progress", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_ranks * _WORDS_PER_RANK * 8)
@@ -52,7 +52,7 @@ class ProgressBoard:
         self._words[rank * _WORDS_PER_RANK + _STEPS] += 1
 
 
-def start_heart(board: ProgressBoard, rank: int, interval_s: float) -> None:
+def start_heart(heartbeats: RankHeartbeats, rank: int, interval_s: float) -> None:
     """Beat every `interval_s`, from a thread that ends with the process.
 
     A process that is stopped, or in which nothing can run any more, falls silent; a long step does not.
@@ -61,6 +61,6 @@ def start_heart(board: ProgressBoard, rank: int, interval_s: float) -> None:
 
     def run() -> None:
         while not never.wait(interval_s):
-            board.beat(rank)
+            heartbeats.beat(rank)
 
     threading.Thread(target=run, name="heart", daemon=True).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from engine_svc.core.step import PromptPlaces, StepResult, TokenLogprobs
+from engine_svc.core.step import PromptTokenLogprobs, StepResult, TokenLogprobs
 from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
 
 VERSION = 2
@@ -12,7 +12,7 @@ VERSION = 2
 # version, step number, how many rows, how many have drafts, logprobs, prompt logprobs.
 _HEADER = struct.Struct("<BQIIII")
 _ROW = struct.Struct("<I")
-_ROW_AND_PLACE = struct.Struct("<II")
+_ROW_AND_POSITION = struct.Struct("<II")
 _K = struct.Struct("<I")
 
 
@@ -35,12 +35,12 @@ def encode_result(result: StepResult) -> bytes:
     for request_id, drafts in result.drafts.items():
         writer.text(request_id)
         writer.counted_ints(drafts)
-    for row, told in result.logprobs.items():
+    for row, token_logprobs in result.logprobs.items():
         writer.fixed(_ROW, row)
-        _write_logprobs(writer, told)
-    for row, places in result.prompt_logprobs.items():
-        writer.fixed(_ROW_AND_PLACE, row, places.first_position)
-        _write_logprobs(writer, places.told)
+        _write_logprobs(writer, token_logprobs)
+    for row, prompt in result.prompt_logprobs.items():
+        writer.fixed(_ROW_AND_POSITION, row, prompt.first_position)
+        _write_logprobs(writer, prompt.token_logprobs)
     return writer.message()
 
 
@@ -64,18 +64,18 @@ def decode_result(message: bytes) -> StepResult:
         (row,) = reader.fixed(_ROW)
         result.logprobs[row] = _read_logprobs(reader)
     for _ in range(num_prompts):
-        row, first_position = reader.fixed(_ROW_AND_PLACE)
-        result.prompt_logprobs[row] = PromptPlaces(first_position, _read_logprobs(reader))
+        row, first_position = reader.fixed(_ROW_AND_POSITION)
+        result.prompt_logprobs[row] = PromptTokenLogprobs(first_position, _read_logprobs(reader))
     reader.finish()
     return result
 
 
-def _write_logprobs(writer: FieldWriter, told: TokenLogprobs) -> None:
-    writer.fixed(_K, told.k)
-    writer.floats(told.logprobs)
-    writer.counted_ints(told.ranks)
-    writer.counted_ints(told.top_token_ids)
-    writer.floats(told.top_logprobs)
+def _write_logprobs(writer: FieldWriter, token_logprobs: TokenLogprobs) -> None:
+    writer.fixed(_K, token_logprobs.k)
+    writer.floats(token_logprobs.logprobs)
+    writer.counted_ints(token_logprobs.ranks)
+    writer.counted_ints(token_logprobs.top_token_ids)
+    writer.floats(token_logprobs.top_logprobs)
 
 
 def _read_logprobs(reader: FieldReader) -> TokenLogprobs:

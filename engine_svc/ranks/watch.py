@@ -21,7 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from engine_svc.core.errors import DeviceLost
-from engine_svc.ranks.progress_board import ProgressBoard
+from engine_svc.ranks.progress_board import RankHeartbeats
 from service_kit.process import signal_name
 from service_kit.stacks import write_beside, write_stacks_of
 
@@ -113,13 +113,13 @@ class RankWatch:
     def __init__(
         self,
         starts: Sequence[RankStart],
-        board: ProgressBoard,
+        heartbeats: RankHeartbeats,
         *,
         limits: WatchLimits,
         on_lost: Callable[[RankLost], object] = lambda lost: None,
     ) -> None:
         self._starts = tuple(starts)
-        self._board = board
+        self._heartbeats = heartbeats
         self._on_lost = on_lost
         self._messages: SimpleQueue[tuple[int, RankMessage] | RankLost] = SimpleQueue()
         self._ranks: list[_Rank] = []
@@ -146,7 +146,7 @@ class RankWatch:
             raise message
         return message
 
-    def say(self, rank: int, message: Mapping[str, object]) -> None:
+    def send(self, rank: int, message: Mapping[str, object]) -> None:
         """Send a rank a message; only while it starts, as it listens to nothing but the end after that."""
         # Short, and the rank waits for it, so it does not block.
         try:
@@ -188,7 +188,7 @@ class RankWatch:
             for start in self._starts:
                 self._ranks.append(_start(start))
             for rank, start in enumerate(self._starts):
-                self.say(rank, start.spec)
+                self.send(rank, start.spec)
             lost = self._watch()
         except OSError as error:
             lost = RankLost(len(self._ranks), "cannot be started", str(error))
@@ -200,10 +200,10 @@ class RankWatch:
             self._ask_to_end()
             if lost is not None:
                 self._kill_all()
-                self._tell(lost)
+                self._notify_lost(lost)
             self._wait_for_ends(self._grace_s)
 
-    def _tell(self, lost: RankLost) -> None:
+    def _notify_lost(self, lost: RankLost) -> None:
         logger.error("a rank is lost", extra={"rank": lost.rank, "why": lost.why, "details": lost.details})
         self.lost = lost
         self._messages.put(lost)
@@ -267,7 +267,7 @@ class RankWatch:
         return killed, ended
 
     def _find_silent(self, elapsed: float) -> RankLost | None:
-        beats = [self._board.beats(index) for index in range(len(self._ranks))]
+        beats = [self._heartbeats.beats(index) for index in range(len(self._ranks))]
         silent = self._silence.look(beats, elapsed, may_be_busy=self.may_be_busy)
         return RankLost(silent[0], f"gave no sign of life for {silent[1]:g} s") if silent else None
 

@@ -21,7 +21,7 @@ from engine_svc.tensors.to_torch import to_torch
 class _Held:
     """places: [N] of the prompt, rising, on the host.  embeds: [N, hidden], on the device."""
 
-    places: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
     embeds: Tensor
 
 
@@ -37,7 +37,7 @@ class EmbeddedRows:
         """Keep what a row has, if anything."""
         if content is not None:
             embeds = send(to_torch(content.embeds), self._device).to(self._dtype)
-            self._held[row] = _Held(np.array(content.places, dtype=np.int64), embeds)
+            self._held[row] = _Held(np.array(content.positions, dtype=np.int64), embeds)
 
     def leave(self, row: int) -> None:
         """Forget a row."""
@@ -47,17 +47,19 @@ class EmbeddedRows:
         """The tokens of the step that come as embeddings; None where none does."""
         if not self._held:
             return None
-        places, rows = [], []
+        positions, rows = [], []
         starts = (inputs.counts.cumsum() - inputs.counts).tolist()
         for index, row in enumerate(inputs.rows.tolist()):
             held = self._held.get(row)
             if held is None:
                 continue
             computed = plan.num_computed_tokens[index]
-            first, end = np.searchsorted(held.places, [computed, computed + plan.num_tokens[index]]).tolist()
+            first, end = np.searchsorted(
+                held.positions, [computed, computed + plan.num_tokens[index]]
+            ).tolist()
             if first < end:
-                places.append(held.places[first:end] - computed + starts[index])
+                positions.append(held.positions[first:end] - computed + starts[index])
                 rows.append(held.embeds[first:end])
-        if not places:
+        if not positions:
             return None
-        return EmbeddedTokens(to_device(np.concatenate(places), self._device), torch.cat(rows))
+        return EmbeddedTokens(to_device(np.concatenate(positions), self._device), torch.cat(rows))

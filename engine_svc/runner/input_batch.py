@@ -143,7 +143,7 @@ class InputBatch:
         known = np.array(admitted.token_ids, dtype=np.int32)
         if admitted.prompt_embeds is not None:
             # No token was seen there: none is what penalties and reasoning markers look for.
-            known[list(admitted.prompt_embeds.places)] = NO_TOKEN
+            known[list(admitted.prompt_embeds.positions)] = NO_TOKEN
         self.token_ids[row, : len(admitted.token_ids)] = to_device(known, self.device)
         for group, block_ids in enumerate(admitted.block_ids):
             self._tables[group, row, : len(block_ids)] = block_ids
@@ -234,8 +234,8 @@ class InputBatch:
         if self._is_on_host:
             self._host_token_ids[rows, positions] = token_ids.numpy()
         else:
-            places = self._send([rows, positions])
-            self.token_ids[places[0], places[1]] = token_ids.int()
+            indices = self._send([rows, positions])
+            self.token_ids[indices[0], indices[1]] = token_ids.int()
 
     def _known_tokens(
         self, rows: Ints, positions: Ints, device_rows: Tensor, device_positions: Tensor
@@ -256,8 +256,8 @@ class InputBatch:
         if self._changed_rows:
             changed = np.fromiter(self._changed_rows, dtype=np.int64)
             content = torch.from_numpy(self._tables[:, changed]).pin_memory()
-            (places,) = self._send([changed])
-            self._device_tables.index_copy_(1, places, content.to(self.device, non_blocking=True))
+            (indices,) = self._send([changed])
+            self._device_tables.index_copy_(1, indices, content.to(self.device, non_blocking=True))
             self._changed_rows.clear()
         return list(self._device_tables.index_select(1, device_rows)[:, :, :num_columns].unbind(0))
 

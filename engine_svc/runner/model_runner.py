@@ -25,8 +25,8 @@ from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.prompt_rows import (
     PromptPart,
     PromptRow,
+    compute_prompt_logprobs,
     find_prompt_rows,
-    tell_prompts,
     with_prompt_logits,
 )
 from engine_svc.runner.running_step import RunningStep
@@ -137,18 +137,20 @@ class ModelRunner:
         embedded = self._embedded.find(plan, inputs)
         if embedded is not None:
             # Models look the ids up, whatever stands there in the end.
-            inputs.token_ids.index_fill_(0, embedded.places, 0)
+            inputs.token_ids.index_fill_(0, embedded.positions, 0)
         with self._profiler.range("forward"):
             found = self._forward(model, inputs, readers if not prompts else None, embedded)
         for hook in self._hooks:
             hook.after_forward(plan, self._batch)
-        told: list[PromptPart] = []
+        prompt_parts: list[PromptPart] = []
         if prompts and isinstance(found, Tensor) and found.shape[0]:
-            told = tell_prompts(prompts, found[num_sampling:], self._batch.token_ids, self._sampler)
+            prompt_parts = compute_prompt_logprobs(
+                prompts, found[num_sampling:], self._batch.token_ids, self._sampler
+            )
             found = found[:num_sampling]
         with self._profiler.range("sample"):
             sampled = self._choose(inputs, found, readers)
-        return RunningStep(plan, sampled, self._kv.device, told, check=self._check)
+        return RunningStep(plan, sampled, self._kv.device, prompt_parts, check=self._check)
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
         """A step that computes nothing here, but for the tokens of other engines, where they need it."""
@@ -190,8 +192,8 @@ class ModelRunner:
     def _compute_alone(self, num_tokens: int, total: int) -> None:
         """The last tokens of a row, over whatever the first block holds."""
         device = self._kv.device
-        places = torch.arange(num_tokens, device=device)
-        slots = torch.full_like(places, -1)
+        token_indices = torch.arange(num_tokens, device=device)
+        slots = torch.full_like(token_indices, -1)
         size = self._kv.sizing.block_size
         table = torch.zeros(1, -(-total // size), dtype=torch.int32, device=device)
         batch = AttentionBatch.of(table, [num_tokens], [total], size)
@@ -199,7 +201,10 @@ class ModelRunner:
         context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
         with nullcontext() if self._exchange is None else self._exchange.alone():
             self._resident.awake_model().forward(
-                torch.zeros_like(places), places + (total - num_tokens), places[-1:], context
+                torch.zeros_like(token_indices),
+                token_indices + (total - num_tokens),
+                token_indices[-1:],
+                context,
             )
 
     def sleep(self, level: int) -> None:

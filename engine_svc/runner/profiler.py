@@ -55,8 +55,8 @@ class Profiler:
         if self._num_steps == self._max_num_steps + 1:
             # What was recorded is written at the stop, whose caller knows that it takes a while.
             recording.toggle_collection_dynamic(False, self._activities)
-            told = {"num_steps": self._max_num_steps, "file": str(self._target)}
-            logger.warning("profile is full", extra=told)
+            fields = {"num_steps": self._max_num_steps, "file": str(self._target)}
+            logger.warning("profile is full", extra=fields)
 
     def start(self, folder: Path, prefix: str = "engine") -> Path:
         """Begin to record; returns where `stop` will write, a file of this process alone.

@@ -25,7 +25,7 @@ class PromptRow:
 
     index: int  # in the plan
     row: int  # of the batch
-    places: range  # each is told of by the logits of the place before it
+    positions: range  # each is told of by the logits of the place before it
     first_token: int  # where in the step the token of the place before the first one is
 
 
@@ -43,26 +43,26 @@ def find_prompt_rows(plan: StepPlan, inputs: StepInputs, sampler: Sampler) -> li
     found = []
     starts = (inputs.counts.cumsum() - inputs.counts).tolist()
     for index, (row, start) in enumerate(zip(inputs.rows.tolist(), plan.num_computed_tokens, strict=True)):
-        places = sampler.prompt_places(row, start, start + plan.num_tokens[index])
-        if places is not None:
-            found.append(PromptRow(index, row, places, starts[index]))
+        positions = sampler.prompt_positions(row, start, start + plan.num_tokens[index])
+        if positions is not None:
+            found.append(PromptRow(index, row, positions, starts[index]))
     return found
 
 
 def with_prompt_logits(inputs: StepInputs, prompts: Sequence[PromptRow], device: torch.device) -> StepInputs:
     """The inputs with the logits that `prompts` need, behind those of the rows that sample."""
-    parts = [np.arange(prompt.first_token, prompt.first_token + len(prompt.places)) for prompt in prompts]
+    parts = [np.arange(prompt.first_token, prompt.first_token + len(prompt.positions)) for prompt in prompts]
     more = to_device(np.concatenate(parts), device)
     return replace(inputs, logit_rows=torch.cat([inputs.logit_rows, more]))
 
 
-def tell_prompts(
+def compute_prompt_logprobs(
     prompts: Sequence[PromptRow], logits: Tensor, token_ids: Tensor, sampler: Sampler
 ) -> list[PromptPart]:
     """What the logits [M, V] of all places, prompt by prompt, say of the tokens that follow them."""
-    told = []
-    for prompt, part in zip(prompts, logits.split([len(one.places) for one in prompts]), strict=True):
-        following = token_ids[prompt.row, prompt.places.start : prompt.places.stop].long()
+    prompt_parts = []
+    for prompt, part in zip(prompts, logits.split([len(one.positions) for one in prompts]), strict=True):
+        following = token_ids[prompt.row, prompt.positions.start : prompt.positions.stop].long()
         logprobs = sampler.prompt_logprobs(part, following, prompt.row)
-        told.append(PromptPart(prompt.index, prompt.places.start, logprobs))
-    return told
+        prompt_parts.append(PromptPart(prompt.index, prompt.positions.start, logprobs))
+    return prompt_parts

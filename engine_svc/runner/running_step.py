@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine_svc.core.step import PromptPlaces, StepPlan, StepResult
+from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.prompt_rows import PromptPart
 from engine_svc.runner.sampler import Sampled
@@ -54,7 +54,9 @@ class RunningStep:
                 self._check()
         result = StepResult(plan.step_number, sampled=self._columns())
         for part in self._prompts:
-            result.prompt_logprobs[part.index] = PromptPlaces(part.first_position, part.logprobs.tell())
+            result.prompt_logprobs[part.index] = PromptTokenLogprobs(
+                part.first_position, part.logprobs.to_columns()
+            )
         if self._sampled is None:
             return result
         # Here and not with the choice: the next step does not wait for it.
@@ -62,15 +64,15 @@ class RunningStep:
         if self._sampled.logprobs is None and is_finite_of.all():
             return result
         indices = [index for index, samples in enumerate(plan.samples) if samples]
-        for place in is_finite_of.logical_not().nonzero().flatten().tolist():
-            index = indices[place]
+        for entry in is_finite_of.logical_not().nonzero().flatten().tolist():
+            index = indices[entry]
             result.sampled[index] = []
             # Rules leave a token out by minus infinity; a model that computes yields none.
-            is_barred = self._highest[place].item() == -math.inf
+            is_barred = self._highest[entry].item() == -math.inf
             (result.barred if is_barred else result.non_finite).append(index)
         if self._sampled.logprobs is not None:
-            for place, told in self._sampled.logprobs.by_index().items():
-                result.logprobs[indices[place]] = told
+            for entry, token_logprobs in self._sampled.logprobs.by_index().items():
+                result.logprobs[indices[entry]] = token_logprobs
         return result
 
     def _columns(self) -> list[list[int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.decoder import Largest
 from engine_svc.runner.hook import LogitsProcessor
-from engine_svc.runner.sampling.logprobs import LogprobWishes, PromptLogprobs, SampledLogprobs
+from engine_svc.runner.sampling.logprobs import LogprobSpecs, PromptLogprobs, SampledLogprobs
 from engine_svc.runner.sampling.parameters import DrawParameters
 from engine_svc.runner.sampling.penalties import Penalties
 from engine_svc.runner.sampling.thinking import ThinkingBudgets
@@ -85,7 +85,7 @@ class Sampler:
         self._rules = TokenRules(vocab_size, device)
         self._penalties = Penalties(max_num_seqs, device, ops.penalise)
         self._thinking = ThinkingBudgets(vocab_size, device)
-        self._wishes = LogprobWishes(vocab_size, device)
+        self._logprob_specs = LogprobSpecs(vocab_size, device)
         # Of which rows more than the largest logit is read, or that one changed.
         self._reads = np.zeros(max_num_seqs, dtype=bool)
 
@@ -96,7 +96,7 @@ class Sampler:
         self._rules.enter(row, sampling, num_prompt_tokens)
         self._penalties.enter(row, sampling, num_prompt_tokens)
         self._thinking.enter(row, sampling.thinking)
-        self._wishes.enter(row, sampling, num_prompt_tokens)
+        self._logprob_specs.enter(row, sampling, num_prompt_tokens)
         self._reads[row] = (
             bool(self._processors)
             or sampling.temperature > 0.0
@@ -111,7 +111,7 @@ class Sampler:
         self._rules.leave(row)
         self._penalties.leave(row)
         self._thinking.leave(row)
-        self._wishes.leave(row)
+        self._logprob_specs.leave(row)
         self._parameters.leave(row)
 
     def readers(self, rows: _Ints) -> _Ints:
@@ -128,10 +128,10 @@ class Sampler:
         if not len(readers):
             return Sampled(largest.tokens, largest.highest, None)
         some = self.choose(largest.kept, rows[readers], positions[readers], token_ids)
-        places = to_device(readers, self._device)
+        selected = to_device(readers, self._device)
         return Sampled(
-            largest.tokens.index_copy_(0, places, some.token_ids),
-            largest.highest.index_copy_(0, places, some.highest),
+            largest.tokens.index_copy_(0, selected, some.token_ids),
+            largest.highest.index_copy_(0, selected, some.highest),
             None if some.logprobs is None else some.logprobs.moved(readers),
         )
 
@@ -142,7 +142,7 @@ class Sampler:
         int32, of which token_ids[rows[n], :positions[n]] are read.
         """
         logits = logits.float()
-        asking = self._wishes.indices(rows)
+        asking = self._logprob_specs.indices(rows)
         scores = None
         if asking and self._mode.is_raw:
             scores = self._scores(self._pick(logits, asking))
@@ -160,21 +160,21 @@ class Sampler:
         if asking:
             if scores is None:
                 scores = self._scores(self._processed(logits, rows, positions, asking))
-            logprobs = self._wishes.tell_sampled(scores, self._pick(tokens, asking), asking, rows)
+            logprobs = self._logprob_specs.gather_sampled(scores, self._pick(tokens, asking), asking, rows)
         return Sampled(tokens, highest, logprobs)
 
     @property
     def any_wants_prompt_logprobs(self) -> bool:
         """Whether some row wants to be told of its prompt; mostly none does, and no other need be asked."""
-        return self._wishes.any_wants_prompt
+        return self._logprob_specs.any_wants_prompt
 
-    def prompt_places(self, row: int, start: int, end: int) -> range | None:
+    def prompt_positions(self, row: int, start: int, end: int) -> range | None:
         """The prompt places to be told of where places start to end - 1 of `row` are computed, if any."""
-        return self._wishes.prompt_places(row, start, end)
+        return self._logprob_specs.prompt_positions(row, start, end)
 
     def prompt_logprobs(self, logits: Tensor, token_ids_next: Tensor, row: int) -> PromptLogprobs:
         """What the model's own logits [M, V] say of the prompt tokens [M] int64 that follow their places."""
-        return self._wishes.tell_prompt(logits, token_ids_next, row)
+        return self._logprob_specs.gather_prompt(logits, token_ids_next, row)
 
     def _draw(self, logits: Tensor, rows: _Ints, positions: _Ints, greedy_tokens: Tensor) -> Tensor:
         """The tokens [N], with those of rows that draw drawn."""
@@ -183,16 +183,16 @@ class Sampler:
             return greedy_tokens
         columns = self._parameters.columns(rows[drawn], positions[drawn])
         is_all = len(drawn) == len(rows)
-        places = to_device(drawn, self._device)
+        selected = to_device(drawn, self._device)
         tokens = self._ops.sample(
-            logits if is_all else logits.index_select(0, places),
+            logits if is_all else logits.index_select(0, selected),
             columns.temperature,
             columns.top_k,
             columns.top_p,
             columns.min_p,
             uniform_noise(columns.seeds, columns.positions, draw=0),
         )
-        return tokens if is_all else greedy_tokens.index_copy(0, places, tokens)
+        return tokens if is_all else greedy_tokens.index_copy(0, selected, tokens)
 
     def _pick(self, values: Tensor, indices: list[int]) -> Tensor:
         """The entries of [N, ...] at `indices`, in their order."""
@@ -211,9 +211,9 @@ class Sampler:
         drawn = self._parameters.is_drawn(rows[indices]).nonzero()[0]
         if not len(drawn):
             return picked
-        places = to_device(drawn, self._device)
+        selected = to_device(drawn, self._device)
         columns = self._parameters.columns(rows[indices[drawn]], positions[indices[drawn]])
-        part = picked.index_select(0, places)
+        part = picked.index_select(0, selected)
         weights = kept_weights(part, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
         # A weight is 0 also where it is too small for a number: such a token is cut away only by a cut, and
         # by top-k only where so many larger ones are left.
@@ -222,4 +222,4 @@ class Sampler:
         changed = (part / columns.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).masked_fill_(
             (weights == 0.0) & has_cut[:, None], float("-inf")
         )
-        return picked.index_copy(0, places, changed)
+        return picked.index_copy(0, selected, changed)

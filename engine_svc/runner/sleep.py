@@ -38,7 +38,7 @@ class WakeTag(enum.Enum):
     KV_CACHE = "kv_cache"
 
 
-class Place(enum.Enum):
+class Location(enum.Enum):
     """Where the weights or the KV cache are."""
 
     DEVICE = "device"
@@ -46,10 +46,10 @@ class Place(enum.Enum):
     NOWHERE = "nowhere"
 
 
-_TRANSITIONS: dict[Place, frozenset[Place]] = {
-    Place.DEVICE: frozenset({Place.HOST, Place.NOWHERE}),
-    Place.HOST: frozenset({Place.DEVICE, Place.NOWHERE}),
-    Place.NOWHERE: frozenset({Place.DEVICE}),
+_TRANSITIONS: dict[Location, frozenset[Location]] = {
+    Location.DEVICE: frozenset({Location.HOST, Location.NOWHERE}),
+    Location.HOST: frozenset({Location.DEVICE, Location.NOWHERE}),
+    Location.NOWHERE: frozenset({Location.DEVICE}),
 }
 
 
@@ -83,13 +83,13 @@ class Resident:
         self._model: Model | None = model
         self._kv = kv
         self._source = source
-        self._places = dict.fromkeys((WakeTag.WEIGHTS, WakeTag.KV_CACHE), Place.DEVICE)
+        self._locations = dict.fromkeys((WakeTag.WEIGHTS, WakeTag.KV_CACHE), Location.DEVICE)
         self._parked: dict[WakeTag, ParkedMemory] = {}
 
     @property
     def asleep(self) -> frozenset[WakeTag]:
         """What is not on the device."""
-        return frozenset(tag for tag, place in self._places.items() if place is not Place.DEVICE)
+        return frozenset(tag for tag, location in self._locations.items() if location is not Location.DEVICE)
 
     def awake_model(self) -> Model:
         """The model. RuntimeError while any part of what a step needs is away."""
@@ -111,12 +111,12 @@ class Resident:
         if level == 2 and self._source is None:
             raise ValueError("sleep level 2 gives weights up, and there is nothing to load them from")
         self.graphs = None
-        if self._places[WakeTag.KV_CACHE] is Place.DEVICE:
+        if self._locations[WakeTag.KV_CACHE] is Location.DEVICE:
             self._park_cache()
-        if level == 2 and self._places[WakeTag.WEIGHTS] is not Place.NOWHERE:
+        if level == 2 and self._locations[WakeTag.WEIGHTS] is not Location.NOWHERE:
             self._give_up_weights()
-        elif self._places[WakeTag.WEIGHTS] is Place.DEVICE and self._kv.device.type != "cpu":
-            self._move(WakeTag.WEIGHTS, Place.HOST)
+        elif self._locations[WakeTag.WEIGHTS] is Location.DEVICE and self._kv.device.type != "cpu":
+            self._move(WakeTag.WEIGHTS, Location.HOST)
             tensors = tensors_of(self._model, self._kv.device.type)
             self._parked[WakeTag.WEIGHTS] = ParkedMemory(tensors, keep=True)
         return_free_memory(self._kv.device)
@@ -154,7 +154,7 @@ class Resident:
         if self._source is None:
             raise ValueError("weights cannot be reloaded: there is nothing to load them from")
         source = replace(self._source, folder=folder or self._source.folder)
-        had_weights = self._places[WakeTag.WEIGHTS] is not Place.NOWHERE
+        had_weights = self._locations[WakeTag.WEIGHTS] is not Location.NOWHERE
         if had_weights:
             self.graphs = None
             self._give_up_weights()
@@ -194,18 +194,18 @@ class Resident:
             raise WeightsLost("; ".join(reasons)) from again
         self._record_again()
 
-    def _move(self, part: WakeTag, place: Place) -> None:
-        assert place in _TRANSITIONS[self._places[part]], (
-            f"{part} cannot go from {self._places[part]} to {place}"
+    def _move(self, part: WakeTag, location: Location) -> None:
+        assert location in _TRANSITIONS[self._locations[part]], (
+            f"{part} cannot go from {self._locations[part]} to {location}"
         )
-        self._places[part] = place
+        self._locations[part] = location
 
     def _park_cache(self) -> None:
-        self._move(WakeTag.KV_CACHE, Place.NOWHERE)
+        self._move(WakeTag.KV_CACHE, Location.NOWHERE)
         self._parked[WakeTag.KV_CACHE] = ParkedMemory(self._kv.stacks, keep=False)
 
     def _give_up_weights(self) -> None:
-        self._move(WakeTag.WEIGHTS, Place.NOWHERE)
+        self._move(WakeTag.WEIGHTS, Location.NOWHERE)
         self._parked.pop(WakeTag.WEIGHTS, None)
         self._model = None
 
@@ -225,7 +225,7 @@ class Resident:
     def _restore(self, part: WakeTag) -> None:
         self._parked[part].restore()
         del self._parked[part]
-        self._move(part, Place.DEVICE)
+        self._move(part, Location.DEVICE)
 
     def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
         try:
@@ -241,7 +241,7 @@ class Resident:
         return model, facts
 
     def _take(self, model: Model, facts: ModelFacts) -> None:
-        self._move(WakeTag.WEIGHTS, Place.DEVICE)
+        self._move(WakeTag.WEIGHTS, Location.DEVICE)
         self._model, self.facts = model, facts
 
     def _record_again(self) -> None:

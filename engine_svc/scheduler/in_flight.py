@@ -63,8 +63,8 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
         # Who rows belong to when nobody wants their tokens any more: it has ended, so they are dropped.
-        self._nobody = Request("", [], 0, SamplingParams(max_tokens=1))
-        self._nobody.move_to(RequestStatus.FINISHED)
+        self._discarded = Request("", [], 0, SamplingParams(max_tokens=1))
+        self._discarded.move_to(RequestStatus.FINISHED)
 
     def newest_of(self, request: Request) -> int:
         """The number of the last step that computes something of a request; 0 where none does."""
@@ -100,11 +100,11 @@ class StepsInFlight:
             withdrawn.rows.update(dict.fromkeys(step.rows))
             withdrawn.released += step.released
             withdrawn.block_ids += step.block_ids
-        withdrawn.rows.pop(self._nobody, None)
+        withdrawn.rows.pop(self._discarded, None)
         self._steps.clear()
         return withdrawn
 
     def forget(self, request: Request) -> None:
         """Drop what is in flight for a request: its rows yield tokens that nobody gets."""
         for step in self._steps:
-            step.replace(request, self._nobody)
+            step.replace(request, self._discarded)

@@ -75,7 +75,7 @@ class PlanBuilder:
             )
         )
 
-    def place(self, request: Request, num_tokens: int, new_block_ids: list[list[int]]) -> None:
+    def add_row(self, request: Request, num_tokens: int, new_block_ids: list[list[int]]) -> None:
         """Write a row, and count its tokens as computed."""
         plan = self.plan
         computed = request.num_computed_tokens

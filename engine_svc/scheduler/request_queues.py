@@ -12,7 +12,7 @@ from engine_svc.scheduler.turns import INPUT
 from engine_svc.scheduler.waiting_queue import WaitingQueue
 
 
-class Roster:
+class RequestQueues:
     """All requests that have not ended. `running` is in order of admission."""
 
     def __init__(self, kv_cache: KVCache, policy: Policy, hooks: Sequence[SchedulerHook]) -> None:

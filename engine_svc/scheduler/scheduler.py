@@ -19,13 +19,13 @@ from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
-from engine_svc.scheduler.request_queues import Roster, note_first_token
+from engine_svc.scheduler.request_queues import RequestQueues, note_first_token
 from engine_svc.scheduler.speculation import (
     DraftCounter,
     is_last_token_in_flight,
     note_drafts,
     pad_with_drafts,
-    take_back,
+    roll_back_rejected,
 )
 from engine_svc.scheduler.stats import SchedulerStats, make_stats
 from engine_svc.scheduler.stopping import note_limits, why_stopped
@@ -51,7 +51,7 @@ class Scheduler:
         self._policy = policy
         self._builder = PlanBuilder(config, (*policy.budgets, *budgets))
         self._hooks = tuple(hooks)
-        self._roster = Roster(kv_cache, policy, hooks)
+        self._queues = RequestQueues(kv_cache, policy, hooks)
         self._in_flight = StepsInFlight()
         self._pause = PauseState.NONE
 
@@ -69,29 +69,29 @@ class Scheduler:
         """Whether a step planned now could compute something."""
         if self._pause is PauseState.ALL:
             return False
-        return bool(self._roster.running) or (
-            self._pause is PauseState.NONE and self._roster.waiting.num_ready > 0
+        return bool(self._queues.running) or (
+            self._pause is PauseState.NONE and self._queues.waiting.num_ready > 0
         )
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended: running, waiting and blocked."""
-        return len(self._roster.requests)
+        return len(self._queues.requests)
 
     @property
     def running_ids(self) -> list[str]:
         """Running requests, in order of admission."""
-        return [request.request_id for request in self._roster.running]
+        return [request.request_id for request in self._queues.running]
 
     @property
     def waiting_ids(self) -> list[str]:
         """Waiting and blocked requests, in the order in which they will be taken."""
-        return [request.request_id for request in self._roster.waiting]
+        return [request.request_id for request in self._queues.waiting]
 
     def stats(self) -> SchedulerStats:
         """State now, and counters since the start."""
         return make_stats(
-            self._roster,
+            self._queues,
             self._kv_cache,
             self._drafts.stats(),
             step_number=self._step_number,
@@ -101,36 +101,36 @@ class Scheduler:
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could never be served here, in words for its sender; None: it can be added."""
-        if request.request_id in self._roster.requests:
+        if request.request_id in self._queues.requests:
             return f"request {request.request_id} is already being served"
         return refusal(request, self._config, self._kv_cache)
 
     def chunk_refusal(self, request_id: str, chunk: Chunk) -> str | None:
         """Why this further input could never be served here, in words for its sender; None: it can be."""
-        return chunk_refusal(self._roster.requests.get(request_id), chunk, self._config, self._kv_cache)
+        return chunk_refusal(self._queues.requests.get(request_id), chunk, self._config, self._kv_cache)
 
     def add(self, request: Request) -> None:
         """Enter a new request into the queue. Ask `refusal` first."""
-        if request.request_id in self._roster.requests:
+        if request.request_id in self._queues.requests:
             raise ValueError(f"request {request.request_id} is already being served")
         note_limits(request, self._config.max_model_len)
-        self._roster.add(request)
+        self._queues.add(request)
 
     def extend(self, request_id: str, chunk: Chunk | None, now: float) -> list[RequestOutput]:
         """Continue a resumable request by a chunk, when its turn is over; None: there will be none.
 
         Ask `chunk_refusal` first. Unknown ids are ignored. Returns the last output of a request that ends.
         """
-        request = self._roster.requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is None:
             return []
         waits = INPUT in request.blockers
         if chunk is None:
             request.is_resumable = False
-            return [self._roster.end_early(request, FinishReason.ABORT, now)] if waits else []
+            return [self._queues.end_early(request, FinishReason.ABORT, now)] if waits else []
         if waits:
             begin_turn(request, chunk, self._config.max_model_len)
-            self._roster.unblock(request, INPUT)
+            self._queues.unblock(request, INPUT)
         else:
             request.chunks.append(chunk)
         return []
@@ -138,8 +138,8 @@ class Scheduler:
     def unblock(self, request_id: str, name: str) -> None:
         """Take `name` off what blocks a request; without any it may be admitted. Unknown ids are ignored."""
         assert name != INPUT, "only a further chunk ends the time between two turns"
-        if (request := self._roster.waiting.blocked(request_id)) is not None:
-            self._roster.unblock(request, name)
+        if (request := self._queues.waiting.blocked(request_id)) is not None:
+            self._queues.unblock(request, name)
 
     def abort(
         self,
@@ -151,10 +151,10 @@ class Scheduler:
         """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
-            if (request := self._roster.requests.get(request_id)) is not None:
+            if (request := self._queues.requests.get(request_id)) is not None:
                 request.abort_cause = cause
                 request.timeline.events.append(("aborted", now))
-                outputs.append(self._roster.end_early(request, reason, now))
+                outputs.append(self._queues.end_early(request, reason, now))
         return outputs
 
     def set_pause(self, state: PauseState) -> None:
@@ -164,22 +164,22 @@ class Scheduler:
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
         """Forget all cached content. Refused while requests hold blocks, unless these may be taken."""
         if reset_running:
-            while self._roster.running:
-                self._preempt(self._roster.running[-1], now)
-            while self._roster.reclaim():
+            while self._queues.running:
+                self._preempt(self._queues.running[-1], now)
+            while self._queues.reclaim():
                 continue
         return self._kv_cache.reset()
 
     def withdraw(self, now: float) -> None:
         """Take back every step in flight, as none yields anything; its requests compute its tokens anew."""
         withdrawn = self._in_flight.withdraw()
-        self._roster.release_again(withdrawn.released)
+        self._queues.release_again(withdrawn.released)
         # The last first: the request that gives way is mostly the next to be admitted again.
-        for request in reversed(self._roster.running.copy()):
+        for request in reversed(self._queues.running.copy()):
             if request in withdrawn.rows:
-                preempt_settled(self._roster, request, now)
+                preempt_settled(self._queues, request, now)
         # After the releases: a block that one request fills may have been taken over by another already.
-        self._kv_cache.disown([*withdrawn.block_ids, *self._kv_cache.take_registered()])
+        self._kv_cache.invalidate([*withdrawn.block_ids, *self._kv_cache.take_registered()])
         for hook in self._hooks:
             hook.on_withdraw()
         # Nobody is to wait for tokens that never come.
@@ -194,9 +194,9 @@ class Scheduler:
         if max_num_tokens is not None and self._config.enable_chunked_prefill:
             limit = min(limit, max(max_num_tokens, 1 + self._config.num_speculative_tokens))
         self._builder.restrict(None if only is None else Restriction(only, limit))
-        for request in reversed(self._roster.running.copy()):
+        for request in reversed(self._queues.running.copy()):
             if only is not None and request.request_id not in only:
-                preempt_settled(self._roster, request, now)
+                preempt_settled(self._queues, request, now)
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
@@ -208,12 +208,12 @@ class Scheduler:
         plan = self._builder.begin(self._step_number)
         if self._pause is PauseState.ALL:
             return plan
-        roster = self._roster
+        queues = self._queues
         # A lone request has nobody to make room for.
-        self._prefill_limit = 0 if len(roster.requests) == 1 else self._config.long_prefill_token_threshold
+        self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
         # Who was in the middle of a chunk before this step makes rows of unequal length.
         self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
-            request.last_row_sampled for request in roster.running
+            request.last_row_sampled for request in queues.running
         )
         self._schedule_running(now)
         if not plan.preempted and self._pause is PauseState.NONE:
@@ -221,7 +221,7 @@ class Scheduler:
         rows = self._builder.rows
         if not rows:
             return plan
-        plan.released, roster.released = roster.released, []
+        plan.released, queues.released = queues.released, []
         registered = self._kv_cache.take_registered()
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
@@ -238,13 +238,13 @@ class Scheduler:
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
         broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
-        outputs = [self._roster.end_broken(request, why, now) for request, why in broken]
+        outputs = [self._queues.end_broken(request, why, now) for request, why in broken]
         finished = RequestStatus.FINISHED
         for request, tokens, drafts in zip(rows, result.sampled, plan.draft_token_ids, strict=True):
             if not tokens or request.status is finished:
                 continue
             if drafts:
-                take_back(request, len(drafts) + 1 - len(tokens))
+                roll_back_rejected(request, len(drafts) + 1 - len(tokens))
                 self._drafts.add(len(drafts), len(tokens) - 1)
             output = RequestOutput(request.request_id, tokens)
             outputs.append(output)
@@ -275,7 +275,7 @@ class Scheduler:
         builder = self._builder
         has_budgets = builder.has_budgets
         running = RequestStatus.RUNNING
-        for request in self._policy.walk(self._roster.running, self._num_who_may_enter()):
+        for request in self._policy.walk(self._queues.running, self._num_admissible()):
             if not builder.remaining:
                 return
             # A victim of this step.
@@ -295,12 +295,12 @@ class Scheduler:
                 if grown is None:
                     return
                 new_block_ids = grown
-            builder.place(request, num_tokens, new_block_ids)
+            builder.add_row(request, num_tokens, new_block_ids)
 
-    def _num_who_may_enter(self) -> int:
+    def _num_admissible(self) -> int:
         if self._pause is not PauseState.NONE:
             return 0
-        return min(self._roster.waiting.num_ready, self._config.max_num_seqs - len(self._roster.running))
+        return min(self._queues.waiting.num_ready, self._config.max_num_seqs - len(self._queues.running))
 
     def _grant(self, request: Request, num_tokens: int) -> int:
         """How many of its pending tokens a running request can have."""
@@ -312,17 +312,17 @@ class Scheduler:
         return self._builder.clip(request, num_tokens)
 
     def _admit_waiting(self, now: float) -> None:
-        config, roster, builder = self._config, self._roster, self._builder
+        config, queues, builder = self._config, self._queues, self._builder
         self._has_running_rows = bool(builder.rows)
-        place = 0
-        while builder.remaining and len(roster.running) < config.max_num_seqs:
-            request = roster.waiting.at(place)
+        index = 0
+        while builder.remaining and len(queues.running) < config.max_num_seqs:
+            request = queues.waiting.at(index)
             if request is None:
                 return
             # Tokens of a step in flight belong to a preempted request too, and it needs them to continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
             if waits_for_tokens or not builder.admits(request):
-                place += 1
+                index += 1
                 continue
             if not self._admit(request, now):
                 # Nobody overtakes who only has to wait for room.
@@ -346,9 +346,9 @@ class Scheduler:
         if new_block_ids is None:
             request.draft_token_ids, request.num_computed_tokens = [], num_computed
             return False
-        self._roster.enter(request, now)
+        self._queues.enter(request, now)
         builder.admit(request, new_block_ids)
-        builder.place(request, num_tokens, new_block_ids)
+        builder.add_row(request, num_tokens, new_block_ids)
         self._num_chunked_prefills += not request.last_row_sampled
         return True
 
@@ -356,7 +356,7 @@ class Scheduler:
         """Blocks for a request that enters; with nobody running, at the cost of idle ones."""
         kv_cache, reserve_all = self._kv_cache, self._config.reserve_full_prompt
         new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
-        while new_block_ids is None and not self._roster.running and self._roster.reclaim(besides=request):
+        while new_block_ids is None and not self._queues.running and self._queues.reclaim(besides=request):
             new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
         return new_block_ids
 
@@ -371,9 +371,9 @@ class Scheduler:
             new_block_ids = self._kv_cache.grow(request, num_tokens, num_in_flight_tokens)
             if new_block_ids is not None:
                 return new_block_ids
-            if self._roster.reclaim():
+            if self._queues.reclaim():
                 continue
-            victim = self._policy.pick_victim(self._roster.running, self._kv_cache)
+            victim = self._policy.pick_victim(self._queues.running, self._kv_cache)
             num_withdrawn_tokens = self._builder.withdraw(victim)
             self._builder.plan.preempted.append(victim.request_id)
             self._preempt(victim, now, num_withdrawn_tokens)
@@ -382,7 +382,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float, num_withdrawn_tokens: int = 0) -> None:
         request.resumes_after_step = self._in_flight.newest_of(request)
-        self._roster.preempt(request, now, num_withdrawn_tokens)
+        self._queues.preempt(request, now, num_withdrawn_tokens)
 
     def _settle(self, request: Request, num_tokens: int) -> None:
         """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
@@ -397,19 +397,19 @@ class Scheduler:
         """End a request whose newest token ends it, or its turn."""
         output.finish_reason, output.stop_token_id = stopped
         if not request.is_resumable and not request.chunks:
-            self._roster.finish(request, output.finish_reason, now)
+            self._queues.finish(request, output.finish_reason, now)
             return
         output.continues = True
         self._in_flight.forget(request)
         settle_turn(request, self._kv_cache.hasher.block_size)
-        self._roster.end_turn(request)
+        self._queues.end_turn(request)
         if request.chunks:
             begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
-            self._roster.unblock(request, INPUT)
+            self._queues.unblock(request, INPUT)
 
 
-def preempt_settled(roster: Roster, request: Request, now: float) -> None:
+def preempt_settled(queues: RequestQueues, request: Request, now: float) -> None:
     """Queue a running request again, for which nothing is in flight."""
     assert request.status is RequestStatus.RUNNING, f"request {request.request_id} does not run"
     request.resumes_after_step = 0
-    roster.preempt(request, now, 0)
+    queues.preempt(request, now, 0)

@@ -34,7 +34,7 @@ def is_last_token_in_flight(request: Request) -> bool:
     return num_expected >= request.num_prompt_tokens + request.sampling.max_tokens
 
 
-def take_back(request: Request, num_rejected: int) -> None:
+def roll_back_rejected(request: Request, num_rejected: int) -> None:
     """Undo the count of drafts that were not accepted. A preempted request counts from 0 anyway."""
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens -= num_rejected

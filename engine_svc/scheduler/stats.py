@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.scheduler.request_queues import Roster
+from engine_svc.scheduler.request_queues import RequestQueues
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SchedulerStats:
 
 
 def make_stats(
-    roster: Roster,
+    queues: RequestQueues,
     kv_cache: KVCache,
     drafts: DraftStats,
     *,
@@ -52,10 +52,10 @@ def make_stats(
     """The state of roster and cache, with what the scheduler counted itself."""
     return SchedulerStats(
         step_number=step_number,
-        num_running=len(roster.running),
-        num_waiting=roster.waiting.num_ready,
-        num_blocked=roster.waiting.num_blocked,
-        num_waiting_tokens=roster.waiting.num_uncached_tokens,
+        num_running=len(queues.running),
+        num_waiting=queues.waiting.num_ready,
+        num_blocked=queues.waiting.num_blocked,
+        num_waiting_tokens=queues.waiting.num_uncached_tokens,
         num_used_blocks=kv_cache.num_used_blocks,
         num_total_blocks=kv_cache.num_total_blocks,
         prefix_queries=kv_cache.prefix_queries,
@@ -63,7 +63,7 @@ def make_stats(
         prefix_hit_rate=kv_cache.hit_rate.value,
         preempted_queries=kv_cache.preempted_queries,
         preempted_hits=kv_cache.preempted_hits,
-        num_preemptions=roster.num_preemptions,
+        num_preemptions=queues.num_preemptions,
         num_chunked_prefills=num_chunked_prefills,
         max_rows=max_rows,
         drafts=drafts,

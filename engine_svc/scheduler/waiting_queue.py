@@ -49,9 +49,9 @@ class WaitingQueue:
         else:
             insort(self._ready, request, key=_by_order_key)
 
-    def at(self, place: int) -> Request | None:
+    def at(self, index: int) -> Request | None:
         """The request at a place of the order, blocked ones not counted; None behind the last."""
-        return self._ready[place] if place < len(self._ready) else None
+        return self._ready[index] if index < len(self._ready) else None
 
     def blocked(self, request_id: str) -> Request | None:
         """The blocked request with this id, if there is one."""
@@ -63,6 +63,6 @@ class WaitingQueue:
         if request.status is RequestStatus.BLOCKED:
             del self._blocked[request.request_id]
             return
-        place = bisect_left(self._ready, request.order_key, key=_by_order_key)
-        assert self._ready[place] is request, f"request {request.request_id} is not in the queue"
-        del self._ready[place]
+        index = bisect_left(self._ready, request.order_key, key=_by_order_key)
+        assert self._ready[index] is request, f"request {request.request_id} is not in the queue"
+        del self._ready[index]

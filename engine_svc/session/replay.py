@@ -10,7 +10,7 @@ from collections import deque
 from engine_svc.admin.announce import MAX_REPLAY_BYTES
 
 
-class ReplayRing:
+class ReplayBuffer:
     """Numbered messages from the first that is not acknowledged to the newest, without gaps."""
 
     def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:

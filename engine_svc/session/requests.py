@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.orphaned_requests import MAX_GRACE_S, Adoptable
+from engine_svc.admin.orphaned_requests import MAX_GRACE_S, OrphanedRequest
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.convert import messages
 from engine_svc.core.request import Request
@@ -78,21 +78,21 @@ class SessionRequests:
         if self._is_resumable and self.handles.has_seen_request(entry.handle, entry.request_id):
             return
         try:
-            adoptable = self._take_over(entry)
+            orphan = self._take_over(entry)
         except ServiceError as error:
             self._reject(entry.handle, (entry.request_id, 0), error)
             return
-        entry_id = (adoptable.wire_id, adoptable.attempt)
-        self.handles.begin(entry.handle, InFlight(adoptable.request_id, entry_id, adoptable.stop_token_ids))
+        entry_id = (orphan.wire_id, orphan.attempt)
+        self.handles.begin(entry.handle, InFlight(orphan.request_id, entry_id, orphan.stop_token_ids))
         # Queued before the engine thread hears of it, so that it comes before any output.
         adopted = engine_pb2.Adopted(
             handle=entry.handle,
-            attempt=adoptable.attempt,
-            prompt_token_ids=adoptable.prompt_token_ids,
-            resume_state=adoptable.resume_state,
+            attempt=orphan.attempt,
+            prompt_token_ids=orphan.prompt_token_ids,
+            resume_state=orphan.resume_state,
         )
         self._send(engine_pb2.ConnectResponse(adopted=adopted))
-        self._engine.inbox.put(Adopt(adoptable.request_id, self._outbox, entry.handle))
+        self._engine.inbox.put(Adopt(orphan.request_id, self._outbox, entry.handle))
 
     async def abort(self, abort: engine_pb2.Abort) -> None:
         """End requests; those whose end was told before are named."""
@@ -106,16 +106,16 @@ class SessionRequests:
         """What ran under `handles` has had its end."""
         for handle in handles:
             entry = self.handles[handle]
-            kept = self._kept(entry)
-            if kept is not None and kept.owner == self._number:
-                self._engine.adoptables.end(kept.wire_id)
+            orphan = self._find_orphan(entry)
+            if orphan is not None and orphan.owner == self._number:
+                self._engine.orphaned_requests.end(orphan.wire_id)
             self.handles.end([handle])
 
     def close(self) -> int:
         """Abort what runs, except what somebody else may adopt or has; returns how many were aborted."""
         num_aborted = 0
         for entry in self.handles.clear():
-            if self._kept(entry) is None:
+            if self._find_orphan(entry) is None:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
         # It is the session's, which has this: a cycle that only a full collection would free.
@@ -134,16 +134,18 @@ class SessionRequests:
             raise InvalidArgument(refusal, reason="NEVER_FITS")
         core.prepare(request)
         deadline_at = messages.to_deadline(entry, now)
-        is_kept = bool(entry.resume_state) and self._engine.adoptables.has_room_for(entry.request_id)
+        keeps_outputs = bool(entry.resume_state) and self._engine.orphaned_requests.has_room_for(
+            entry.request_id
+        )
         if not self._engine.inbox.put(
-            Add(request, self._outbox, entry.handle, deadline_at, is_kept, entry.is_suspect)
+            Add(request, self._outbox, entry.handle, deadline_at, keeps_outputs, entry.is_suspect)
         ):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)
         entry_id = (entry.request_id, entry.attempt)
         self.handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
-        if is_kept:
-            self._engine.adoptables.add(self._adoptable(entry, request, stop_token_ids))
+        if keeps_outputs:
+            self._engine.orphaned_requests.add(self._orphaned_request(entry, request, stop_token_ids))
 
     def _abort_from(self, abort: engine_pb2.Abort, first: int) -> None:
         late, cause = [], messages.to_abort_cause(abort.reason)
@@ -158,18 +160,18 @@ class SessionRequests:
                 entry.is_aborted = True
                 if not self._is_elsewhere(entry):
                     self._engine.inbox.put(Abort(entry.request_id, cause))
-                    if cause == messages.MIGRATED and self._kept(entry) is not None:
-                        self._engine.adoptables.discard(entry.entry_id[0])
+                    if cause == messages.MIGRATED and self._find_orphan(entry) is not None:
+                        self._engine.orphaned_requests.discard(entry.entry_id[0])
         if late:
             self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
 
-    def _adoptable(
+    def _orphaned_request(
         self, entry: add_pb2.AddEntry, request: Request, stop_token_ids: frozenset[int]
-    ) -> Adoptable:
+    ) -> OrphanedRequest:
         grace_s = self._engine.replay_window_s
         if entry.HasField("orphan_grace_ms"):
             grace_s = entry.orphan_grace_ms / 1000
-        return Adoptable(
+        return OrphanedRequest(
             wire_id=entry.request_id,
             request_id=request.request_id,
             attempt=entry.attempt,
@@ -181,13 +183,13 @@ class SessionRequests:
             owner=self._number,
         )
 
-    def _take_over(self, entry: engine_pb2.AdoptEntry) -> Adoptable:
+    def _take_over(self, entry: engine_pb2.AdoptEntry) -> OrphanedRequest:
         self._check_handle(entry.handle)
-        adoptables = self._engine.adoptables
-        adoptable = adoptables.adopt(entry.request_id, self._number)
-        if adoptable is not None:
-            return adoptable
-        if entry.request_id in adoptables:
+        orphaned_requests = self._engine.orphaned_requests
+        orphan = orphaned_requests.adopt(entry.request_id, self._number)
+        if orphan is not None:
+            return orphan
+        if entry.request_id in orphaned_requests:
             raise FailedPrecondition("the session that has the request lives", reason=SESSION_LIVES)
         raise NotFound(
             "no request of this id is kept: it never was, or its grace is over",
@@ -223,15 +225,15 @@ class SessionRequests:
         )
         self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
 
-    def _kept(self, entry: InFlight) -> Adoptable | None:
+    def _find_orphan(self, entry: InFlight) -> OrphanedRequest | None:
         """The request as another session may adopt it, or has; None where none may."""
-        kept = self._engine.adoptables.get(entry.entry_id[0])
-        return kept if kept is not None and kept.request_id == entry.request_id else None
+        orphan = self._engine.orphaned_requests.get(entry.entry_id[0])
+        return orphan if orphan is not None and orphan.request_id == entry.request_id else None
 
     def _is_elsewhere(self, entry: InFlight) -> bool:
         """Whether another session has adopted it: nothing that is said here counts for it any more."""
-        kept = self._kept(entry)
-        return kept is not None and kept.owner != self._number
+        orphan = self._find_orphan(entry)
+        return orphan is not None and orphan.owner != self._number
 
 
 def _send_nothing(message: engine_pb2.ConnectResponse) -> None:

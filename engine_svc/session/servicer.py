@@ -13,10 +13,10 @@ from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.core.facts import SCHEMA_REVISION
-from engine_svc.loop.pause import StandstillState
+from engine_svc.loop.pause import RunState
 from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.session import MAX_OUTBOX_BYTES, Session
-from engine_svc.session.stream import Carrier
+from engine_svc.session.stream import SessionStream
 from service_kit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -37,7 +37,7 @@ _MAX_KV_SUBSCRIPTIONS = 16
 # Frontends whose stream broke; of more than these the one that lost it first is given up.
 _MAX_PARKED_SESSIONS = 64
 # What is held here never ends, and an engine that drains is not resumed: others have to run it.
-_HELD = frozenset({StandstillState.PAUSED, StandstillState.ASLEEP})
+_HELD = frozenset({RunState.PAUSED, RunState.ASLEEP})
 
 
 class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
@@ -99,12 +99,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         call = asyncio.current_task()
         assert call is not None, "a handler runs in a task"
         hello = await _read_hello(requests)
-        carrier = Carrier(call.cancel, context.write)
-        session, is_resumed = self._enter(hello, carrier)
-        reader = asyncio.create_task(self._feed(session, carrier, requests))
+        stream = SessionStream(call.cancel, context.write)
+        session, is_resumed = self._enter(hello, stream)
+        reader = asyncio.create_task(self._feed(session, stream, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            await session.speak(carrier, is_resumed=is_resumed)
+            await session.write_messages(stream, is_resumed=is_resumed)
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, is this call's error.
                 reader.result()
@@ -116,8 +116,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 )
         finally:
             reader.cancel()
-            carrier.writer.close()
-            self._detach(session, carrier)
+            stream.writer.close()
+            self._detach(session, stream)
             # Its error may be this call's, and then this frame is in the traceback.
             del reader
 
@@ -158,7 +158,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         """How loaded it is now."""
         return engine_pb2.GetLoadResponse(
             state=announce.state(self._engine),
-            stats=announce.stats(self._engine.board.read()),
+            stats=announce.stats(self._engine.stats_snapshot.read()),
             num_sessions=self.num_sessions,
         )
 
@@ -233,9 +233,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
 
     def _can_progress(self) -> bool:
         """Whether a request may still come to its end here, or its end to its frontend."""
-        return self._engine.standstill not in _HELD and any(session.is_open for session in self._sessions)
+        return self._engine.run_state not in _HELD and any(session.is_open for session in self._sessions)
 
-    def _enter(self, hello: session_pb2.Hello, carrier: Carrier) -> tuple[Session, bool]:
+    def _enter(self, hello: session_pb2.Hello, stream: SessionStream) -> tuple[Session, bool]:
         """The session that `hello` resumes, or a new one in place of what the frontend had before."""
         resumed = self._resumed_by(hello)
         for session in list(self._sessions):
@@ -244,15 +244,15 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             # Who names the session of another frontend ends nothing by it.
             is_left = is_same_frontend and (session.is_parked or session.session_id == hello.session_id)
             if session is not resumed and (is_older or is_left):
-                self._engine.adoptables.drop(session.number)
+                self._engine.orphaned_requests.drop(session.number)
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
                 session.close()
         if resumed is not None:
             window = self._windows.pop(resumed, None)
             if window is not None:
                 window.cancel()
-            resumed.attach(carrier, last_seq=hello.resume.last_seq)
-            self._engine.adoptables.find_again(resumed.number)
+            resumed.attach(stream, last_seq=hello.resume.last_seq)
+            self._engine.orphaned_requests.mark_found(resumed.number)
             self._log(resumed, "session resumed")
             return resumed, True
         session = Session(
@@ -264,7 +264,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             max_outbox_bytes=self._max_outbox_bytes,
             max_replay_bytes=self._max_replay_bytes,
         )
-        session.attach(carrier)
+        session.attach(stream)
         self._sessions.add(session)
         self._log(session, "session opened")
         return session, False
@@ -280,21 +280,21 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         return None
 
     async def _feed(
-        self, session: Session, carrier: Carrier, requests: AsyncIterator[engine_pb2.ConnectRequest]
+        self, session: Session, stream: SessionStream, requests: AsyncIterator[engine_pb2.ConnectRequest]
     ) -> None:
         try:
             async for message in requests:
-                if not session.is_carried_by(carrier):
+                if not session.is_attached_to(stream):
                     return
                 await session.take(message)
         finally:
             # A session that is over still has something to say; one that is not has lost its stream.
             if not session.is_over:
-                self._detach(session, carrier)
+                self._detach(session, stream)
 
-    def _detach(self, session: Session, carrier: Carrier) -> None:
-        """`carrier` is gone: what it carried is over, or waits for another."""
-        if not session.detach(carrier):
+    def _detach(self, session: Session, stream: SessionStream) -> None:
+        """`stream` is gone: what it carried is over, or waits for another."""
+        if not session.detach(stream):
             return
         window_s = self._engine.replay_window_s
         has_successor = any(
@@ -303,14 +303,14 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         )
         if session.is_over or has_successor:
             # What is ended on purpose leaves behind what it says, and else nothing that anybody may come for.
-            if session.leaves_adoptable:
-                self._engine.adoptables.lose(session.number)
+            if session.leaves_orphans:
+                self._engine.orphaned_requests.mark_lost(session.number)
             else:
-                self._engine.adoptables.drop(session.number)
+                self._engine.orphaned_requests.drop(session.number)
             self._close(session)
             return
         if not session.is_resumable or window_s <= 0:
-            self._engine.adoptables.lose(session.number)
+            self._engine.orphaned_requests.mark_lost(session.number)
             self._close(session)
             return
         if len(self._windows) >= _MAX_PARKED_SESSIONS:
@@ -318,7 +318,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         loop = asyncio.get_running_loop()
         self._windows[session] = loop.call_later(window_s, session.end)
         # Behind it: nothing of a session ends before the session.
-        self._engine.adoptables.lose(session.number, at_least_s=window_s)
+        self._engine.orphaned_requests.mark_lost(session.number, at_least_s=window_s)
         self._log(session, "session lost its stream")
         self._progressed.set()
 

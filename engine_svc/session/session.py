@@ -18,9 +18,9 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.convert import messages
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.step_output import StepOutput
-from engine_svc.session.replay import ReplayRing
+from engine_svc.session.replay import ReplayBuffer
 from engine_svc.session.requests import MAX_INFLIGHT_ADDS, SessionRequests
-from engine_svc.session.stream import Carrier
+from engine_svc.session.stream import SessionStream
 from service_kit.errors import (
     Aborted,
     InvalidArgument,
@@ -65,15 +65,15 @@ class Session:
         self.session_id = hello.session_id
         self.number = number
         self.features = announce.common_features(hello)
-        self.leaves_adoptable = False  # whether its end leaves behind what others may adopt
+        self.leaves_orphans = False  # whether its end leaves behind what others may adopt
         self._engine = engine
         self._on_finished = on_finished
         self._on_end = on_end
-        self._carrier: Carrier | None = None
+        self._stream: SessionStream | None = None
         self._tensors = engine.tensors.source(hello.frontend_id, hello.session_id)
         self._seq = 0
         self._last_end_seq = 0  # of the newest message that told of an end
-        self._replay = ReplayRing(max_bytes=max_replay_bytes) if self.is_resumable else None
+        self._replay = ReplayBuffer(max_bytes=max_replay_bytes) if self.is_resumable else None
         self._unsent: deque[engine_pb2.ConnectResponse] = deque()
         self._sent_stats = session_pb2.Stats()
         self._changed = asyncio.Event()
@@ -117,7 +117,7 @@ class Session:
     @property
     def is_parked(self) -> bool:
         """Whether no stream carries it."""
-        return self._carrier is None
+        return self._stream is None
 
     @property
     def is_open(self) -> bool:
@@ -130,29 +130,29 @@ class Session:
         """Whether everything behind `last_seq` can still be sent."""
         return not self._is_over and self._replay is not None and self._replay.covers(last_seq)
 
-    def attach(self, carrier: Carrier, *, last_seq: int = 0) -> None:
-        """Go on upon `carrier`, behind `last_seq`; a stream that carried it before is ended."""
-        if self._carrier is not None:
-            self._carrier.replace()
+    def attach(self, stream: SessionStream, *, last_seq: int = 0) -> None:
+        """Go on upon `stream`, behind `last_seq`; a stream that carried it before is ended."""
+        if self._stream is not None:
+            self._stream.replace()
             self._changed.set()
-        self._carrier = carrier
+        self._stream = stream
         self._num_ending_beats = 0
         self._num_unacknowledged_beats = 0
         self._is_beat_due = False
         if self._replay is not None:
             self._replay.acknowledge(last_seq)
 
-    def detach(self, carrier: Carrier) -> bool:
-        """`carrier` carries nothing any more; returns False where it did not anyway."""
-        if self._carrier is not carrier:
+    def detach(self, stream: SessionStream) -> bool:
+        """`stream` carries nothing any more; returns False where it did not anyway."""
+        if self._stream is not stream:
             return False
-        self._carrier = None
+        self._stream = None
         self._changed.set()
         return True
 
-    def is_carried_by(self, carrier: Carrier) -> bool:
-        """Whether what comes on `carrier` is still meant for this session."""
-        return self._carrier is carrier
+    def is_attached_to(self, stream: SessionStream) -> bool:
+        """Whether what comes on `stream` is still meant for this session."""
+        return self._stream is stream
 
     async def take(self, message: engine_pb2.ConnectRequest) -> None:
         """Act on one message of the frontend. What is not known is ignored, as is all after the end."""
@@ -167,7 +167,7 @@ class Session:
                         await asyncio.sleep(0)
                 self._tensors.release()
             case "host_proof":
-                if not self._tensors.prove(message.host_proof.digest):
+                if not self._tensors.verify_host(message.host_proof.digest):
                     self.end(PermissionDenied("host_proof is no proof", reason="HOST_NOT_PROVEN"))
             case "abort":
                 await self._requests.abort(message.abort)
@@ -178,7 +178,7 @@ class Session:
                 self._calls.begin(message.utility)
             case "goodbye":
                 logger.info("frontend says goodbye", extra={"frontend_id": self.frontend_id})
-                self.leaves_adoptable = message.goodbye.leaves_adoptable
+                self.leaves_orphans = message.goodbye.leaves_adoptable
                 self.end()
             case "ack":
                 self._acknowledge(message.ack.last_seq)
@@ -193,13 +193,13 @@ class Session:
 
     def beat(self) -> None:
         """Have the next heartbeat sent. One that was not sent yet is not sent twice."""
-        if self._carrier is None:
+        if self._stream is None:
             return
         if self._is_over or self._outbox.has_overflowed:
             self._num_ending_beats += 1
             if self._num_ending_beats > _MAX_ENDING_BEATS:
                 # The writer waits for a frontend that lives and does not read: nothing else wakes it.
-                self._carrier.abandon()
+                self._stream.abandon()
             return
         self._is_beat_due = True
         self._changed.set()
@@ -220,7 +220,7 @@ class Session:
             self.end(left if num_left else None)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Let `speak` write what waits and return, or raise `error`. The first end counts."""
+        """Let `write_messages` write what waits and return, or raise `error`. The first end counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
             self._changed.set()
@@ -234,10 +234,10 @@ class Session:
         self._tensors.close()
         return num_aborted
 
-    async def speak(self, carrier: Carrier, *, is_resumed: bool = False) -> None:
+    async def write_messages(self, stream: SessionStream, *, is_resumed: bool = False) -> None:
         """Write hello_ack, what is to be sent again, then all for this frontend, numbered without gaps.
 
-        Returns when the session is over or has left `carrier`; raises what it was ended with.
+        Returns when the session is over or has left `stream`; raises what it was ended with.
         """
         hello_ack = announce.hello_ack(
             self._engine,
@@ -246,31 +246,31 @@ class Session:
             is_resumed=is_resumed,
             host_probe=self._tensors.probe_name,
         )
-        writer = carrier.writer
+        writer = stream.writer
         writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
         await writer.finish()
         for message in self._replay.messages() if self._replay is not None else ():
             writer.start(message)
             await writer.finish()
-            if self._carrier is not carrier:
+            if self._stream is not stream:
                 return
-        while self._carrier is carrier:
+        while self._stream is stream:
             self._changed.clear()
             is_over = self._is_over
             for message in self._waiting():
                 writer.start(message)
                 await writer.finish()
-                if self._carrier is not carrier:
+                if self._stream is not stream:
                     return
             if is_over:
                 break
             self._end_if_unread()
             if not self._is_over:
-                carrier.is_idle = True
+                stream.is_idle = True
                 await self._changed.wait()
-                carrier.is_idle = False
+                stream.is_idle = False
                 await writer.finish()
-        if self._carrier is not carrier:
+        if self._stream is not stream:
             return
         failure = self._engine.failure
         if failure is not None:
@@ -339,11 +339,11 @@ class Session:
 
     def _signs_of_life(self) -> Iterator[engine_pb2.ConnectResponse]:
         """How the loop gets on, whether or not it can say so itself; and the load, where it has changed."""
-        figures = self._engine.board.read()
-        heartbeat = announce.heartbeat(self._engine, figures)
+        loop_stats = self._engine.stats_snapshot.read()
+        heartbeat = announce.heartbeat(self._engine, loop_stats)
         heartbeat.last_seq = self._seq
         yield engine_pb2.ConnectResponse(heartbeat=heartbeat)
-        stats = announce.stats(figures)
+        stats = announce.stats(loop_stats)
         if stats != self._sent_stats:
             self._sent_stats = stats
             yield engine_pb2.ConnectResponse(stats=stats)
@@ -381,18 +381,18 @@ class Session:
             return
         if not is_written:
             self._changed.set()
-        if self._carrier is None and self._outbox.has_overflowed:
+        if self._stream is None and self._outbox.has_overflowed:
             self.end(Aborted("more was computed than is kept for a lost stream", reason="REPLAY_OVERFLOW"))
 
     def _write_step(self) -> bool:
-        """Write the step that waits, where nothing else does; False where that is for `speak` to do."""
-        carrier = self._carrier
-        if carrier is None or not carrier.is_idle or self._changed.is_set() or not carrier.writer.is_free():
+        """Write the waiting step if nothing else waits; False where `write_messages` has to do it."""
+        stream = self._stream
+        if stream is None or not stream.is_idle or self._changed.is_set() or not stream.writer.is_free():
             return False
         if self._holds_back or self._outbox.has_overflowed:
             return False
         step = self._outbox.take()
-        return step is None or (carrier.writer.start(self._step(step)) and not self._outbox.has_rest)
+        return step is None or (stream.writer.start(self._step(step)) and not self._outbox.has_rest)
 
     def _break_off(self, error: Exception) -> None:
         """A step was taken and is lost by a bug of ours. Were the next one told, nobody would miss it."""

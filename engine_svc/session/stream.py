@@ -12,7 +12,7 @@ from service_kit.eager_writer import EagerWriter
 _MAX_TAKEOVER_S = 1.0
 
 
-class Carrier:
+class SessionStream:
     """A stream that carries a session, until it breaks or another takes its place.
 
     `abandon` ends the call, also where it waits in a write that nobody takes; `write` is that of the call.

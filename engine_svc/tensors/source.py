@@ -78,7 +78,7 @@ _DTYPES = {
 }
 
 
-class TensorDoor:
+class TensorReceiver:
     """What one engine has for tensors: a store of blobs, a limit for what requests hold, its segments.
 
     One that is not open takes nothing. Belongs to the event loop.
@@ -144,7 +144,7 @@ class HostProbe:
     def __init__(self, segment: shared_memory.Segment, proof: bytes) -> None:
         self.name = segment.name
         self._segment = segment
-        self._proof = proof
+        self._digest = proof
 
     @classmethod
     def make(cls, name: str, session_id: str) -> HostProbe | None:
@@ -156,9 +156,9 @@ class HostProbe:
             return None
         return cls(segment, hmac.digest(secret, session_id.encode(), "sha256"))
 
-    def is_proof(self, digest: bytes) -> bool:
+    def is_valid(self, digest: bytes) -> bool:
         """Whether whoever sent this has read it."""
-        return hmac.compare_digest(digest, self._proof)
+        return hmac.compare_digest(digest, self._digest)
 
     def close(self) -> None:
         """Take it away."""
@@ -168,8 +168,8 @@ class HostProbe:
 class TensorSource:
     """The tensors of one session, taken when their request is added."""
 
-    def __init__(self, door: TensorDoor, frontend_id: str, probe: HostProbe | None) -> None:
-        self._door = door
+    def __init__(self, receiver: TensorReceiver, frontend_id: str, probe: HostProbe | None) -> None:
+        self._receiver = receiver
         self._frontend_id = frontend_id
         self._probe = probe
         self._is_neighbour = False
@@ -181,17 +181,17 @@ class TensorSource:
         """What hello_ack offers; empty where there is nothing to prove, or no more."""
         return "" if self._probe is None else self._probe.name
 
-    def prove(self, digest: bytes) -> bool:
+    def verify_host(self, digest: bytes) -> bool:
         """Take a frontend's proof that it shares this host; there is one attempt. False: it is none."""
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.close()
-            self._is_neighbour = probe.is_proof(digest)
+            self._is_neighbour = probe.is_valid(digest)
         return self._is_neighbour
 
     def take(self, tensor: tensor_pb2.Tensor, field: str) -> HostTensor:
         """The tensor with its bytes, in this process's memory. Errors name `field`, never the content."""
-        if not self._door.is_open:
+        if not self._receiver.is_open:
             raise unserved(field)
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -234,7 +234,7 @@ class TensorSource:
     def _from_blob(
         self, dtype: str, shape: tuple[int, ...], reference: tensor_pb2.BlobReference, field: str
     ) -> HostTensor:
-        data = self._door.blobs.get(reference.sha256)
+        data = self._receiver.blobs.get(reference.sha256)
         if data is None:
             raise Unavailable(
                 f"{field}.blob is not here (any more): upload it first", reason="BLOB_NOT_FOUND"
@@ -244,7 +244,7 @@ class TensorSource:
                 f"{field}.blob.size is {reference.size}, the blob has {len(data)}", field=f"{field}.blob.size"
             )
         tensor = HostTensor(dtype, shape, data)
-        self._door.blobs.pin(reference.sha256, tensor)
+        self._receiver.blobs.pin(reference.sha256, tensor)
         return tensor
 
     def _from_shared_memory(
@@ -282,16 +282,16 @@ class TensorSource:
                 ) from error
             raise InvalidArgument(f"{field}.shm cannot be read: {reason}", field=f"{field}.shm") from error
         self._taken[name, reference.offset] = tensor = HostTensor(dtype, shape, data)
-        self._door.memory.count(tensor)
+        self._receiver.memory.count(tensor)
         return tensor
 
     def _counted(self, tensor: HostTensor) -> HostTensor:
         self._require_room(len(tensor.data))
-        self._door.memory.count(tensor)
+        self._receiver.memory.count(tensor)
         return tensor
 
     def _require_room(self, num_bytes: int) -> None:
-        if not self._door.memory.has_room(num_bytes):
+        if not self._receiver.memory.has_room(num_bytes):
             raise ResourceExhausted(
                 "requests hold as many bytes of tensors as the engine takes", retry_after_ms=_RETRY_AFTER_MS
             )

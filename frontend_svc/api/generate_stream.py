@@ -109,10 +109,10 @@ class Cut:
         """The output has ended. Raises InvalidArgument where a client cannot have what it says it has."""
         for name, left in (("num_tokens", self._num_tokens), ("num_characters", self._num_characters)):
             if left:
-                told = getattr(self._received, name)
+                received = getattr(self._received, name)
                 raise InvalidArgument(
-                    f"received.{name} of output {self._received.output_index} is {told}, "
-                    f"the whole output has {told - left}",
+                    f"received.{name} of output {self._received.output_index} is {received}, "
+                    f"the whole output has {received - left}",
                     field=f"received.{name}",
                 )
 

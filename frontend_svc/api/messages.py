@@ -86,6 +86,6 @@ def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:
     message.logprobs.extend(logprobs.logprobs)
     message.ranks.extend(logprobs.ranks)
     message.texts.extend(logprobs.texts)
-    for place, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
-        texts = logprobs.top_texts[place] if logprobs.top_texts else ()
+    for index, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
+        texts = logprobs.top_texts[index] if logprobs.top_texts else ()
         message.top.add(token_ids=ids, logprobs=values, texts=texts)

@@ -54,7 +54,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         if not request.return_tokens:
             response.token_ids[:] = await model.tokenizer.encode(request.text, add_special_tokens=has_special)
             return response
-        encoded = await model.tokenizer.encode_with_places(request.text, add_special_tokens=has_special)
+        encoded = await model.tokenizer.encode_with_offsets(request.text, add_special_tokens=has_special)
         response.token_ids[:] = encoded.ids
         response.tokens.extend(encoded.tokens)
         response.start_offsets.extend(encoded.starts)

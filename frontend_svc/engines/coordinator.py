@@ -181,12 +181,12 @@ class CoordinatorSession:
             self._on_loads(loads)
 
     async def _report(self, outgoing: Outgoing) -> None:
-        told = 0
+        reported = 0
         while True:
             await asyncio.sleep(_IN_FLIGHT_INTERVAL_S)
             num_requests = self._num_in_flight()
-            if num_requests != told:
-                told = num_requests
+            if num_requests != reported:
+                reported = num_requests
                 in_flight = coordinator_pb2.FrontendInFlight(num_requests=num_requests)
                 await outgoing.put(coordinator_pb2.FrontendSessionRequest(in_flight=in_flight))
 

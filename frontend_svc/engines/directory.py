@@ -55,17 +55,17 @@ class Directory:
         self.reconnect_window_s = reconnect_window_s
         self._ready_models: dict[str, ServedModel] = {}
         self._expected: dict[str, tuple[ServedModel, float]] = {}
-        self._told: dict[str, frozenset[str]] = {}
+        self._addresses: dict[str, frozenset[str]] = {}
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._owed: set[EngineClient] = set()
         self._policy = policy
         self._turn = first_turn
 
-    def tell(self, source: str, addresses: Iterable[str]) -> None:
+    def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
         """Replace what `source` says: there are engines at `addresses`, and no others that it knows."""
-        self._told[source] = frozenset(filter(None, map(_valid_address, addresses)))
-        for address in sorted(self._told[source]):
+        self._addresses[source] = frozenset(filter(None, map(_valid_address, addresses)))
+        for address in sorted(self._addresses[source]):
             if address not in self._clients:
                 client = self._make_client(address, on_change=self._client_changed)
                 self._clients[address] = client
@@ -226,9 +226,9 @@ class Directory:
         self._ready_models = ready
 
     def _drop_if_gone(self, client: EngineClient) -> None:
-        is_told = any(client.address in addresses for addresses in self._told.values())
+        is_listed = any(client.address in addresses for addresses in self._addresses.values())
         is_up = client.state not in (EngineState.CONNECTING, EngineState.DOWN, EngineState.CLOSED)
-        if is_told or is_up or self._clients.get(client.address) is not client:
+        if is_listed or is_up or self._clients.get(client.address) is not client:
             return
         if client.owed_s:
             # It may be alive and work for nobody: what has moved on is to be ended there when it is back.

@@ -16,24 +16,24 @@ class CoordinatorFence:
     def __init__(self) -> None:
         self.epoch = 0  # of the one that is believed; 0: none yet
         self.lease_s = 0.0  # that it gives to engines: for so long after its last word it is believed alone
-        self._heard_at = 0.0
+        self._last_received_at = 0.0
         self._is_open = False  # the session in which it was heard last
 
     def admits(self, epoch: int, *, lease_s: float, now: float) -> bool:
         """Whether the coordinator of `epoch` is believed; notes that it was heard, if so."""
         if epoch < self.epoch and not self.has_lapsed(now):
             return False
-        self.epoch, self.lease_s, self._heard_at, self._is_open = epoch, lease_s, now, True
+        self.epoch, self.lease_s, self._last_received_at, self._is_open = epoch, lease_s, now, True
         return True
 
     def note_end(self, now: float) -> None:
         """The session has ended: if the one that is believed was heard in it, it was heard until now."""
         if self._is_open:
-            self._is_open, self._heard_at = False, now
+            self._is_open, self._last_received_at = False, now
 
     def has_lapsed(self, now: float) -> bool:
         """Whether the one that is believed was silent for so long that any other is believed next."""
-        return not self._is_open and now >= self._heard_at + self.lease_s
+        return not self._is_open and now >= self._last_received_at + self.lease_s
 
 
 class Topology:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.engine_info import RoutingRequest
-from frontend_svc.generation.suspects import Suspect, Suspects, in_order
+from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, in_order
 from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind
 from frontend_svc.text.model import ServedModel
 from service_kit.clock import Clock
@@ -62,7 +62,7 @@ MAX_HELD = 256
 QUARANTINED = "QUARANTINED"
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
 _MAX_JITTER_S = 0.1
-_PROOF_S = 2.0
+_PROBATION_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EngineRequirements:
     """What a request needs of an engine. With `is_exact` only the very same model will do."""
 
     model: ServedModel
@@ -88,22 +88,22 @@ class Failover:
 
     Whoever is told of a change of engines calls `engines_changed`. A request waits for the directory's
     reconnect window at most after it was lost, or after the last engine that could take it was. A suspect
-    without output for `proof_s` is slow for another reason, and the others do not wait for it any more.
+    without output for `probation_s` is slow for another reason, and the others do not wait for it any more.
     """
 
     def __init__(
-        self, directory: Directory, clock: Clock, chance: random.Random, *, proof_s: float = _PROOF_S
+        self, directory: Directory, clock: Clock, chance: random.Random, *, probation_s: float = _PROBATION_S
     ) -> None:
-        self.proof_s = proof_s
+        self.probation_s = probation_s
         self.clock = clock
         self.directory = directory
         self.budget = RetryBudget(clock)
-        self.suspects = Suspects()
+        self.suspects = PoisonQuarantine()
         self.num_moved = 0
         self.num_quarantined = 0
         self.is_closed = False
         self._chance = chance
-        self._waiting: dict[Suspect, Moves] = {}
+        self._waiting: dict[Suspect, Migration] = {}
         self._num_new = 0
         self._dispatching: asyncio.Handle | None = None
 
@@ -114,8 +114,8 @@ class Failover:
 
     def engines_changed(self) -> None:
         """Look whether one of those that wait has an engine now."""
-        for moves in self._waiting.values():
-            moves.forgive()
+        for migration in self._waiting.values():
+            migration.forgive()
         if self._waiting and self._dispatching is None:
             # Behind what is being done, which may be in the midst of losing or registering requests.
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
@@ -123,8 +123,8 @@ class Failover:
     def close(self) -> None:
         """Send nothing on any more: what loses its engine from here on ends."""
         self.is_closed = True
-        for moves in list(self._waiting.values()):
-            moves.give_up()
+        for migration in list(self._waiting.values()):
+            migration.give_up()
 
     def jitter_s(self, suspect: Suspect) -> float:
         """How long a request that was lost waits first, so that not all come at once.
@@ -135,9 +135,9 @@ class Failover:
             return (suspect.turn - 1 + self._chance.random()) * _MAX_JITTER_S / 2
         return self._chance.random() * _MAX_JITTER_S
 
-    def add(self, moves: Moves) -> None:
+    def add(self, migration: Migration) -> None:
         """Let a request wait for its turn. Raises ResourceExhausted for one too many that is new."""
-        if moves.is_new:
+        if migration.is_new:
             if self._num_new >= MAX_HELD:
                 raise ResourceExhausted(
                     f"{self._num_new} requests wait for an engine already, the limit is {MAX_HELD}",
@@ -145,55 +145,55 @@ class Failover:
                     retry_after_ms=RETRY_AFTER_MS,
                 )
             self._num_new += 1
-        self._waiting[moves.suspect] = moves
+        self._waiting[migration.suspect] = migration
         self.engines_changed()
 
-    def remove(self, moves: Moves) -> None:
+    def remove(self, migration: Migration) -> None:
         """Let it wait no more; harmless when it does not."""
-        if self._waiting.pop(moves.suspect, None) is not None:
-            self._num_new -= moves.is_new
+        if self._waiting.pop(migration.suspect, None) is not None:
+            self._num_new -= migration.is_new
 
     def _dispatch(self) -> None:
         self._dispatching = None
         # What was not found once is not looked for again: hundreds may wait for the same.
         in_vain: set[tuple[object, ...]] = set()
         for suspect in in_order(self._waiting):
-            moves = self._waiting.get(suspect)
-            if moves is None or (suspect.turn, *moves.key) in in_vain:
+            migration = self._waiting.get(suspect)
+            if migration is None or (suspect.turn, *migration.key) in in_vain:
                 continue
-            client = moves.find(self.suspects.may_go)
+            client = migration.find(self.suspects.may_go)
             if client is None:
-                in_vain.add((suspect.turn, *moves.key))
+                in_vain.add((suspect.turn, *migration.key))
             else:
-                moves.go(client)
+                migration.go(client)
         self.suspects.settle()
 
 
-class Moves:
+class Migration:
     """One request's way from engine to engine.
 
     `send` is called with the engine to send it to, `fail` once with the error that it ends with instead,
-    `tell` after each move. After `end` nothing is called any more.
+    `on_move` after each move. After `end` nothing is called any more.
     """
 
     def __init__(
         self,
         failover: Failover,
-        wish: Wish,
+        requirements: EngineRequirements,
         *,
         send: Callable[[EngineClient], None],
         fail: Callable[[ServiceError], None],
-        tell: Callable[[Move], None] = lambda move: None,
+        on_move: Callable[[Move], None] = lambda move: None,
         remaining_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.suspect = Suspect()
         self.num_attempts = 0  # how often it was sent
         self.client: EngineClient | None = None  # where it is
         self._failover = failover
-        self._wish = wish
+        self._requirements = requirements
         self._send = send
         self._fail = fail
-        self._tell = tell
+        self._on_move = on_move
         self._remaining_s = remaining_s
         self._num_moves = self._num_planned_moves = 0
         self._origin: EngineClient | None = None
@@ -210,30 +210,30 @@ class Moves:
         return not self.num_attempts
 
     @property
-    def needs_proof(self) -> bool:
-        """Whether `prove` is to be called at its next output."""
+    def is_on_probation(self) -> bool:
+        """Whether `end_probation` is to be called at its next output."""
         return self.suspect.probation is not None
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for requests that the same engines could take."""
-        wish, origin = self._wish, self._origin
+        requirements, origin = self._requirements, self._origin
         # What else is told for routing says which engine is better, not which would do.
-        routing = wish.routing
+        routing = requirements.routing
         needs = routing.data_parallel_rank, routing.num_requests, routing.has_embeds
         refused_by = frozenset(map(id, self._refused_by))
-        return id(wish.model), *needs, wish.is_exact, id(origin), refused_by
+        return id(requirements.model), *needs, requirements.is_exact, id(origin), refused_by
 
     def start(self) -> None:
         """Send it for the first time, at once or when an engine is back that was lost a moment ago.
 
         Raises what `Directory.pick` does, and ResourceExhausted when too many wait.
         """
-        failover, wish = self._failover, self._wish
+        failover, requirements = self._failover, self._requirements
         try:
-            client = failover.directory.pick(wish.model, wish.routing)
+            client = failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
-            expected_until = failover.directory.expected_until(wish.model)
+            expected_until = failover.directory.expected_until(requirements.model)
             if expected_until is None or failover.is_closed:
                 raise
             self._error, self._wait_until = error, expected_until
@@ -257,9 +257,9 @@ class Moves:
             return
         self._stop_timer()
         self._origin, self._cause, self._error = client, cause, error
-        self._wish = Wish(
-            self._wish.model if client.model is None else client.model,
-            self._wish.routing,
+        self._requirements = EngineRequirements(
+            self._requirements.model if client.model is None else client.model,
+            self._requirements.routing,
             is_exact=has_begun,
         )
         failover = self._failover
@@ -273,7 +273,7 @@ class Moves:
         else:
             self._go_on(failover.jitter_s(self.suspect))
 
-    def prove(self) -> None:
+    def end_probation(self) -> None:
         """Note output from the engine where it is: it is no suspect any more."""
         self._stop_timer()
         self._failover.suspects.clear(self.suspect)
@@ -286,7 +286,7 @@ class Moves:
         self._is_over = True
         self.client = None
         # Whoever is called holds this object, and neither is to wait for a full collection.
-        self._send = self._fail = self._tell = _call_nobody
+        self._send = self._fail = self._on_move = _do_nothing
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
@@ -316,7 +316,7 @@ class Moves:
         self.client = client
         self.num_attempts += 1
         if failover.suspects.send(self.suspect, client.address):
-            self._timer = asyncio.get_running_loop().call_later(failover.proof_s, self._pass_over)
+            self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
         try:
             self._send(client)
         except ServiceError as error:
@@ -324,7 +324,7 @@ class Moves:
             return
         if self._origin is not None:
             failover.num_moved += 1
-            self._tell(Move(self._cause, self._origin.address, client.address))
+            self._on_move(Move(self._cause, self._origin.address, client.address))
 
     def give_up(self) -> None:
         """End the wait: send it where it would have had to wait for its turn, or end it."""
@@ -337,14 +337,17 @@ class Moves:
     def forgive(self) -> None:
         """Forget that engines refused it which have stopped to be ready: they may be back as others."""
         if self._refused_by:
-            ready = self._failover.directory.ready_for(self._wish.model)
+            ready = self._failover.directory.ready_for(self._requirements.model)
             self._refused_by.intersection_update(ready)
 
     def _pick(self, is_allowed: Callable[[EngineClient], bool]) -> EngineClient | None:
-        wish = self._wish
+        requirements = self._requirements
         try:
             return self._failover.directory.pick(
-                wish.model, wish.routing, is_exact=wish.is_exact, is_allowed=is_allowed
+                requirements.model,
+                requirements.routing,
+                is_exact=requirements.is_exact,
+                is_allowed=is_allowed,
             )
         except ServiceError:
             # What an engine lacks just now it may have before the wait is over.
@@ -395,18 +398,18 @@ class Moves:
 
     def _is_refused_by_all(self) -> bool:
         self.forgive()
-        wish = self._wish
+        requirements = self._requirements
         ready = self._failover.directory.ready_for(
-            wish.model, is_exact=wish.is_exact, has_embeds=wish.routing.has_embeds
+            requirements.model, is_exact=requirements.is_exact, has_embeds=requirements.routing.has_embeds
         )
         return bool(ready) and self._refused_by.issuperset(ready)
 
     def _pass_over(self) -> None:
         self._timer = None
-        proof_s = self._failover.proof_s
-        if self.client is not None and self.client.step_age_s > proof_s / 2:
+        probation_s = self._failover.probation_s
+        if self.client is not None and self.client.step_age_s > probation_s / 2:
             # The engine may be about to hang, by this very suspect: then the others must not be there.
-            self._timer = asyncio.get_running_loop().call_later(proof_s / 2, self._pass_over)
+            self._timer = asyncio.get_running_loop().call_later(probation_s / 2, self._pass_over)
             return
         self._failover.suspects.pass_over(self.suspect)
         self._failover.engines_changed()
@@ -431,5 +434,5 @@ class Moves:
             self._timer = None
 
 
-def _call_nobody(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     pass

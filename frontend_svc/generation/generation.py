@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from frontend_svc.engines.adoption.takeover import AdoptedRequest, make_adoptable
+from frontend_svc.engines.adoption.takeover import AdoptedRequest, make_resumable
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.affinity import prefix_hash
@@ -14,7 +14,7 @@ from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
-from frontend_svc.generation.failover import Failover, Moves, Wish
+from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
@@ -45,13 +45,13 @@ class OpenRequest:
         prepared: Prepared,
         states: list[RequestState],
         failover: Failover,
-        wish: Wish,
+        requirements: EngineRequirements,
         trace: RequestTrace,
         arrived_at: float,
     ) -> None:
         self._caller = caller
         self.request_id = request_id
-        self.model = wish.model.name
+        self.model = requirements.model.name
         self.prompt_token_ids = prepared.prompt_token_ids
         self.finish_reason = "abort"
         self.states = states
@@ -64,25 +64,25 @@ class OpenRequest:
         self._num_output_tokens: dict[int, int] = {}
         self._handles: list[int] = []
         self._num_sent_tokens = 0
-        self._moves = Moves(
+        self._migration = Migration(
             failover,
-            wish,
+            requirements,
             send=self._send,
             fail=self._fail,
-            tell=lambda move: trace.note_move(move, self.num_sampled_tokens),
+            on_move=lambda move: trace.note_migration(move, self.num_sampled_tokens),
             remaining_s=caller.remaining_s,
         )
         for state in states:
             state.on_lost = self._lose
 
     def start(self) -> None:
-        """Send it; see `Moves.start`."""
-        self._moves.start()
+        """Send it; see `Migration.start`."""
+        self._migration.start()
 
     def take_over(self, adopted: AdoptedRequest) -> None:
         """Go on with what runs in an engine already. An output that is not there any more has ended."""
         client, outputs = adopted.client, adopted.outputs
-        self._moves.take_over(client, adopted.num_attempts)
+        self._migration.take_over(client, adopted.num_attempts)
         self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
         for index, state in enumerate(self.states):
             if index not in outputs:
@@ -131,46 +131,46 @@ class OpenRequest:
     @property
     def num_attempts(self) -> int:
         """How often it was sent to an engine."""
-        return self._moves.num_attempts
+        return self._migration.num_attempts
 
     @property
     def engine_id(self) -> str:
         """Where it runs; empty while it is on its way."""
-        client = self._moves.client
+        client = self._migration.client
         return "" if client is None else client.engine_id
 
     def end(self) -> None:
         """End its outputs as aborted, for whoever reads them."""
-        client = self._moves.client
+        client = self._migration.client
         if client is not None:
             client.end(self._handles)
             return
-        self._moves.end(is_well=False)
+        self._migration.end(is_well=False)
         for state in self.states:
             if not state.has_ended:
                 state.advance([], Ending(EndReason.ABORT))
 
     def abort(self, reason: engine_pb2.AbortReason) -> None:
         """End in the engine what has not ended, without a word to whoever reads it, and send nothing more."""
-        client = self._moves.client
-        self._moves.end(is_well=self.finish_reason not in _NOT_WELL)
+        client = self._migration.client
+        self._migration.end(is_well=self.finish_reason not in _NOT_WELL)
         if client is not None:
             client.abort(self._handles, reason)
 
     def leave(self) -> None:
         """Let its engine go on with it for another frontend; nothing of it comes here any more."""
-        client = self._moves.client
-        self._moves.end(is_well=False)
+        client = self._migration.client
+        self._migration.end(is_well=False)
         if client is not None:
             client.leave(self._handles)
-        self._let_go()
+        self._release()
 
     def close(self, reason: engine_pb2.AbortReason) -> None:
         """Abort what has not ended, and forget what was not read."""
         self.abort(reason)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         # Only a full collection frees what holds each other in a circle, and one that finds much of it stops
         # all streams for 30 to 100 ms.
         for state in self.states:
@@ -187,32 +187,32 @@ class OpenRequest:
             # What was sent before stays as it is: its engine may have to be sent it once more.
             sent = add_pb2.AddEntry()
             sent.CopyFrom(entry)
-            sent.attempt = self._moves.num_attempts - 1
-            sent.is_suspect = self._moves.needs_proof
+            sent.attempt = self._migration.num_attempts - 1
+            sent.is_suspect = self._migration.is_on_probation
             sent.output_token_ids = id_column(state.output_token_ids)
             sent.age_ms = age_ms
             if remaining_ms is not None:
                 sent.remaining_ms = remaining_ms
-            state.on_output = self._moves.prove if self._moves.needs_proof else None
+            state.on_output = self._migration.end_probation if self._migration.is_on_probation else None
             entries.append(sent)
             states.append(state)
         self._num_sent_tokens = self.num_sampled_tokens
         self._handles[:] = client.add(entries, states, self._tensors)
 
     def _lose(self, cause: LossKind, error: ServiceError) -> None:
-        client = self._moves.client
+        client = self._migration.client
         if client is None:
             # Another output of the group was told before.
             return
         if cause is LossKind.REFUSED and len(self._handles) > 1:
             client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
-        has_begun = any(state.has_begun or state.num_prompt_told for state in self.states)
+        has_begun = any(state.has_begun or state.num_prompt_reported for state in self.states)
         for state in self.states:
             state.is_continued = has_begun
         if cause is LossKind.REFUSED and has_begun:
             error = refusal_of_begun(client.address, error)
         had_output = self.num_sampled_tokens > self._num_sent_tokens
-        self._moves.lose(cause, error, has_begun=has_begun, had_output=had_output)
+        self._migration.lose(cause, error, has_begun=has_begun, had_output=had_output)
 
     def _fail(self, error: ServiceError) -> None:
         self._collector.fail(too_late() if self._caller.is_late() else error)
@@ -337,7 +337,7 @@ class Generation:
             collector,
             len(prepared.entries),
             markers=prompt.markers,
-            num_leading_places=prepared.num_leading_places,
+            num_leading_positions=prepared.num_leading_positions,
         )
         opened = OpenRequest(
             caller,
@@ -345,7 +345,7 @@ class Generation:
             prepared,
             states,
             self._failover,
-            Wish(model, _routing(request, prepared)),
+            EngineRequirements(model, _routing(request, prepared)),
             trace,
             tracked.arrived_at,
         )
@@ -359,7 +359,7 @@ class Generation:
             prepared = await prepare(request, prompt, model, self._limits)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
             request_id = request.request_id or caller.request_id
-            make_adoptable(prepared, request, request_id, caller.resume_token)
+            make_resumable(prepared, request, request_id, caller.resume_token)
         trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
         return prepared
 

@@ -15,7 +15,7 @@ from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.generation.admission import Admission, Ticket
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
-from frontend_svc.generation.failover import Failover, Move, Moves, Wish
+from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import Ending, EndReason
@@ -70,7 +70,7 @@ class PooledPrompt:
         entry: add_pb2.AddEntry,
         caller: Caller,
         arrived_at: float,
-        tell: Callable[[Move], None],
+        on_move: Callable[[Move], None],
     ) -> None:
         self._entry = entry
         self._caller = caller
@@ -80,25 +80,25 @@ class PooledPrompt:
         self._state.on_lost = self._lose
         self.engine_id = ""  # where it was sent last
         self._handles: list[int] = []
-        self._moves = Moves(
+        self._migration = Migration(
             failover,
-            Wish(model, routing),
+            EngineRequirements(model, routing),
             send=self._send,
             fail=self._fail,
-            tell=tell,
+            on_move=on_move,
             remaining_s=caller.remaining_s,
         )
 
     @property
     def num_attempts(self) -> int:
         """How often it was sent to an engine."""
-        return self._moves.num_attempts
+        return self._migration.num_attempts
 
     async def run(self) -> Pooled:
         """The result. Raises what ended the request instead; nothing of it is left then."""
         is_well = False
         try:
-            self._moves.start()
+            self._migration.start()
             pooled = await self._state.result()
             is_well = True
         except Aborted as error:
@@ -106,19 +106,19 @@ class PooledPrompt:
                 raise too_late() from error
             raise
         finally:
-            client = self._moves.client
-            self._moves.end(is_well=is_well)
+            client = self._migration.client
+            self._migration.end(is_well=is_well)
             if client is not None:
                 client.abort(self._handles, self._caller.abort_reason())
         return pooled
 
     def end(self) -> None:
         """End it as aborted."""
-        client = self._moves.client
+        client = self._migration.client
         if client is not None:
             client.end(self._handles)
         else:
-            self._moves.end(is_well=False)
+            self._migration.end(is_well=False)
             self._state.advance([], Ending(EndReason.ABORT))
 
     def _send(self, client: EngineClient) -> None:
@@ -128,13 +128,13 @@ class PooledPrompt:
         entry.CopyFrom(self._entry)
         if remaining_ms is not None:
             entry.remaining_ms = remaining_ms
-        entry.attempt = self._moves.num_attempts - 1
+        entry.attempt = self._migration.num_attempts - 1
         entry.age_ms = round((self._clock.now() - self._arrived_at) * 1000)
         self.engine_id = client.engine_id
         self._handles[:] = client.add([entry], [self._state])
 
     def _lose(self, cause: LossKind, error: ServiceError) -> None:
-        self._moves.lose(cause, error, has_begun=False, had_output=False)
+        self._migration.lose(cause, error, has_begun=False, had_output=False)
 
     def _fail(self, error: ServiceError) -> None:
         self._state.end_with(too_late() if self._caller.is_late() else error)
@@ -242,7 +242,7 @@ class Pooling:
                     _entry(work, prompt.token_ids, trace, caller),
                     caller,
                     tracked.arrived_at,
-                    lambda move: trace.note_move(move, 0),
+                    lambda move: trace.note_migration(move, 0),
                 )
                 for prompt in prompts
             ]
@@ -252,10 +252,10 @@ class Pooling:
     async def _run_all(
         self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress
     ) -> list[Pooled]:
-        places = asyncio.Semaphore(_MAX_SENT)
+        slots = asyncio.Semaphore(_MAX_SENT)
 
         async def run_in_turn(prompt: PooledPrompt) -> Pooled:
-            async with places:
+            async with slots:
                 with progress.sent(prompt):
                     pooled = await prompt.run()
             progress.note(pooled)

@@ -70,7 +70,7 @@ class Probation:
         self._blocking.discard(suspect)
 
 
-class Suspects:
+class PoisonQuarantine:
     """Judges the requests of engines that die, and keeps the survivors from too many suspects at once.
 
     Requests without output from the engine that died are the prime suspects, and go on one at a time for each
@@ -82,7 +82,7 @@ class Suspects:
         self._probations: dict[str, Probation] = {}
 
     @property
-    def num_unproven(self) -> int:
+    def num_on_probation(self) -> int:
         """Suspects that are in engines and have yielded nothing there yet."""
         return sum(len(probation.unproven) for probation in self._probations.values())
 

@@ -69,7 +69,7 @@ class RequestTrace:
         for name in _SHOWN_PARAMETERS:
             self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
 
-    def note_move(self, move: Move, num_output_tokens: int) -> None:
+    def note_migration(self, move: Move, num_output_tokens: int) -> None:
         """That it goes on in another engine, with so many tokens."""
         self._span.add_event(
             "moved",

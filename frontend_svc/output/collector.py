@@ -88,7 +88,14 @@ class _Slot:
     """What waits of one output."""
 
     __slots__ = (
-        "cumulative_logprob", "ending", "is_due", "is_told", "logprobs", "num_output", "num_unread", "text",
+        "cumulative_logprob",
+        "ending",
+        "is_delivered",
+        "is_due",
+        "logprobs",
+        "num_output",
+        "num_unread",
+        "text",
         "token_ids",
     )  # fmt: skip
 
@@ -101,7 +108,7 @@ class _Slot:
         self.cumulative_logprob: float | None = None
         self.ending: Ending | None = None
         self.is_due = False
-        self.is_told = False
+        self.is_delivered = False
 
     def take(self, index: int, *, keeps: bool) -> OutputPiece:
         """What is there, which stays there with `keeps`."""
@@ -109,8 +116,8 @@ class _Slot:
         piece = OutputPiece(
             index, text, self.token_ids, self.logprobs, self.num_output, self.cumulative_logprob, self.ending
         )
-        self.is_due, self.is_told, self.num_unread = False, self.ending is not None, 0
-        if keeps and not self.is_told:
+        self.is_due, self.is_delivered, self.num_unread = False, self.ending is not None, 0
+        if keeps and not self.is_delivered:
             self.text, self.token_ids = [text], list(self.token_ids)
             if self.logprobs is not None:
                 self.logprobs = _copy(self.logprobs)
@@ -247,7 +254,7 @@ class Collector:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._num_bytes = 0
         self._stop_timer()
-        is_last = not self._num_open and all(slot.is_told for slot in self._slots)
+        is_last = not self._num_open and all(slot.is_delivered for slot in self._slots)
         return Output(pieces, self._num_cached, prompt_logprobs, is_last)
 
     def close(self) -> None:
@@ -258,7 +265,7 @@ class Collector:
         self._num_bytes = self._num_unread = 0
         self._stop_timer()
         # Its owner holds this object, and neither is to wait for a full collection.
-        self._on_slow = _call_nobody
+        self._on_slow = _do_nothing
 
     def _add_logprobs(self, slot: _Slot, logprobs: Logprobs, cumulative: float | None) -> None:
         slot.cumulative_logprob = cumulative
@@ -319,7 +326,7 @@ class Collector:
             self._timer = None
 
 
-def _call_nobody() -> None:
+def _do_nothing() -> None:
     pass
 
 

@@ -19,14 +19,14 @@ def make_states(
     n: int,
     *,
     markers: frozenset[str],
-    num_leading_places: int = 0,
+    num_leading_positions: int = 0,
 ) -> list[RequestState]:
     """What each output needs to become what the client asked for with `sampling`.
 
     The special tokens `markers` are in the text also where the others are left out. The output's text goes on
-    from the tokens of the prompt that stand behind `num_leading_places`, among which some are none.
+    from the tokens of the prompt that stand behind `num_leading_positions`, among which some are none.
     """
-    context = prompt_token_ids[num_leading_places:]
+    context = prompt_token_ids[num_leading_positions:]
     skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
     has_spaces = (
         not sampling.HasField("spaces_between_special_tokens") or sampling.spaces_between_special_tokens

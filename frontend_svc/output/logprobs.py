@@ -40,9 +40,9 @@ class Logprobs:
         self.texts += more.texts
         self.top_texts += more.top_texts
 
-    def after(self, num_places: int) -> Logprobs:
-        """The places behind the first `num_places`."""
-        behind = slice(num_places, None)
+    def after(self, num_positions: int) -> Logprobs:
+        """The places behind the first `num_positions`."""
+        behind = slice(num_positions, None)
         return Logprobs(
             self.token_ids[behind],
             self.logprobs[behind],
@@ -103,17 +103,17 @@ class LogprobReader:
         return read
 
     def _add_texts(self, read: Logprobs, texts: TokenTexts) -> None:
-        for place, token_id in enumerate(read.token_ids):
+        for index, token_id in enumerate(read.token_ids):
             read.texts.append(texts.added(self._context, token_id))
             if read.top_ids:
-                read.top_texts.append(texts.added_each(self._context, read.top_ids[place]))
+                read.top_texts.append(texts.added_each(self._context, read.top_ids[index]))
             self._context = [*self._context[1 - MAX_CONTEXT_TOKENS :], token_id]
 
 
 def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
     """One sequence a place; the columns are as wide as the widest request of the step wants."""
-    for place in range(len(read)):
-        start = place * columns.k
+    for index in range(len(read)):
+        start = index * columns.k
         values = columns.top_logprobs[start : start + columns.k]
         while values and math.isnan(values[-1]):
             values.pop()

@@ -41,7 +41,7 @@ class PoolingState:
         """The result, once it is here. Raises what ended the request instead."""
         return await self._result
 
-    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Take the result, which counts when the request has ended."""
         self._tensor = tensor
 
@@ -49,7 +49,7 @@ class PoolingState:
         """Remember how much of the prompt came from the prefix cache."""
         self._num_cached = num_cached_tokens
 
-    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
         """Pass over log probabilities: nobody asked for any."""
 
     def advance(

@@ -37,11 +37,11 @@ class Receiver(Protocol):
         """Take how much of the prompt came from the prefix cache."""
         ...
 
-    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
         """Take what a step tells of the prompt's places."""
         ...
 
-    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Take the result of pooling."""
         ...
 
@@ -145,7 +145,7 @@ class OutputProcessor:
 
         Rows of handles that are not known (any more) are dropped: an abort and an output may cross.
         """
-        self._tell_prompts(step)
+        self._add_prompt_logprobs(step)
         if step.logprobs is None and not step.endings and not step.parts:
             return self._process_tokens(step)
         to_abort: list[int] = []
@@ -224,7 +224,7 @@ class OutputProcessor:
             state.lose(loss)
         return handles
 
-    def _tell_prompts(self, step: StepColumns) -> None:
+    def _add_prompt_logprobs(self, step: StepColumns) -> None:
         if not (step.cached or step.prompts or step.pooled):
             return
         for row, num_cached in step.cached.items():
@@ -235,11 +235,11 @@ class OutputProcessor:
             state = self._states.get(step.handles[row])
             for first_position, columns in parts:
                 if state is not None:
-                    state.tell_prompt(first_position, columns)
+                    state.add_prompt_logprobs(first_position, columns)
         for row, tensor in step.pooled.items():
             state = self._states.get(step.handles[row])
             if state is not None:
-                state.tell_pooled(tensor)
+                state.add_pooled(tensor)
 
     def _advance_by_parts(
         self,
@@ -268,5 +268,5 @@ def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
     if not by_row:
         return by_row
     if len(by_row) > len(rows):
-        return {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
+        return {new_row: by_row[row] for new_row, row in enumerate(rows) if row in by_row}
     return {row - rows.start: value for row, value in by_row.items() if row in rows}

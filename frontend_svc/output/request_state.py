@@ -26,7 +26,8 @@ class RequestState:
     __slots__ = (
         "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_prompt",
         "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended",
-        "is_continued", "last_output_at_ns", "num_prompt_told", "on_lost", "on_output", "output_token_ids",
+        "is_continued", "last_output_at_ns", "num_prompt_reported", "on_lost", "on_output",
+        "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +52,7 @@ class RequestState:
         self._logprobs = logprobs
         self._prompt = prompt_logprobs
         self._prompt_token_ids = prompt_token_ids or []
-        self.num_prompt_told = 0  # places of the prompt whose log probabilities are told
+        self.num_prompt_reported = 0  # places of the prompt whose log probabilities are told
         self.output_token_ids = array("I")
         self.has_ended = False
         self.is_continued = False  # whether its group has begun in an engine that was lost
@@ -129,21 +130,21 @@ class RequestState:
         else:
             self.on_lost(loss.kind, loss.error())
 
-    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Pass over a result of pooling: nobody asked for one."""
 
-    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
         """Take what a step tells of the prompt's places from `first_position` on.
 
         Places that another engine has told before it was lost are passed over.
         """
-        num_places = len(columns.ranks)
-        num_told = max(0, self.num_prompt_told - first_position)
-        if self._prompt is None or num_told >= num_places:
+        num_positions = len(columns.ranks)
+        num_reported = max(0, self.num_prompt_reported - first_position)
+        if self._prompt is None or num_reported >= num_positions:
             return
-        self.num_prompt_told = first_position + num_places
-        ids = self._prompt_token_ids[first_position + num_told : self.num_prompt_told]
-        new = columns.part(num_told, num_places) if num_told else columns
+        self.num_prompt_reported = first_position + num_positions
+        ids = self._prompt_token_ids[first_position + num_reported : self.num_prompt_reported]
+        new = columns.part(num_reported, num_positions) if num_reported else columns
         self.collector.add_prompt_logprobs(self._prompt.read(ids, new))
 
     def _text_of(

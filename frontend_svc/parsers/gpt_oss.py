@@ -31,11 +31,11 @@ class _Header:
 class _Channels:
     """Messages of one kind are joined by a line break: nothing else says where one ends."""
 
-    __slots__ = ("_calls", "_is_new", "_told")
+    __slots__ = ("_calls", "_emitted", "_is_new")
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
-        self._told: set[bool] = set()
+        self._emitted: set[bool] = set()
         self._is_new = False
 
     def begin_message(self) -> None:
@@ -48,9 +48,9 @@ class _Channels:
         self._calls.pieces.reasoning(self._joined(text, is_reasoning=True))
 
     def _joined(self, text: str, *, is_reasoning: bool) -> str:
-        joined = "\n" + text if self._is_new and is_reasoning in self._told else text
+        joined = "\n" + text if self._is_new and is_reasoning in self._emitted else text
         self._is_new = False
-        self._told.add(is_reasoning)
+        self._emitted.add(is_reasoning)
         return joined
 
 

@@ -64,7 +64,7 @@ def open_message(
     tool_parser = (
         tools.open(rules, forced_prefix=forced_prefix) if tools is not None and finds_calls else None
     )
-    tells_reasoning = finds_calls and tools is not None and tools.includes_reasoning
-    if reasoning is None or forced_prefix or tells_reasoning:
+    emits_reasoning = finds_calls and tools is not None and tools.includes_reasoning
+    if reasoning is None or forced_prefix or emits_reasoning:
         return MessageParser(None, tool_parser)
     return MessageParser(reasoning.open(prompt), tool_parser)

@@ -138,7 +138,7 @@ class CallWriter:
     def arguments(self, text: str) -> None:
         """More of the candidate's arguments, just taken from the reader."""
         if self._is_open:
-            self._tell(text)
+            self._emit(text)
             return
         self._arguments.append(text)
         if self._may_open():
@@ -187,9 +187,9 @@ class CallWriter:
         self.pieces.open_call(self._num_opened, self._new_id(), self._name or "")
         self._num_opened += 1
         self._is_behind_call = True
-        self._tell("".join(self._arguments))
+        self._emit("".join(self._arguments))
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self.pieces.arguments(self._num_opened - 1, text)
         self._reader.begin_record()
 

@@ -90,7 +90,7 @@ class TensorSender:
             copy = add_pb2.AddEntry()
             copy.CopyFrom(entry)
             wire.append(copy)
-        uploads = [tensor for tensor in by_digest.values() if not self._place(tensor, wire)]
+        uploads = [tensor for tensor in by_digest.values() if not self._put_in_entry(tensor, wire)]
         if not uploads:
             self._send(wire)
             return
@@ -119,7 +119,7 @@ class TensorSender:
         for task in self._uploading:
             task.cancel()
 
-    def _place(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
+    def _put_in_entry(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
         """Put a tensor where the engine finds it; False where it has to be uploaded."""
         mine = [entry for entry in entries if entry.prompt_embeds.blob.sha256 == tensor.digest]
         if len(tensor.data) <= INLINE_BYTES:

@@ -24,7 +24,7 @@ MAX_UPLOADS = 4
 MAX_TRIES = 10
 _CHUNK_BYTES = 1024 * 1024
 _DEADLINE_S = 30.0
-_MAX_PAUSE_S = 5.0
+_MAX_DELAY_S = 5.0
 # A connection that is not replaced for so long is lost, and its engine with it.
 RECONNECT_S = 2.0
 # For so long an upload that is tried again waits behind its header for what the engine says to that.
@@ -61,7 +61,7 @@ class Uploads:
             num_replaced, num_tries = self._num_replaced, num_tries + 1
             try:
                 async with self._slots:
-                    await self._try(tensor, pause_s=_HEADER_PAUSE_S if num_tries > 1 else 0.0)
+                    await self._try(tensor, delay_s=_HEADER_PAUSE_S if num_tries > 1 else 0.0)
                 return
             except DeadlineExceeded as error:
                 # The limit is ours or the engine's: a client may have no deadline at all.
@@ -70,10 +70,10 @@ class Uploads:
                 if num_tries == MAX_TRIES or not await self._may_try_again(error, num_replaced):
                     raise
 
-    async def _try(self, tensor: WireTensor, *, pause_s: float) -> None:
+    async def _try(self, tensor: WireTensor, *, delay_s: float) -> None:
         assert self._stub is not None, "there is a connection before there is an upload"
         try:
-            await self._stub.UploadBlob(_parts(tensor, pause_s), timeout=_DEADLINE_S)
+            await self._stub.UploadBlob(_parts(tensor, delay_s), timeout=_DEADLINE_S)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except grpc.aio.UsageError as error:
@@ -90,9 +90,9 @@ class Uploads:
         if isinstance(error, Unavailable):
             return await self._is_replaced(num_replaced)
         if isinstance(error, ResourceExhausted) and error.retry_after_ms is not None:
-            pause_s = min(error.retry_after_ms / 1000, _MAX_PAUSE_S)
+            delay_s = min(error.retry_after_ms / 1000, _MAX_DELAY_S)
             # Not together with all others that were refused.
-            await asyncio.sleep(pause_s * random.uniform(1.0, 1.5))
+            await asyncio.sleep(delay_s * random.uniform(1.0, 1.5))
             return True
         return isinstance(error, Internal) and error.message == _ANSWER_LOST
 
@@ -107,10 +107,10 @@ class Uploads:
         return True
 
 
-async def _parts(tensor: WireTensor, pause_s: float) -> AsyncIterator[engine_pb2.UploadBlobRequest]:
+async def _parts(tensor: WireTensor, delay_s: float) -> AsyncIterator[engine_pb2.UploadBlobRequest]:
     header = engine_pb2.UploadBlobHeader(sha256=tensor.digest, size_bytes=len(tensor.data))
     yield engine_pb2.UploadBlobRequest(header=header)
-    if pause_s:
-        await asyncio.sleep(pause_s)
+    if delay_s:
+        await asyncio.sleep(delay_s)
     for start in range(0, len(tensor.data), _CHUNK_BYTES):
         yield engine_pb2.UploadBlobRequest(chunk=tensor.data[start : start + _CHUNK_BYTES])

@@ -30,14 +30,14 @@ _QUICK_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddedPlaces:
+class EmbeddingPositions:
     """The embeddings of a prompt. `is_token` has a byte for each of its places, 0 where one counts."""
 
     tensor: WireTensor
     is_token: bytes
 
     @property
-    def num_leading_places(self) -> int:
+    def num_leading_positions(self) -> int:
         """Places up to the last embedding. What stands behind them has tokens, and so a text."""
         return self.is_token.rindex(0) + 1
 
@@ -61,10 +61,10 @@ def check_embeds(request: generate_pb2.GenerateRequest, model: ServedModel, viol
     embeds = request.embeds
     if not _check_tensor(embeds.embeds, model, violations):
         return
-    num_places, is_token = embeds.embeds.shape[0], embeds.is_token
+    num_positions, is_token = embeds.embeds.shape[0], embeds.is_token
     for name, num in (("token_ids", len(embeds.token_ids)), ("is_token", len(is_token))):
-        rule = f"must be 0 or one for each of {num_places} places"
-        violations.need(num in (0, num_places), f"embeds.{name}", num, rule)
+        rule = f"must be 0 or one for each of {num_positions} places"
+        violations.need(num in (0, num_positions), f"embeds.{name}", num, rule)
     violations.need(
         max(is_token, default=0) <= 1, "embeds.is_token", max(is_token, default=0), "must be 0 or 1"
     )
@@ -83,36 +83,36 @@ def embedded_token_ids(embeds: generate_pb2.PromptEmbeds) -> list[int]:
     return [token_id if flag else _NO_TOKEN for token_id, flag in pairs]
 
 
-async def embedded_places(embeds: generate_pb2.PromptEmbeds) -> EmbeddedPlaces | None:
+async def embedding_positions(embeds: generate_pb2.PromptEmbeds) -> EmbeddingPositions | None:
     """The embeddings of a checked prompt that count; None where every place has a token."""
     tensor = embeds.embeds
-    num_places, hidden_size = tensor.shape
-    is_token = embeds.is_token or bytes(num_places)
+    num_positions, hidden_size = tensor.shape
+    is_token = embeds.is_token or bytes(num_positions)
     if all(is_token):
         return None
     shape, data = (is_token.count(0), hidden_size), tensor.inline
     if any(is_token):
         data = _rows_without_token(data, is_token, num_bytes(tensor.dtype, [hidden_size]))
     if len(data) <= _QUICK_BYTES:
-        return EmbeddedPlaces(WireTensor.of(tensor.dtype, shape, data), is_token)
-    return EmbeddedPlaces(await asyncio.to_thread(WireTensor.of, tensor.dtype, shape, data), is_token)
+        return EmbeddingPositions(WireTensor.of(tensor.dtype, shape, data), is_token)
+    return EmbeddingPositions(await asyncio.to_thread(WireTensor.of, tensor.dtype, shape, data), is_token)
 
 
 def _check_tensor(tensor: tensor_pb2.Tensor, model: ServedModel, violations: Violations) -> bool:
     """Whether type, shape and bytes are what the model takes, and belong together."""
-    place, shape, num_before = "embeds.embeds", list(tensor.shape), violations.num_found
+    field, shape, num_before = "embeds.embeds", list(tensor.shape), violations.num_found
     known = ", ".join(_DTYPES.values())
-    violations.need(tensor.dtype in _DTYPES, f"{place}.dtype", tensor.dtype, f"must be one of {known}")
+    violations.need(tensor.dtype in _DTYPES, f"{field}.dtype", tensor.dtype, f"must be one of {known}")
     rule = f"must be [places, {model.hidden_size}] with at least 1 place"
     is_shape = len(shape) == 2 and shape[0] >= 1 and shape[1] == model.hidden_size
-    violations.need(is_shape, f"{place}.shape", shape, rule)
+    violations.need(is_shape, f"{field}.shape", shape, rule)
     # References are between services: what a client names is not to be read for it.
     kind = tensor.WhichOneof("payload")
-    violations.need(kind == "inline", f"{place}.payload", kind, "must be inline")
+    violations.need(kind == "inline", f"{field}.payload", kind, "must be inline")
     if violations.num_found > num_before:
         return False
     expected, found = num_bytes(tensor.dtype, shape), len(tensor.inline)
-    violations.need(found == expected, f"{place}.inline", f"{found} bytes", f"must be {expected} bytes")
+    violations.need(found == expected, f"{field}.inline", f"{found} bytes", f"must be {expected} bytes")
     return found == expected
 
 

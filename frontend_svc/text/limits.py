@@ -62,7 +62,7 @@ class Violations:
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
         if len(self._found) < _MAX_FOUND:
-            self._found.append((field, f"{_place(field, index)} is {_shown(value)}, {rule}"))
+            self._found.append((field, f"{_field_path(field, index)} is {_shown(value)}, {rule}"))
 
     def need_count(
         self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
@@ -74,7 +74,7 @@ class Violations:
         is_fine = least <= num <= most
         if not is_fine and len(self._found) < _MAX_FOUND:
             limit = f"at most {most}" if least == 0 else f"{least}..{most}"
-            self._found.append((field, f"{_place(field, index)} has {num} {unit}, must have {limit}"))
+            self._found.append((field, f"{_field_path(field, index)} has {num} {unit}, must have {limit}"))
         return is_fine
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
@@ -91,7 +91,7 @@ class Violations:
             raise InvalidArgument(message, reason=reason, metadata=metadata, violations=self._found)
 
 
-def _place(field: str, index: int | None) -> str:
+def _field_path(field: str, index: int | None) -> str:
     return field if index is None else f"{field}[{index}]"
 
 

@@ -91,16 +91,18 @@ def check_inputs(
     """Note inputs that are missing, too many or empty, or have ids that the model does not have."""
     violations.need_count(field, len(inputs), "entries", 1, limits.max_pooling_inputs)
     for index, entry in enumerate(inputs[: limits.max_pooling_inputs]):
-        place = f"{field}[{index}]"
+        entry_field = f"{field}[{index}]"
         kind = entry.WhichOneof("input")
         if kind is None:
-            violations.add(place, None, "must have one of prompt, token_ids")
+            violations.add(entry_field, None, "must have one of prompt, token_ids")
         elif kind == "prompt":
-            violations.need_count(f"{place}.prompt", len(entry.prompt), "characters", 1, model.max_text_chars)
+            violations.need_count(
+                f"{entry_field}.prompt", len(entry.prompt), "characters", 1, model.max_text_chars
+            )
         else:
             ids = entry.token_ids.ids
-            if violations.need_count(f"{place}.token_ids", len(ids), "ids", 1, model.max_model_len):
-                check_token_ids(f"{place}.token_ids", ids, model.vocab_size, violations)
+            if violations.need_count(f"{entry_field}.token_ids", len(ids), "ids", 1, model.max_model_len):
+                check_token_ids(f"{entry_field}.token_ids", ids, model.vocab_size, violations)
 
 
 async def tokenize_inputs(
@@ -115,10 +117,12 @@ async def tokenize_inputs(
     async def ids_of(index: int, entry: embedding_pb2.PoolingInput) -> list[int]:
         if entry.WhichOneof("input") == "token_ids":
             return list(entry.token_ids.ids)
-        place = f"{field}[{index}].prompt"
-        check_fits(place, entry.prompt, model)
-        check_text(place, entry.prompt, model)
-        return await model.tokenizer.encode(entry.prompt, add_special_tokens=add_special_tokens, field=place)
+        entry_field = f"{field}[{index}].prompt"
+        check_fits(entry_field, entry.prompt, model)
+        check_text(entry_field, entry.prompt, model)
+        return await model.tokenizer.encode(
+            entry.prompt, add_special_tokens=add_special_tokens, field=entry_field
+        )
 
     token_ids: list[list[int]] = []
     for start in range(0, len(inputs), _TOKENIZED_AT_ONCE):

@@ -33,13 +33,13 @@ AnyRequest: TypeAlias = "generate_pb2.GenerateRequest | chat_message_pb2.ChatReq
 class Prepared:
     """What can be sent: an ADD for each of n outputs, without handles and trace; and the prompt's ids.
 
-    The ADDs refer to `tensors` by digest. Places of the prompt up to `num_leading_places` are not all tokens.
+    The ADDs refer to `tensors` by digest. The first `num_leading_positions` of the prompt are not all tokens.
     """
 
     entries: list[add_pb2.AddEntry]
     prompt_token_ids: list[int]
     tensors: tuple[WireTensor, ...] = ()
-    num_leading_places: int = 0
+    num_leading_positions: int = 0
 
 
 def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
@@ -94,7 +94,7 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
     entries = _group(entry, max(1, request.sampling.n))
     if embedded is None:
         return Prepared(entries, token_ids)
-    return Prepared(entries, token_ids, (embedded.tensor,), embedded.num_leading_places)
+    return Prepared(entries, token_ids, (embedded.tensor,), embedded.num_leading_positions)
 
 
 async def _reasoning_markers(model: ServedModel) -> add_pb2.ReasoningOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from frontend_svc.text.embeds import EmbeddedPlaces, check_embeds, embedded_places, embedded_token_ids
+from frontend_svc.text.embeds import EmbeddingPositions, check_embeds, embedded_token_ids, embedding_positions
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.sampling import check_token_ids
@@ -35,7 +35,7 @@ class Prompt(Protocol):
         """Its token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early."""
         ...
 
-    async def embedded(self) -> EmbeddedPlaces | None:
+    async def embedded(self) -> EmbeddingPositions | None:
         """What stands where it has no tokens, if there are such places."""
         ...
 
@@ -89,9 +89,9 @@ class RequestPrompt:
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
 
-    async def embedded(self) -> EmbeddedPlaces | None:
+    async def embedded(self) -> EmbeddingPositions | None:
         """The embeddings that count, of a checked prompt."""
-        return await embedded_places(self._request.embeds) if self._kind == "embeds" else None
+        return await embedding_positions(self._request.embeds) if self._kind == "embeds" else None
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:

@@ -142,14 +142,14 @@ class Penalised:
     num_prompt_tokens: [P] int64.  amounts: [3, P] fp32: presence, frequency, repetition.
     """
 
-    places: Tensor
+    logit_rows: Tensor
     rows: Tensor
     num_prompt_tokens: Tensor
     amounts: Tensor
 
     def __post_init__(self) -> None:
         num_rows = self.amounts.shape[-1]
-        columns = (self.places, self.rows, self.num_prompt_tokens)
+        columns = (self.logit_rows, self.rows, self.num_prompt_tokens)
         if any(column.shape != (num_rows,) or column.dtype is not torch.int64 for column in columns):
             raise ValueError(f"columns of {num_rows} rows are {[tuple(column.shape) for column in columns]}")
         if self.amounts.shape != (3, num_rows) or self.amounts.dtype is not torch.float32:

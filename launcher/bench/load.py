@@ -99,30 +99,32 @@ class LoadGenerator:
         return timeline
 
     async def _converse(self, turns: Conversation, request: bytes, due_at: float, index: int) -> None:
-        said = list(turns[0].token_ids) if len(turns) > 1 else None
+        history = list(turns[0].token_ids) if len(turns) > 1 else None
         num_prompt_tokens = len(turns[0].token_ids)
-        for place, turn in enumerate(turns):
-            if place and said is not None:
-                said += turn.token_ids
-                num_prompt_tokens = len(said)
-                request = self._builder.build(said, turn.num_output_tokens, index + place)
+        for turn_index, turn in enumerate(turns):
+            if turn_index and history is not None:
+                history += turn.token_ids
+                num_prompt_tokens = len(history)
+                request = self._builder.build(history, turn.num_output_tokens, index + turn_index)
             due_at = max(due_at, await self._slots.take())
             timeline = Timeline(due_at, self._clock.now(), num_prompt_tokens)
             self.timelines.append(timeline)
             try:
-                await self._generate(request, timeline, index + place, said)
+                await self._generate(request, timeline, index + turn_index, history)
             finally:
                 self._slots.give(self._clock.now())
             if timeline.code != OK:
-                self.num_unsent += len(turns) - place - 1
+                self.num_unsent += len(turns) - turn_index - 1
                 return
             due_at = timeline.ended_at
 
-    async def _generate(self, request: bytes, timeline: Timeline, index: int, said: list[int] | None) -> None:
+    async def _generate(
+        self, request: bytes, timeline: Timeline, index: int, history: list[int] | None
+    ) -> None:
         call = self._calls[index % len(self._calls)](request, timeout=self._timeout_s)
         try:
             async for response in call:
-                self._note(timeline, self._clock.now(), response, said)
+                self._note(timeline, self._clock.now(), response, history)
         except grpc.aio.AioRpcError as error:
             timeline.code, timeline.message = error.code().name, error.details() or ""
             timeline.ended_at = self._clock.now()
@@ -135,7 +137,7 @@ class LoadGenerator:
 
     @staticmethod
     def _note(
-        timeline: Timeline, now: float, response: generate_pb2.GenerateResponse, said: list[int] | None
+        timeline: Timeline, now: float, response: generate_pb2.GenerateResponse, history: list[int] | None
     ) -> None:
         kind = response.WhichOneof("event")
         if kind == "delta":
@@ -143,8 +145,8 @@ class LoadGenerator:
             if token_ids:
                 timeline.token_times.append(now)
                 timeline.token_counts.append(len(token_ids))
-                if said is not None:
-                    said.extend(token_ids)
+                if history is not None:
+                    history.extend(token_ids)
         elif kind == "finished":
             timeline.ended_at = now
             reason = response.finished.reason

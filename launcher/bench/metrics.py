@@ -194,7 +194,7 @@ def summarize(timelines: Sequence[Timeline], level: ServiceLevel | None = None) 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The value that so many percent of the ascending `ordered` do not exceed, linear between neighbours."""
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

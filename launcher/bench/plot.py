@@ -37,7 +37,7 @@ class Series:
 def cumulative_share(values: Sequence[float]) -> Series:
     """For each value the share of values that do not exceed it."""
     ordered = sorted(values)
-    return Series(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))])
+    return Series(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
 
 
 def in_flight(timelines: Sequence[Timeline]) -> Series:
@@ -67,7 +67,7 @@ def token_rate(timelines: Sequence[Timeline], num_bins: int = _NUM_BINS) -> Seri
         counts[min(num_bins - 1, int(at / length_s * num_bins))] += count
     width_s = length_s / num_bins
     return Series(
-        [(place + 0.5) * width_s for place in range(num_bins)], [count / width_s for count in counts]
+        [(index + 0.5) * width_s for index in range(num_bins)], [count / width_s for count in counts]
     )
 
 

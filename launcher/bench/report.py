@@ -41,19 +41,19 @@ class Result:
 def warnings_of(result: Result) -> list[str]:
     """Why the figures may say more about the load generator than about the server."""
     lateness, lag = result.summary.lateness_ms, result.client_lag
-    said = []
+    lines = []
     # At an infinite rate all is due at once, and how long that takes to send is no fault.
     if lateness is not None and math.isfinite(result.config.rate) and lateness.p99 > MAX_LATENESS_MS:
-        said.append(
+        lines.append(
             f"requests were sent late: p99 {lateness.p99:.1f} ms, more than {MAX_LATENESS_MS:g} ms;"
             " the load was not what was asked for: use a quieter machine or several generators"
         )
     if lag.p99_ms > MAX_LATENESS_MS:
-        said.append(
+        lines.append(
             f"the load generator itself was busy: its loop ran p99 {lag.p99_ms:.1f} ms late, more than"
             f" {MAX_LATENESS_MS:g} ms; latencies include that"
         )
-    return said
+    return lines
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -121,9 +121,9 @@ def _latencies(summary: Summary) -> Table:
     table.add_column(no_wrap=True)
     for name in ("mean", "median", "p90", "p99"):
         table.add_column(name, justify="right", no_wrap=True)
-    figures = asdict(summary)
+    statistics = asdict(summary)
     for title, key in _LATENCIES.items():
-        one = figures[key]
+        one = statistics[key]
         shown = (
             ("-",) * 4 if one is None else [f"{one[name]:.2f}" for name in ("mean", "median", "p90", "p99")]
         )

@@ -106,7 +106,7 @@ def _engine_thread(config: EngineConfig, served: ServedEngine) -> EngineThread:
 
 def _with_folder(config: EngineConfig) -> EngineConfig:
     """The configuration with a folder of this machine as its model; a name is fetched from the hub."""
-    folder: Path = find_model(config.model, revision=config.revision, progress=_nobody_looks)
+    folder: Path = find_model(config.model, revision=config.revision, progress=_ignore_progress)
     if str(folder) == config.model:
         return config
     return dataclasses.replace(
@@ -114,5 +114,5 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _nobody_looks(phase: str, done: int, total: int) -> None:
+def _ignore_progress(phase: str, done: int, total: int) -> None:
     """Whoever asked waits for the end."""

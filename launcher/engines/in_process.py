@@ -40,7 +40,7 @@ class InProcessClient:
         self._core = core
         self._inbox = inbox
         self._clock = clock
-        self._outbox = Outbox(max_bytes=MAX_OUTBOX_BYTES, wake=_nobody_waits)
+        self._outbox = Outbox(max_bytes=MAX_OUTBOX_BYTES, wake=_ignore_wake)
         self._in_flight: dict[int, _InFlight] = {}
         self._handles = itertools.count(1)
         self._cause_of_death = ""
@@ -127,15 +127,15 @@ class InProcessClient:
 def load_in_process(config: EngineConfig) -> InProcessClient:
     """Load the model of `config` here and now. ValueError or OSError, in words for people, where it fails."""
     served = build_served_engine(config)
-    engine, core = build_engine(config, served, progress=_nobody_looks, defer=_at_once)
+    engine, core = build_engine(config, served, progress=_ignore_progress, defer=_at_once)
     return InProcessClient(engine, core, inbox=served.inbox, clock=served.clock)
 
 
-def _nobody_waits() -> None:
+def _ignore_wake() -> None:
     """The reader steps by itself, so nothing has to wake it."""
 
 
-def _nobody_looks(progress: LoadProgress) -> None:
+def _ignore_progress(progress: LoadProgress) -> None:
     """Whoever loads waits for the end."""
 
 

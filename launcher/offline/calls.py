@@ -84,7 +84,7 @@ class LLMCalls:
             return await self.tokenize(prompt.text, add_special_tokens=add_special_tokens)
 
         calls = [partial(ids_of, prompt) for prompt in prompts]
-        found = await run_all(calls, window=_MAX_TOKENIZING, field="prompts", on_answer=_nobody_looks)
+        found = await run_all(calls, window=_MAX_TOKENIZING, field="prompts", on_answer=_ignore_answer)
         for index, token_ids in enumerate(found):
             check_ids(
                 token_ids,
@@ -155,5 +155,5 @@ def _window(widths: Iterable[int]) -> int:
     return max(1, MAX_IN_FLIGHT // max(1, max(widths, default=1)))
 
 
-def _nobody_looks(answer: object) -> None:
+def _ignore_answer(answer: object) -> None:
     """Tokenizing shows no progress: it is over in no time."""

@@ -87,8 +87,8 @@ class SamplingParams:
             try:
                 message.MergeFrom(sampling_pb2.SamplingParams(**{name: _on_the_wire(name, value)}))
             except (TypeError, ValueError, AttributeError) as error:
-                place = f"sampling_params.{name}"
-                raise InvalidArgument(f"{place} is {value!r}: {error}", field=place) from error
+                path = f"sampling_params.{name}"
+                raise InvalidArgument(f"{path} is {value!r}: {error}", field=path) from error
         return message
 
 

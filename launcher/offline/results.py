@@ -174,14 +174,14 @@ def _stop(match: output_pb2.StopMatch) -> str | int | None:
 
 
 def _logprobs(columns: output_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
-    num_places = len(columns.token_ids)
-    texts: Sequence[str] = columns.texts or [""] * num_places
-    ranks: Sequence[int] = columns.ranks or [0] * num_places
-    tops: Sequence[output_pb2.TopLogprobs] = columns.top or [output_pb2.TopLogprobs()] * num_places
-    places = zip(columns.token_ids, columns.logprobs, ranks, texts, tops, strict=True)
+    num_tokens = len(columns.token_ids)
+    texts: Sequence[str] = columns.texts or [""] * num_tokens
+    ranks: Sequence[int] = columns.ranks or [0] * num_tokens
+    tops: Sequence[output_pb2.TopLogprobs] = columns.top or [output_pb2.TopLogprobs()] * num_tokens
+    columns_by_token = zip(columns.token_ids, columns.logprobs, ranks, texts, tops, strict=True)
     return tuple(
         TokenLogprob(token_id, _number(logprob), rank or None, text, _top(top))
-        for token_id, logprob, rank, text, top in places
+        for token_id, logprob, rank, text, top in columns_by_token
     )
 
 

@@ -74,7 +74,7 @@ async def translated(answer: Awaitable[_T]) -> _T:
         raise from_rpc_error(error) from error
 
 
-def _at(place: str, error: ServiceError) -> ServiceError:
-    error.message = f"{place}: {error.message}"
+def _at(prefix: str, error: ServiceError) -> ServiceError:
+    error.message = f"{prefix}: {error.message}"
     error.args = (error.message,)
     return error

@@ -23,7 +23,7 @@ from service_kit.errors import Unavailable
 _NO_LIMIT = 2**31 - 1
 _LOOK_S = 0.01
 # An engine's end is seen on its stream first; its own word comes within this time.
-_LAST_WORD_S = 1.0
+_DEATH_REASON_WAIT_S = 1.0
 
 
 class OwnEngine(Protocol):
@@ -175,7 +175,7 @@ def make_transport(
     )
 
 
-async def last_word(transport: Transport) -> str:
+async def death_reason(transport: Transport) -> str:
     """Why the transport is dead, waiting a second for it; empty where it is not."""
-    done, _ = await asyncio.wait({transport.death}, timeout=_LAST_WORD_S)
+    done, _ = await asyncio.wait({transport.death}, timeout=_DEATH_REASON_WAIT_S)
     return transport.death.result() if done else ""

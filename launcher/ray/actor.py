@@ -10,7 +10,7 @@ import os
 
 import ray
 
-from launcher.ray.placement import EnginePlace
+from launcher.ray.placement import EnginePlacement
 from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.services import command_of
 from service_kit.process import process_environment
@@ -24,7 +24,7 @@ class EngineActor:
         self._index = index
         self._child: ChildProcess | None = None
 
-    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace | str:
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement | str:
         """Start the engine on this node's address; where it listens, or in words why it does not.
 
         Words, because an exception that crosses Ray has to be rebuilt from its arguments.
@@ -40,11 +40,11 @@ class EngineActor:
         )
         self._child = child
         try:
-            told = await child.announced(pipe_fd)
+            announced = await child.announced(pipe_fd)
         except ChildDied as died:
             return str(died)
         node_id = str(ray.get_runtime_context().get_node_id())
-        return EnginePlace(told.address, told.admin_address, node_id, told.pid, devices)
+        return EnginePlacement(announced.address, announced.admin_address, node_id, announced.pid, devices)
 
     async def ended(self) -> int:
         """Wait for the engine's end; its exit status, a signal's number negative."""

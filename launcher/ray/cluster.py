@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from launcher.ray.actor import EngineActor
 from launcher.ray.config import RayPlaceConfig
-from launcher.ray.placement import EngineDied, EnginePlace, HostLost
+from launcher.ray.placement import EngineDied, EnginePlacement, HostLost
 
 T = TypeVar("T")
 
@@ -74,9 +74,9 @@ class RayHost:
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
 
-    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement:
         """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
-        answer: EnginePlace | str = await _answer(self._actor.start.remote(flags, environment))
+        answer: EnginePlacement | str = await _answer(self._actor.start.remote(flags, environment))
         if isinstance(answer, str):
             raise EngineDied(answer)
         return answer

@@ -1,4 +1,4 @@
-"""What `triptych ray place` takes: its own options, and those of every engine. Imports no Ray."""
+"""What `triptych ray index` takes: its own options, and those of every engine. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -106,26 +106,26 @@ class Placing:
     config: RayPlaceConfig
     engine_flags: tuple[str, ...]
 
-    def name_of(self, place: int) -> str:
+    def name_of(self, index: int) -> str:
         """How the engine at this place, 0 the first, and its actor are called."""
-        return f"{self.config.name}-{self.config.first_rank + place}"
+        return f"{self.config.name}-{self.config.first_rank + index}"
 
-    def flags_of(self, place: int, port: int = 0) -> list[str]:
+    def flags_of(self, index: int, port: int = 0) -> list[str]:
         """The arguments of one engine, but for its host. `port` 0: the configured one, or a free one."""
         config = self.config
-        configured = config.base_port + place if config.base_port else 0
+        configured = config.base_port + index if config.base_port else 0
         return [
             *self.engine_flags,
             f"--port={port or configured}",
             f"--coordinator={config.coordinator}",
-            f"--data-parallel-rank={config.first_rank + place}",
+            f"--data-parallel-rank={config.first_rank + index}",
             f"--data-parallel-size={config.group_size}",
             f"--drain-deadline-s={config.drain_deadline_s}",
         ]
 
 
 def parse_place(argv: Sequence[str]) -> Placing:
-    """Read the arguments of `ray place`, in which a flag that is not its own is every engine's.
+    """Read the arguments of `ray index`, in which a flag that is not its own is every engine's.
 
     Raises ConfigError.
     """
@@ -139,8 +139,8 @@ def parse_place(argv: Sequence[str]) -> Placing:
     model = os.path.abspath(config.model) if config.model and os.path.isdir(config.model) else config.model
     engine = with_model([*([model] if model else []), *flags["engine"]])
     # What is wrong is said now: an engine would say so too, on some node, minutes later.
-    told = (f"--data-parallel-size={config.group_size}",)
-    origins = load_config(config_of("engine"), [*engine, *told], service="engine").origins
+    fixed_flags = (f"--data-parallel-size={config.group_size}",)
+    origins = load_config(config_of("engine"), [*engine, *fixed_flags], service="engine").origins
     if origins["num_threads"] == "default":
         # An engine counts the machine's CPUs; those that Ray has set aside are fewer.
         engine.append(f"--num-threads={max(1, int(config.num_cpus))}")

@@ -98,7 +98,7 @@ def _write_ready_file(placing: Placing, placement: Placement) -> None:
             "pid": place.pid,
             "devices": place.devices,
         }
-        for name, place in sorted(placement.places.items())
+        for name, place in sorted(placement.placements.items())
     ]
     write_ready_file(placing.config.ready_file, {"engines": engines})
 

@@ -19,7 +19,7 @@ _TEARDOWN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EnginePlacement:
     """Where an engine listens, told when it has bound its port and before it loads anything."""
 
     address: str
@@ -40,7 +40,7 @@ class EngineDied(Exception):
 class EngineHost(Protocol):
     """A place on the cluster that runs one engine at a time. Every call may raise HostLost."""
 
-    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement:
         """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
 
     async def ended(self) -> int:
@@ -73,7 +73,7 @@ class Placement:
         on_change: Callable[[], None],
         limits: SupervisorLimits,
     ) -> None:
-        self.places: dict[str, EnginePlace] = {}  # by name, of those that run
+        self.placements: dict[str, EnginePlacement] = {}  # by name, of those that run
         self._placing = placing
         self._cluster = cluster
         self._await_ready = await_ready
@@ -88,18 +88,18 @@ class Placement:
         numbers = range(self._placing.config.num_engines)
         ready: set[str] = set()
 
-        async def start_one(place: int) -> None:
-            await self._start(place)
-            ready.add(self._placing.name_of(place))
+        async def start_one(index: int) -> None:
+            await self._start(index)
+            ready.add(self._placing.name_of(index))
 
         try:
             async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
-                for place in numbers:
-                    group.create_task(start_one(place))
+                for index in numbers:
+                    group.create_task(start_one(index))
         except TimeoutError as error:
-            names = [self._placing.name_of(place) for place in numbers]
+            names = [self._placing.name_of(index) for index in numbers]
             late = ", ".join(
-                f"{name} ({'loading' if name in self.places else 'not placed'})"
+                f"{name} ({'loading' if name in self.placements else 'not placed'})"
                 for name in names
                 if name not in ready
             )
@@ -112,8 +112,8 @@ class Placement:
         """Restart what dies until every engine was drained; raises EngineDied for one that keeps dying."""
         try:
             async with asyncio.TaskGroup() as group:
-                for place in range(self._placing.config.num_engines):
-                    group.create_task(self._keep(place))
+                for index in range(self._placing.config.num_engines):
+                    group.create_task(self._keep(index))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
@@ -127,17 +127,17 @@ class Placement:
         limit_s = self._limits.stop_s
         await asyncio.gather(*(_unless_lost(host.drain(limit_s)) for host in self._hosts.values()))
 
-    async def _start(self, place: int) -> None:
-        name = self._placing.name_of(place)
+    async def _start(self, index: int) -> None:
+        name = self._placing.name_of(index)
         if name not in self._hosts:
-            self._hosts[name] = await self._cluster.provide(name, place)
+            self._hosts[name] = await self._cluster.provide(name, index)
         host = self._hosts[name]
         # One that starts again on its host takes its old port, under which the others know it.
-        before = self.places.get(name)
+        before = self.placements.get(name)
         port = int(before.address.rpartition(":")[2]) if before else 0
-        flags = self._placing.flags_of(place, port)
+        flags = self._placing.flags_of(index, port)
         listening = await host.start(flags, self._placing.config.environment())
-        self.places[name] = listening
+        self.placements[name] = listening
         devices = f", devices {listening.devices}" if listening.devices else ""
         self._report(f"{name} listens at {listening.address} (node {listening.node_id[:8]}{devices})")
         await until_ready(
@@ -147,8 +147,8 @@ class Placement:
         )
         self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
 
-    async def _keep(self, place: int) -> None:
-        name, restarts = self._placing.name_of(place), self._limits.restarts()
+    async def _keep(self, index: int) -> None:
+        name, restarts = self._placing.name_of(index), self._limits.restarts()
         loop = asyncio.get_running_loop()
         while True:
             ending, status = await self._ending_of(name)
@@ -164,13 +164,13 @@ class Placement:
                 raise EngineDied(f"{name} {ending} after {restarts.tries}")
             self._report(f"{name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
-            await self._restart(place)
+            await self._restart(index)
 
-    async def _restart(self, place: int) -> None:
-        name = self._placing.name_of(place)
+    async def _restart(self, index: int) -> None:
+        name = self._placing.name_of(index)
         try:
             async with asyncio.timeout(self._limits.startup_s):
-                await self._start(place)
+                await self._start(index)
         except (EngineDied, HostLost, TimeoutError) as error:
             # `_keep` sees that nothing runs, and counts it.
             self._report(f"{name} did not start: {error or 'it took too long'}")
@@ -200,7 +200,7 @@ class Placement:
 
     async def _give_back(self, name: str) -> None:
         # What starts elsewhere starts on another port.
-        self.places.pop(name, None)
+        self.placements.pop(name, None)
         host = self._hosts.pop(name, None)
         if host is not None:
             await _unless_lost(host.dismiss())

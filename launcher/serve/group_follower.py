@@ -46,20 +46,20 @@ async def follow_group(
 
 async def _follow_session(group: str, address: str, want: Want) -> bool:
     """Follow one coordinator until its stream breaks; whether it had anything to say."""
-    has_heard = False
+    has_received = False
     async with open_channel(address) as channel:
         stub = scaling_pb2_grpc.ScalingServiceStub(channel)
         try:
             async for message in stub.WatchGroups(scaling_pb2.WatchGroupsRequest()):
-                has_heard = True
-                _tell(group, message.groups, want)
+                has_received = True
+                _forward(group, message.groups, want)
         except grpc.RpcError:
             # It ends whenever the coordinator does; its own log says why.
-            return has_heard
-    return has_heard
+            return has_received
+    return has_received
 
 
-def _tell(group: str, states: Iterable[scaling_pb2.GroupState], want: Want) -> None:
+def _forward(group: str, states: Iterable[scaling_pb2.GroupState], want: Want) -> None:
     for state in states:
         if state.dp_group == group and state.wanted_size:
             want(

@@ -35,8 +35,8 @@ def run_chat(chat: Chat) -> int:
     """
     messages: list[chat_message_pb2.ChatMessage] = []
     try:
-        for said in _lines() if chat.quick is None else [chat.quick]:
-            asked = [*messages, _user_message(said)]
+        for text in _lines() if chat.quick is None else [chat.quick]:
+            asked = [*messages, _user_message(text)]
             try:
                 messages = [*asked, asyncio.run(_answer(chat, asked))]
             except KeyboardInterrupt:

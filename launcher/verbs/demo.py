@@ -84,7 +84,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         await supervisor.start()
         print(f"\n> {prompt}\n", flush=True)
         measured = await _ask(supervisor.address_of("frontend-0"), prompt)
-        _print_figures(measured, supervisor)
+        _print_statistics(measured, supervisor)
         spans = await _spans(supervisor, measured.answer.trace_id)
         print("\n" + "\n".join(draw(spans)) + "\n", flush=True)
         _check(measured.answer, spans, supervisor)
@@ -130,7 +130,7 @@ async def _ask(address: str, prompt: str) -> Measured:
     return Measured(generation.answer, (first_at - asked_at) * 1000, tokens_per_s)
 
 
-def _print_figures(measured: Measured, supervisor: Supervisor) -> None:
+def _print_statistics(measured: Measured, supervisor: Supervisor) -> None:
     answer = measured.answer
     pids = ", ".join(f"{name} {child.pid}" for name, child in supervisor.children.items())
     print(f"time to first token  {measured.first_token_ms:.1f} ms")
@@ -203,8 +203,8 @@ def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
         duration_ns = span.end_unix_ns - span.start_unix_ns
         bar = _BLOCK * (duration_ns * _WIDTH // length_ns) or _SLIVER
         where = f"{' ' * left}{bar}".ljust(_WIDTH)[:_WIDTH]
-        who = f"{span.service:<9} {span.pid:>7}  {name:<{name_width}}"
-        lines.append(f"{who}  {where} {duration_ns / 1e6:8.1f} ms{'' if span.ok else '  failed'}")
+        label = f"{span.service:<9} {span.pid:>7}  {name:<{name_width}}"
+        lines.append(f"{label}  {where} {duration_ns / 1e6:8.1f} ms{'' if span.ok else '  failed'}")
     return lines
 
 

@@ -121,12 +121,12 @@ def test_every_engine_has_a_number_of_its_own(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_nobody_waits_for_another_service_to_start(path: Path) -> None:
+def test_no_service_waits_for_another_to_start(path: Path) -> None:
     assert [name for name, service in own_services(path) if "depends_on" in service] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_variable_from_outside_is_told_of_in_the_guide(path: Path) -> None:
+def test_every_external_variable_is_documented_in_the_guide(path: Path) -> None:
     guide = DEPLOY_GUIDE.read_text()
     assert [name for name in variables_of(path) if f"`{name}`" not in guide] == []
 
@@ -163,8 +163,10 @@ def test_up_takes_the_file_that_fits_the_host(answer: str, file: str, tmp_path: 
     program.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["make", "--no-print-directory", "--dry-run", "up", "ARGS=-d"]
-    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.split() == f"docker compose {file} up -d".split()
+    completed = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert completed.stdout.split() == f"docker compose {file} up -d".split()
 
 
 def test_every_engine_of_a_gpu_host_has_its_own_gpu_and_rank() -> None:
@@ -209,7 +211,7 @@ def test_every_panel_asks_for_what_the_collector_makes() -> None:
     assert labels - {"le"} <= {name.replace(".", "_") for name in dimensions}
 
 
-def test_engines_are_told_apart_and_outlive_their_processes_in_what_the_collector_makes() -> None:
+def test_metrics_distinguish_engines_and_outlive_their_processes() -> None:
     spans = yaml.safe_load((ROOT / "deploy" / "otel-collector.yml").read_text())["connectors"]["spanmetrics"]
     assert "service.instance.id" in {dimension["name"] for dimension in spans["dimensions"]}
     # Counters of two processes of one service would be one series, and that would go back and forth.

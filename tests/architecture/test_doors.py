@@ -38,7 +38,7 @@ def test_the_environment_has_two_doors() -> None:
     assert readers - MAY_READ_THE_ENVIRONMENT == set()
 
 
-def test_only_few_places_catch_everything() -> None:
+def test_only_few_handlers_catch_everything() -> None:
     hits = [
         f"{source.path}:{handler.lineno}"
         for source in package_sources()

@@ -100,7 +100,7 @@ async def all_engines_are_the_same(scene: Scene) -> list[str]:
     return [f"engines ended: {started}"] if started else []
 
 
-async def offender_ends_with_error(scene: Scene) -> list[str]:
+async def poison_request_ends_with_error(scene: Scene) -> list[str]:
     """The marked stream ends with finish reason ERROR and OK, or with INTERNAL."""
     record = scene.marked
     reasons = [output.reason for output in outputs_of(record)]
@@ -110,7 +110,7 @@ async def offender_ends_with_error(scene: Scene) -> list[str]:
     return [f"the offender ended with {record.code} {record.details!r}, reasons {reasons}"]
 
 
-async def offender_is_quarantined(scene: Scene) -> list[str]:
+async def poison_request_is_quarantined(scene: Scene) -> list[str]:
     """The marked stream ends with INTERNAL, which says why."""
     record = scene.marked
     if record.code is grpc.StatusCode.INTERNAL and record.reason == "QUARANTINED":
@@ -118,7 +118,7 @@ async def offender_is_quarantined(scene: Scene) -> list[str]:
     return [f"the offender ended with {record.code}, {record.reason}: {record.details}"]
 
 
-async def offender_is_clean(scene: Scene) -> list[str]:
+async def marked_request_is_clean(scene: Scene) -> list[str]:
     """The marked stream says what it would have said undisturbed."""
     return [str(violation) for violation in scene.oracle.violations([scene.marked])]
 

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 FOLDER_VARIABLE = "CHAOS_FAULT_FOLDER"
-MARKER_PLACE = 5
+MARKER_POSITION = 5
 _EXIT_CODE = 86
 
 
@@ -73,7 +73,7 @@ class _Strikes:
         for request_id in plan.released:
             self._marks.pop(request_id, None)
         for admitted in plan.admitted:
-            if (fault := _mark_of(admitted.token_ids[MARKER_PLACE])) is not None:
+            if (fault := _mark_of(admitted.token_ids[MARKER_POSITION])) is not None:
                 self._marks[admitted.request_id] = fault
         present = {self._marks[request_id] for request_id in plan.request_ids if request_id in self._marks}
         if EngineFault.RAISE in present:
@@ -93,7 +93,7 @@ class _Strikes:
         """NaN for the rows of requests that ask for it."""
         if self._batch is None:
             return logits
-        marks = self._batch.token_ids[:, MARKER_PLACE]
+        marks = self._batch.token_ids[:, MARKER_POSITION]
         for place, row in enumerate(rows):
             if marks[row] == EngineFault.NAN.value:
                 self._note(EngineFault.NAN)

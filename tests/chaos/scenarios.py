@@ -278,7 +278,7 @@ SCENARIOS = (
     Scenario(
         "E10 a request that makes the step raise",
         _await_raise,
-        (checks.is_clean, checks.offender_ends_with_error, checks.all_engines_are_the_same),
+        (checks.is_clean, checks.poison_request_ends_with_error, checks.all_engines_are_the_same),
         FAULTY,
         median_tokens=20,
         marked=EngineFault.RAISE,
@@ -286,7 +286,7 @@ SCENARIOS = (
     Scenario(
         "E12 a request whose logits are NaN",
         _await_nan,
-        (checks.is_clean, checks.offender_ends_with_error, checks.all_engines_are_the_same),
+        (checks.is_clean, checks.poison_request_ends_with_error, checks.all_engines_are_the_same),
         FAULTY,
         median_tokens=20,
         marked=EngineFault.NAN,
@@ -297,7 +297,7 @@ SCENARIOS = (
         (
             checks.is_clean,
             checks.requests_moved,
-            checks.offender_is_clean,
+            checks.marked_request_is_clean,
             _ended_by_its_watchdog,
             checks.noted("ended_s", at_most=10.0, is_time=True),
         ),
@@ -311,7 +311,7 @@ SCENARIOS = (
         (
             checks.is_clean,
             checks.requests_moved,
-            checks.offender_is_quarantined,
+            checks.poison_request_is_quarantined,
             checks.restarts_at_most(2, on_slow_machine=MAX_MOVES),
         ),
         FAULTY,

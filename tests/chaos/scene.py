@@ -13,7 +13,7 @@ from benchmarks.rig.history import Oracle
 from benchmarks.rig.processes import ServiceProcess
 from benchmarks.rig.streams import Case, Load, StreamRecord
 from benchmarks.rig.watch import MIN_IN_FLIGHT, Calibration, moved_requests, placed
-from tests.chaos.fault_plugin import MARKER_PLACE, EngineFault
+from tests.chaos.fault_plugin import MARKER_POSITION, EngineFault
 from tests.chaos.stacks import Stack, StackPlan, Stacks, cases_with_marks, keep_logs
 
 NUM_STREAMS = 64
@@ -51,7 +51,7 @@ class Scene:
     instants: dict[str, float] = field(default_factory=dict)  # monotonic, by what happened
     wall_instants: dict[str, float] = field(default_factory=dict)  # the same in s since 1970, as logs have it
     notes: dict[str, float] = field(default_factory=dict)
-    places: dict[str, str] = field(
+    engine_of: dict[str, str] = field(
         default_factory=dict
     )  # the engine of a stream when it began, by their names
     on_victim: list[StreamRecord] = field(default_factory=list)
@@ -82,18 +82,18 @@ class Scene:
             while statistics.median(record.num_tokens for record in self.load.records) < num_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
-    async def find_places(self) -> None:
+    async def find_engines(self) -> None:
         """Note which engine has which stream, once every stream is somewhere."""
         names = {str((await engine.status())["engine_id"]): engine.name for engine in self.engines}
         where = await placed(self.stack.channel(), self.load)
-        self.places = {request_id: names[engine_id] for request_id, engine_id in where.items()}
+        self.engine_of = {request_id: names[engine_id] for request_id, engine_id in where.items()}
 
     def find_victims(self, engine: ServiceProcess, *, at_least: int = MIN_IN_FLIGHT) -> None:
         """Note which open streams an engine has now. FaultMissed when they are too few to show anything."""
         self.on_victim = [
             record
             for record in self.load.records
-            if record.ended_at is None and self.places.get(record.request_id) == engine.name
+            if record.ended_at is None and self.engine_of.get(record.request_id) == engine.name
         ]
         if len(self.on_victim) < at_least:
             num_open = self.load.num_open
@@ -111,10 +111,10 @@ async def play(stacks: Stacks, scenario: Scenario) -> Scene:
     try:
         scene.notes["moved_before"] = await moved_requests(scene.frontend)
         load.send(stack.channel(), plain)
-        await scene.find_places()
+        await scene.find_engines()
         await scene.until_median(scenario.median_tokens)
         if scenario.marked is not None:
-            mark = next(case for case in cases if case.token_ids[MARKER_PLACE] == scenario.marked.value)
+            mark = next(case for case in cases if case.token_ids[MARKER_POSITION] == scenario.marked.value)
             load.send(stack.channel(), [mark])
         await scenario.strike(scene)
         await load.finish()

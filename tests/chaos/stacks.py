@@ -17,7 +17,7 @@ from benchmarks.rig.streams import Case, Load, StreamRecord, make_cases
 from benchmarks.rig.watch import Calibration, calibrate
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
-from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_PLACE, EngineFault, write_distribution
+from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_POSITION, EngineFault, write_distribution
 from tests.chaos.leaks import SPARE_TASKS, Baseline, leaks, take_baseline
 from tests.chaos.proxy import TcpProxy
 
@@ -105,7 +105,7 @@ class Stack:
 
     async def mend(self) -> None:
         """Start again what a scenario has ended; proxies let everything pass."""
-        await self.fleet.let_go()
+        await self.fleet.release()
         for proxy in self.proxies.values():
             proxy.release()
             proxy.delay_s = 0.0
@@ -228,7 +228,7 @@ def cases_with_marks(num_streams: int, num_tokens: int) -> list[Case]:
     plain = cases[0]
     for offset, fault in enumerate(EngineFault):
         token_ids = list(plain.token_ids)
-        token_ids[MARKER_PLACE] = fault.value
+        token_ids[MARKER_POSITION] = fault.value
         cases.append(Case(num_streams + offset, plain.kind, tuple(token_ids), plain.sampling))
     return cases
 

@@ -73,8 +73,8 @@ async def outage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Outa
 @pytest.mark.parametrize("fault", sorted(_STRIKES))
 async def test_no_stream_notices_what_happens_to_the_coordinator(outage: Outage, fault: str) -> None:
     async def strike() -> None:
-        told = await _STRIKES[fault](outage.rig.coordinator, OUTAGE_S)
-        print(f"\n{fault}: {told}", end="")
+        observed = await _STRIKES[fault](outage.rig.coordinator, OUTAGE_S)
+        print(f"\n{fault}: {observed}", end="")
 
     await _unnoticed(outage.rig, fault, strike)
 
@@ -83,7 +83,7 @@ async def test_no_stream_notices_what_happens_to_the_coordinator(outage: Outage,
     ("name", "fact", "num_left"),
     [("engine-0", "num_engines", NUM_ENGINES - 1), ("frontend-0", "num_frontends", 0)],
 )
-async def test_nobody_notices_that_one_service_and_the_coordinator_cannot_reach_each_other(
+async def test_streams_survive_a_partition_between_one_service_and_the_coordinator(
     outage: Outage, name: str, fact: str, num_left: int
 ) -> None:
     async def strike() -> None:
@@ -119,7 +119,7 @@ async def test_of_two_coordinators_the_one_that_started_later_is_believed(outage
         await newer.stop()
 
 
-async def test_a_second_coordinator_on_the_port_is_refused_and_nobody_notices(outage: Outage) -> None:
+async def test_a_second_coordinator_on_the_port_is_refused_without_effect(outage: Outage) -> None:
     twin = outage.rig.fleet.twin(outage.rig.coordinator, "same-port", same_port=True)
 
     async def strike() -> None:
@@ -158,20 +158,20 @@ async def test_services_that_start_without_a_coordinator_find_each_other_when_it
             for index in range(NUM_ENGINES)
         ]
         by_hand = tuple(f"--engine={engine.address}" for engine in engines)
-        told, knowing = (
+        observed, knowing = (
             fleet.add(ServicePlan("frontend", index, (*frontend_flags(coordinator.address), *more)))
             for index, more in enumerate([(), by_hand])
         )
         await fleet.start([*(engine.name for engine in engines), knowing.name])
-        await told.start()
+        await observed.start()
         # One that was told of its engines by hand serves without a coordinator.
         oracle = Oracle(await _answers(knowing, cases, "by-hand"))
-        assert not await fleet.routes_all(told)
+        assert not await fleet.routes_all(observed)
         await coordinator.start()
         began_at = asyncio.get_running_loop().time()
         await fleet.until_routed()
         found_s = asyncio.get_running_loop().time() - began_at
-        records = await _answers(told, cases, "told")
+        records = await _answers(observed, cases, "told")
     print(f"\nabsent at the start: everything found {found_s:.2f} s after the coordinator listened")
     assert oracle.violations(records) == []
 

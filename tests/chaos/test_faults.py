@@ -27,7 +27,7 @@ async def ended(tmp_path: Path):
 
 
 @pytest.mark.parametrize("strike", [process_faults.kill, process_faults.stop, process_faults.terminate])
-async def test_a_signal_to_nobody_is_an_error(strike, ended: ServiceProcess) -> None:
+async def test_a_signal_to_no_process_is_an_error(strike, ended: ServiceProcess) -> None:
     with pytest.raises(FaultMissed):
         await strike(ended)
 
@@ -53,7 +53,7 @@ async def test_a_cut_without_connections_is_an_error() -> None:
             await faults.cut(proxy)
 
 
-async def test_a_partition_in_which_nobody_speaks_is_an_error() -> None:
+async def test_a_partition_without_traffic_is_an_error() -> None:
     async with TcpProxy("127.0.0.1:1") as proxy:
         with pytest.raises(FaultMissed):
             await faults.partition(proxy, asyncio.sleep(0.01), Direction.IN)

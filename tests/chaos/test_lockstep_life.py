@@ -89,7 +89,7 @@ class Group:
             if stream.token_ids != self.undisturbed[stream.prompt][: stream.num_tokens]
         ]
 
-    def told(self, rank: int, message: str, *, since: float = 0.0) -> list[dict]:
+    def logged(self, rank: int, message: str, *, since: float = 0.0) -> list[dict]:
         """The lines of that message in an engine's log."""
         records = self.engines[rank].log_records()
         return [one for one in records if one["msg"] == message and log_instant(one) >= since]
@@ -97,7 +97,7 @@ class Group:
     async def until_formed(self, rank: int, size: int, *, since: float) -> dict:
         """Wait for the first group of so many that a rank forms after that instant; its line."""
         return await until(
-            lambda: [one for one in self.told(rank, _FORMED, since=since) if one["size"] == size]
+            lambda: [one for one in self.logged(rank, _FORMED, since=since) if one["size"] == size]
         )
 
     async def until_states(self, state: str) -> None:
@@ -209,7 +209,7 @@ async def test_a_rank_killed_while_all_stand_idle_is_met_again_without_a_wave(gr
     killed_at = time.time()
     await faults.kill(group.engines[1])
     await group.until_formed(0, NUM_RANKS, since=killed_at)
-    (left,) = group.told(0, _LEFT, since=killed_at)
+    (left,) = group.logged(0, _LEFT, since=killed_at)
     # A step would have found it in other words.
     assert "has ended" in left["cause"]
     print(f"\nleft after {log_instant(left) - killed_at:.2f} s")
@@ -217,19 +217,19 @@ async def test_a_rank_killed_while_all_stand_idle_is_met_again_without_a_wave(gr
     await _answers_itself(group, 1)
 
 
-async def test_a_rank_that_is_told_to_end_lets_the_others_go_on_before_it_goes(group):
+async def test_a_terminated_rank_lets_the_others_go_on_before_it_ends(group):
     streams = streams_of(0, 1)
     asking = await _begin(group, streams)
-    told_at = time.time()
+    signalled_at = time.time()
     group.engines[1].send(signal.SIGTERM)
     assert await group.engines[1].ended() == 0
-    print(f"\nended after {time.time() - told_at:.2f} s")
+    print(f"\nended after {time.time() - signalled_at:.2f} s")
     await asking
     assert group.wrong(streams) == []
-    await group.until_formed(0, 1, since=told_at)
-    assert [group.told(rank, _LEFT, since=told_at) for rank in range(NUM_RANKS)] == [[], []]
+    await group.until_formed(0, 1, since=signalled_at)
+    assert [group.logged(rank, _LEFT, since=signalled_at) for rank in range(NUM_RANKS)] == [[], []]
     await group.fleet.start(["engine-1"])
-    await group.until_formed(0, NUM_RANKS, since=told_at)
+    await group.until_formed(0, NUM_RANKS, since=signalled_at)
     await group.fleet.until_routed()
     await _answers_itself(group, 1)
 
@@ -322,8 +322,8 @@ async def test_a_rank_with_other_weights_than_its_group_ends_and_the_others_serv
     returned_at = time.time()
     await group.engines[1].start()
     assert await group.engines[1].ended(_LIMIT_S) == _MISMATCH_EXIT
-    (told,) = group.told(1, "ranks with different weights do not meet", since=returned_at)
-    print(f"\n{told['cause']}")
+    (logged,) = group.logged(1, "ranks with different weights do not meet", since=returned_at)
+    print(f"\n{logged['cause']}")
     await group.until_formed(0, 1, since=returned_at)
     await _answers_itself(group, 0)
     await _put_in_place(group, model, [0], paused=[0])
@@ -337,11 +337,11 @@ async def test_a_rank_with_other_weights_than_its_group_ends_and_the_others_serv
 async def test_ranks_that_all_end_leave_together(group):
     streams = streams_of(0, 1)
     asking = await _begin(group, streams)
-    told_at = time.time()
+    signalled_at = time.time()
     for engine in group.engines:
         engine.send(signal.SIGTERM)
     assert [await engine.ended(_EXIT_LIMIT_S) for engine in group.engines] == [0] * NUM_RANKS
     await asking
-    print(f"\nall ended after {time.time() - told_at:.2f} s")
+    print(f"\nall ended after {time.time() - signalled_at:.2f} s")
     assert group.wrong(streams) == []
-    assert [group.told(rank, _LEFT, since=told_at) for rank in range(NUM_RANKS)] == [[], []]
+    assert [group.logged(rank, _LEFT, since=signalled_at) for rank in range(NUM_RANKS)] == [[], []]

@@ -87,8 +87,12 @@ async def ranks() -> AsyncIterator[Ranks]:
         known = f"--coordinator={address_of(coordinator)}"
         engines = []
         for rank, host in enumerate(_HOSTS):
-            place = (f"--data-parallel-rank={rank}", f"--data-parallel-size={len(_HOSTS)}", f"--host={host}")
-            flags = (str(embedded_model()), "--port=0", "--num-threads=1", known, *place)
+            flags_of_rank = (
+                f"--data-parallel-rank={rank}",
+                f"--data-parallel-size={len(_HOSTS)}",
+                f"--host={host}",
+            )
+            flags = (str(embedded_model()), "--port=0", "--num-threads=1", known, *flags_of_rank)
             engines.append(await stack.start("engine", *flags, index=rank))
         for engine in engines:
             await stack.ready("engine", engine)

@@ -53,6 +53,6 @@ async def test_a_stack_grows_and_shrinks_under_streams_and_loses_nothing(kind: s
     assert broken == []
     assert len(run.served_after_s) == run.num_left == 2
     # Those that came were told the least of what the others had found.
-    told = [one["options"].get("num_kv_blocks") for one in stack.log_records("starting")]
+    origins = [one["options"].get("num_kv_blocks") for one in stack.log_records("starting")]
     least = min(one["num_kv_blocks"] for one in stack.log_records("READY"))
-    assert [each for each in told if each] == [f"{least} (flag)"] * 2
+    assert [each for each in origins if each] == [f"{least} (flag)"] * 2

@@ -24,7 +24,7 @@ START_LIMIT_S = 120.0
 PATIENT = RetryPolicy(max_attempts=40, first_backoff_s=0.2, max_backoff_s=1.0)
 
 
-def tell(**facts: object) -> None:
+def report(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -100,15 +100,15 @@ async def first_token(client: Client) -> None:
 async def main(address: str, num_streams: int) -> None:
     client = Client(address, retry=PATIENT)
     await first_token(client)
-    tell(first_token_at=time.time())
+    report(first_token_at=time.time())
     load = Load(client)
     await load.learn(num_streams)
-    tell(num_ids=len({id_ for ids in load.expected.values() for id_ in ids}))
+    report(num_ids=len({id_ for ids in load.expected.values() for id_ in ids}))
     streams = [asyncio.create_task(load.repeat(first)) for first in range(num_streams)]
     await asyncio.to_thread(sys.stdin.read)
     load.is_over = True
     await asyncio.gather(*streams)
-    tell(num_streams=load.num_streams, num_different=load.num_different, errors=load.errors)
+    report(num_streams=load.num_streams, num_different=load.num_different, errors=load.errors)
     await client.close()
 
 

@@ -89,7 +89,7 @@ def streams(stack: Stack) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+def progress_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The next line of the client's; raises EOFError where it has ended instead."""
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -107,7 +107,7 @@ def test_light_images_are_light(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("service", ["frontend", "engine-0", "engine-1", "coordinator"])
-def test_services_run_as_nobody_on_a_root_that_cannot_be_written(stack: Stack, service: str) -> None:
+def test_services_run_as_an_unprivileged_user_on_a_read_only_root(stack: Stack, service: str) -> None:
     facts = stack.engine.inspect(stack.container(service))
     assert facts["HostConfig"]["ReadonlyRootfs"] is True
     assert stack.engine.run("exec", stack.container(service), "id", "-u").strip() == "65532"
@@ -122,16 +122,16 @@ def test_an_image_runs_for_any_user(stack: Stack, service: str) -> None:
     # As a cluster does it: a user nobody knows, of group 0, on a root that cannot be written.
     kind = service.partition("-")[0]
     volume = "touch /models/probe && " if kind == "engine" else ""
-    told = stack.engine.run(
+    report = stack.engine.run(
         "run", "--rm", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--user=123456:0", "--entrypoint=sh",
         stack.image(service), "-c", f"{volume}triptych {kind} --help",
     )  # fmt: skip
-    assert told.startswith(f"usage: triptych {kind}")
+    assert report.startswith(f"usage: triptych {kind}")
 
 
 def test_no_stream_is_lost_while_services_stop_die_and_restart(stack, streams):
-    first_token_s = heard(streams)["first_token_at"] - stack.up_at
-    assert heard(streams)["num_ids"] >= 20
+    first_token_s = progress_of(streams)["first_token_at"] - stack.up_at
+    assert progress_of(streams)["num_ids"] >= 20
     for engine in ("engine-0", "engine-1"):
         stack.await_ready(engine)
     run = stack.engine.run
@@ -147,7 +147,7 @@ def test_no_stream_is_lost_while_services_stop_die_and_restart(stack, streams):
     run("restart", stack.container("frontend"))
     stack.await_ready("frontend")
     outcome, _ = streams.communicate("", timeout=_READY_LIMIT_S)
-    told = json.loads(outcome)
-    print(f"up to the first token: {first_token_s:.1f} s; streams: {told['num_streams']}")
-    assert (told["errors"], told["num_different"]) == ([], 0)
-    assert told["num_streams"] > 4 * NUM_STREAMS
+    report = json.loads(outcome)
+    print(f"up to the first token: {first_token_s:.1f} s; streams: {report['num_streams']}")
+    assert (report["errors"], report["num_different"]) == ([], 0)
+    assert report["num_streams"] > 4 * NUM_STREAMS

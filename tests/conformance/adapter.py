@@ -43,8 +43,8 @@ class ReplayEngine:
         self._seen: set[str] = set()
 
     def add(self, request: dict[str, Any]) -> None:
-        wishes = _of(SamplingParams, request) | {"stop_token_ids": frozenset(request["stop_token_ids"])}
-        sampling = SamplingParams(**wishes, skip_reading_prefix_cache=request["skip_prefix_lookup"])
+        options = _of(SamplingParams, request) | {"stop_token_ids": frozenset(request["stop_token_ids"])}
+        sampling = SamplingParams(**options, skip_reading_prefix_cache=request["skip_prefix_lookup"])
         prompt, salt = request["prompt"].copy(), request["cache_salt"] or ""
         order = {"priority": request["priority"], "arrival_at": request["arrival_time"]}
         self._scheduler.add(Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order))

@@ -21,7 +21,7 @@ from triptych.coordinator.v1 import coordinator_pb2_grpc
 _HEAVY = ("torch", "transformers", "tokenizers", "numpy", "triton", "jinja2")
 
 
-async def test_it_announces_itself_tells_its_status_and_stops_at_once_with_sessions_open() -> None:
+async def test_it_announces_itself_reports_its_status_and_stops_at_once_with_sessions_open() -> None:
     read_fd, write_fd = os.pipe()
     flags = ("--port=0", f"--announce-fd={write_fd}", "--index=3", "--lease-ms=9000")
     process = await asyncio.create_subprocess_exec(

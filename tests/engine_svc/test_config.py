@@ -81,7 +81,7 @@ def test_a_model_is_required():
         load_config(EngineConfig, [], service="engine", env={})
 
 
-def test_labels_are_told_by_key_whatever_their_values_hold():
+def test_labels_are_parsed_by_key_whatever_their_values_hold():
     arguments = ["folder", "--label", "zone=a", "--label", "path=x=y", "--label", "empty="]
     config = load_config(EngineConfig, arguments, service="engine", env={}).config
     assert config.labels == {"zone": "a", "path": "x=y", "empty": ""}

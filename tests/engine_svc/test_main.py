@@ -114,7 +114,7 @@ async def _span_names(admin_address: str, trace_id: str) -> set[str]:
     return {span.name for span in trace.spans}
 
 
-async def test_a_process_that_is_told_to_stop_while_it_loads_does_so_at_once():
+async def test_a_process_that_is_stopped_while_loading_exits_at_once():
     with running(str(_MODEL), "--port", "0") as engine:
         record = engine.announcement()
         async with open_channel(str(record["admin_address"])) as channel:

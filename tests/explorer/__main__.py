@@ -96,7 +96,7 @@ def _walk(num_ranks: int, num_walks: int) -> bool:
     walks = walk(setup, range(num_walks), num_moves=200)
     print(f"{num_ranks} ranks: {walks.num_walks} random walks, {walks.num_moves} moves", flush=True)
     if walks.violation is not None:
-        _tell(walks.violation)
+        _print_violation(walks.violation)
     return walks.violation is None
 
 
@@ -109,7 +109,7 @@ def _show_races() -> bool:
         if violation is None:
             print("  NOT found")
         else:
-            _tell(violation)
+            _print_violation(violation)
     return are_found
 
 
@@ -121,10 +121,10 @@ def _report(name: str, outcome: Outcome, elapsed_s: float) -> None:
         flush=True,
     )
     if outcome.violation is not None:
-        _tell(outcome.violation)
+        _print_violation(outcome.violation)
 
 
-def _tell(violation: Violation) -> None:
+def _print_violation(violation: Violation) -> None:
     print(f"  BROKEN: {violation.promise.value}")
     for number, move in enumerate(violation.trace, 1):
         print(f"  {number:3} {describe(move)}")

@@ -85,7 +85,7 @@ def _freeze_wave(wave: Wave) -> Frozen:
 
 def forget_time(wave: Wave) -> None:
     """Let what was told be as long ago as if it had just been told: time is no part of a world."""
-    told = vars(wave)["_told"]
-    for engine_id, each in told.items():
+    sent = vars(wave)["_sent_starts"]
+    for engine_id, each in sent.items():
         if each.again_at != float("inf"):
-            told[engine_id] = replace(each, again_at=START_RETRY_S)
+            sent[engine_id] = replace(each, again_at=START_RETRY_S)

@@ -63,13 +63,13 @@ def needs_coordinator(world: World) -> bool:
     )
 
 
-def hear_all(world: World, index: int) -> None:
+def receive_all(world: World, index: int) -> None:
     """Take in all that a living engine has said."""
     while world.wave is not None and world.ranks[index].up and world.ranks[index].machine is not None:
-        hear_up(world, index)
+        receive_report(world, index)
 
 
-def hear_up(world: World, index: int) -> None:
+def receive_report(world: World, index: int) -> None:
     """Take in a report, an answer, or the end of a session."""
     rank, wave = world.ranks[index], _wave(world)
     message, rank.up = rank.up[0], rank.up[1:]
@@ -85,7 +85,7 @@ def hear_up(world: World, index: int) -> None:
             world.generations.pop(index, None)
             wave.leave(_ENGINES[index])
             _consider(world)
-    _tell(world, 0.0)
+    _send_starts(world, 0.0)
 
 
 def register(world: World, index: int) -> None:
@@ -109,16 +109,16 @@ def hint(world: World, index: int) -> None:
     world.hints += ((index, _wave(world).number),)
 
 
-def hear_hint(world: World, index: int) -> None:
+def receive_hint(world: World, index: int) -> None:
     place = next(place for place, each in enumerate(world.hints) if each[0] == index)
     wave = world.hints[place][1]
     world.hints = world.hints[:place] + world.hints[place + 1 :]
     _wave(world).hint(_ENGINES[index], wave)
-    _tell(world, 0.0)
+    _send_starts(world, 0.0)
 
 
-def tell_again(world: World, index: int) -> None:
-    _tell(world, START_RETRY_S)
+def resend_start(world: World, index: int) -> None:
+    _send_starts(world, START_RETRY_S)
     forget_time(_wave(world))
 
 
@@ -138,12 +138,12 @@ def _wave(world: World) -> Wave:
     return world.wave
 
 
-def _tell(world: World, now: float) -> None:
+def _send_starts(world: World, now: float) -> None:
     for start in _wave(world).due(now):
         rank = world.ranks[_ENGINES.index(start.engine_id)]
-        told = Start(start.wave)
-        if rank.has_session and rank.machine is not None and told not in rank.down:
-            rank.down += (told,)
+        command = Start(start.wave)
+        if rank.has_session and rank.machine is not None and command not in rank.down:
+            rank.down += (command,)
 
 
 def _consider(world: World) -> None:

@@ -19,7 +19,7 @@ def engine_moves(world: World, index: int) -> Iterator[Move]:
         return
     if rank.has_session and len(rank.up) < MAX_REPORTS_UNDER_WAY and rank.reported != rank.report():
         yield Move("report", index)
-    if rank.machine.asks and not rank.has_session and not _has_rung(world, rank):
+    if rank.machine.asks and not rank.has_session and not _has_signaled(world, rank):
         yield Move("ring", index)
     match rank.mode:
         case Mode.FREE:
@@ -48,7 +48,7 @@ def _free_moves(world: World, index: int, rank: Rank, machine: WaveMachine) -> I
             yield Move("lose", index)
         elif all(peer.num_resumed >= rank.num_resumed for peer in world.group_of(rank)):
             yield Move("all resumed", index)
-    if machine.state is LockstepState.PAUSED and _hears(world, rank, machine):
+    if machine.state is LockstepState.PAUSED and _receives_signal(world, rank, machine):
         yield Move("hear", index)
     if _can_form(world, rank, machine) and index == rank.commit.members[0]:
         yield Move("form", index)
@@ -58,13 +58,13 @@ def _free_moves(world: World, index: int, rank: Rank, machine: WaveMachine) -> I
         yield Move("pause", index, Kind.OUTSIDE)
 
 
-def ring(world: World, index: int) -> None:
+def send_signal(world: World, index: int) -> None:
     """Ring the doorbell in the group's store, as there is no coordinator that would tell the others."""
     rank = world.ranks[index]
-    world.bells |= {(rank.group, _machine(rank).wave)}
+    world.signals |= {(rank.group, _machine(rank).wave)}
 
 
-def hear(world: World, index: int) -> None:
+def receive_signal(world: World, index: int) -> None:
     machine = _machine(world.ranks[index])
     machine.start(machine.wave)
 
@@ -106,14 +106,14 @@ def turn(world: World, index: int) -> None:
             rank.mode = Mode.FINISHING
         return
     if world.is_broken(rank):
-        lose(world, index)
+        leave_group(world, index)
         return
     expect(not rank.may_sleep, Promise.QUIET, f"rank {index} launches a step")
     computes = rank.has_work
     rank.num_steps_left -= computes
     rank.flight += (computes,)
     rank.num_launched += 1
-    vote = machine.launched(rank.has_work)
+    vote = machine.on_step_launched(rank.has_work)
     if vote is None:
         _wait_or_go_on(rank)
         return
@@ -124,8 +124,12 @@ def turn(world: World, index: int) -> None:
 
 
 def _count(group: list[Rank]) -> None:
-    launched = {peer.num_launched for peer in group}
-    expect(len(launched) == 1, Promise.PAIRED, f"ranks vote after {sorted(launched)} steps")
+    num_launched_by_rank = {peer.num_launched for peer in group}
+    expect(
+        len(num_launched_by_rank) == 1,
+        Promise.PAIRED,
+        f"ranks vote after {sorted(num_launched_by_rank)} steps",
+    )
     verdict = Vote.count([peer.ballot for peer in group if peer.ballot is not None])
     for peer in group:
         peer.mode, peer.ballot = Mode.VERDICT, verdict
@@ -157,24 +161,24 @@ def finish_all(world: World) -> None:
 def finish(world: World, index: int) -> None:
     rank = world.ranks[index]
     rank.flight = rank.flight[1:]
-    _machine(rank).came_back()
+    _machine(rank).on_step_done()
     if rank.mode is Mode.FINISHING:
         rank.mode = Mode.FREE
     elif not rank.flight:
-        _stand_still(rank)
+        _pause_machine(rank)
 
 
-def lose(world: World, index: int) -> None:
+def leave_group(world: World, index: int) -> None:
     """Leave a process group in which somebody is missing; what was in flight runs again."""
     rank = world.ranks[index]
     rank.num_steps_left += sum(rank.flight)
     rank.flight, rank.ballot, rank.group = (), None, 0
     rank.is_resuming = rank.may_sleep = False
-    _machine(rank).lose()
+    _machine(rank).leave_group()
     is_settling = rank.mode is Mode.SETTLING
     rank.mode = Mode.FREE
     if is_settling:
-        _stand_still(rank)
+        _pause_machine(rank)
 
 
 def form(world: World, index: int) -> None:
@@ -195,10 +199,10 @@ def pause(world: World, index: int) -> None:
     if rank.flight:
         rank.mode = Mode.SETTLING
     else:
-        _stand_still(rank)
+        _pause_machine(rank)
 
 
-def _stand_still(rank: Rank) -> None:
+def _pause_machine(rank: Rank) -> None:
     rank.mode, rank.is_paused = Mode.FREE, True
     _machine(rank).pause()
 
@@ -242,12 +246,12 @@ def _machine(rank: Rank) -> WaveMachine:
     return rank.machine
 
 
-def _has_rung(world: World, rank: Rank) -> bool:
-    return (rank.group, _machine(rank).wave) in world.bells
+def _has_signaled(world: World, rank: Rank) -> bool:
+    return (rank.group, _machine(rank).wave) in world.signals
 
 
-def _hears(world: World, rank: Rank, machine: WaveMachine) -> bool:
-    return (rank.group, machine.wave) in world.bells and not world.is_broken(rank)
+def _receives_signal(world: World, rank: Rank, machine: WaveMachine) -> bool:
+    return (rank.group, machine.wave) in world.signals and not world.is_broken(rank)
 
 
 def _is_oldest_done(world: World, rank: Rank) -> bool:

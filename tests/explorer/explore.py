@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.explorer.broken import BrokenPromise, Promise
 from tests.explorer.moves import Move
-from tests.explorer.system import System, is_done, must_come, tell, why_stuck
+from tests.explorer.system import System, describe, is_done, must_come, why_stuck
 from tests.explorer.world import Frozen
 
 
@@ -106,9 +106,9 @@ class Exploration:
                     can_end[source] = 1
                     queue.append(source)
         stuck = can_end.find(0)
-        return None if stuck < 0 else self._tell_stuck(stuck)
+        return None if stuck < 0 else self._stuck_violation(stuck)
 
-    def _tell_stuck(self, number: int) -> Violation:
+    def _stuck_violation(self, number: int) -> Violation:
         trace = list(self._trace(number))
         frozen = self._worlds[number]
         # From here on it only gets as far as it can: that is told as well, for it shows who waits for whom.
@@ -128,7 +128,7 @@ class Exploration:
             trace.append(onward[0])
             frozen = onward[1]
             seen.add(frozen)
-        return Violation(why_stuck(world), tell(world), tuple(trace))
+        return Violation(why_stuck(world), describe(world), tuple(trace))
 
     def _trace(self, number: int) -> tuple[Move, ...]:
         moves: list[Move] = []

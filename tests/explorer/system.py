@@ -43,13 +43,13 @@ class System:
         self._codec = Codec(setup.machine, setup.wave, interval=setup.interval)
         self._moves: dict[str, Callable[[World, int], None]] = {
             "report": engine_moves.report,
-            "ring": engine_moves.ring,
-            "hear": engine_moves.hear,
+            "ring": engine_moves.send_signal,
+            "hear": engine_moves.receive_signal,
             "turn": engine_moves.turn,
             "obey": engine_moves.obey,
             "take": engine_moves.take,
             "finish": engine_moves.finish,
-            "lose": engine_moves.lose,
+            "lose": engine_moves.leave_group,
             "form": engine_moves.form,
             "pause": engine_moves.pause,
             "resume": engine_moves.resume,
@@ -58,10 +58,10 @@ class System:
             "crash": engine_moves.crash,
             "return": self._return,
             "register": coordinator_moves.register,
-            "hear up": coordinator_moves.hear_up,
+            "hear up": coordinator_moves.receive_report,
             "hint": coordinator_moves.hint,
-            "hear hint": coordinator_moves.hear_hint,
-            "tell again": coordinator_moves.tell_again,
+            "hear hint": coordinator_moves.receive_hint,
+            "tell again": coordinator_moves.resend_start,
             "cut": coordinator_moves.cut,
             "coordinator crash": coordinator_moves.coordinator_crash,
             "coordinator crash late": partial(coordinator_moves.coordinator_crash, keep=True),
@@ -95,7 +95,7 @@ class System:
         for index in count:
             if setup.is_formed:
                 engine_moves.report(world, index)
-                coordinator_moves.hear_all(world, index)
+                coordinator_moves.receive_all(world, index)
             world.ranks[index].down = ()
         return self._codec.freeze(world)
 
@@ -117,7 +117,7 @@ class System:
             if not self.setup.has_slow_ends:
                 engine_moves.finish_all(world)
             if move.rank >= 0 and not world.has_slow_reports:
-                coordinator_moves.hear_all(world, move.rank)
+                coordinator_moves.receive_all(world, move.rank)
         except InvalidTransition as error:
             raise BrokenPromise(Promise.POSSIBLE, str(error)) from error
         for index, (rank, wave) in enumerate(zip(world.ranks, before, strict=True)):
@@ -178,11 +178,11 @@ def why_stuck(world: World) -> Promise:
     return Promise.NO_DEADLOCK
 
 
-def tell(world: World) -> str:
-    return "; ".join(_tell_rank(index, rank) for index, rank in enumerate(world.ranks))
+def describe(world: World) -> str:
+    return "; ".join(_describe_rank(index, rank) for index, rank in enumerate(world.ranks))
 
 
-def _tell_rank(index: int, rank: Rank) -> str:
+def _describe_rank(index: int, rank: Rank) -> str:
     if rank.machine is None:
         return f"rank {index} is dead"
     words = [f"rank {index} is {rank.machine.state.value} at wave {rank.machine.wave}"]

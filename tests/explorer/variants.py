@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_svc.data_parallel.wave import Stand, Start, Wave
+from coordinator_svc.data_parallel.wave import Start, Wave, WaveStatus
 from engine_svc.data_parallel.wave import LockstepState, WaveMachine
 from tests.explorer.broken import Promise
 from tests.explorer.system import Setup
@@ -48,31 +48,31 @@ class WaitsForItsOwnStart(WaveMachine):
         return super().may_step(has_work)
 
 
-class ExcludesWhoAsks(Wave):
+class ExcludesRequester(Wave):
     """The other half of it: the coordinator tells all but the one that asks."""
 
     def due(self, now: float) -> list[Start]:
         """Those that are missing, without those that ask."""
-        asking = {engine_id for engine_id, stand in self._stands.items() if stand.asks}
+        asking = {engine_id for engine_id, status in self._statuses.items() if status.asks}
         return [start for start in super().due(now) if start.engine_id not in asking]
 
 
 class PredictsRunning(Wave):
     """vllm #51481: whoever was told to start counts as running from then on, until a wave is seen to end."""
 
-    def report(self, engine_id: str, stand: Stand) -> None:
+    def report(self, engine_id: str, stand: WaveStatus) -> None:
         """Only the end of the wave takes the prediction back."""
         if stand.wave > self.number:
-            self._told.clear()
+            self._sent_starts.clear()
         super().report(engine_id, stand)
 
     def due(self, now: float) -> list[Start]:
-        told = dict(self._told)
-        starts = [start for start in super().due(now) if start.engine_id not in told]
+        sent = dict(self._sent_starts)
+        starts = [start for start in super().due(now) if start.engine_id not in sent]
         for start in starts:
-            told[start.engine_id] = type(self._told[start.engine_id])(start.wave, float("inf"))
-        self._told.clear()
-        self._told.update(told)
+            sent[start.engine_id] = type(self._sent_starts[start.engine_id])(start.wave, float("inf"))
+        self._sent_starts.clear()
+        self._sent_starts.update(sent)
         return starts
 
 
@@ -87,7 +87,7 @@ RACES: dict[str, tuple[Setup, Promise]] = {
         Promise.NO_LONELY_STEP,
     ),
     "39366: who asks for a start is left out of it": (
-        Setup(num_pauses=0, num_senders=1, machine=WaitsForItsOwnStart, wave=ExcludesWhoAsks),
+        Setup(num_pauses=0, num_senders=1, machine=WaitsForItsOwnStart, wave=ExcludesRequester),
         Promise.NO_LOST_START,
     ),
     "51481: who was told to start counts as running": (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.explorer.broken import BrokenPromise, Promise
 from tests.explorer.explore import Violation
 from tests.explorer.moves import Kind, Move
-from tests.explorer.system import Setup, System, is_done, must_come, tell, why_stuck
+from tests.explorer.system import Setup, System, describe, is_done, must_come, why_stuck
 from tests.explorer.world import Frozen
 
 _MAX_MOVES_TO_END = 3000
@@ -52,7 +52,7 @@ def _walk_once(system: System, rng: random.Random, num_moves: int, trace: list[M
         return Violation(broken.promise, broken.detail, tuple(trace))
     world = system.thaw(frozen)
     promise: Promise = why_stuck(world)
-    return Violation(promise, tell(world), tuple(trace))
+    return Violation(promise, describe(world), tuple(trace))
 
 
 def _step(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-from coordinator_svc.data_parallel.wave import Stand, Wave
+from coordinator_svc.data_parallel.wave import Wave, WaveStatus
 from engine_svc.data_parallel.wave import LockstepState, Vote, WaveMachine
 
 # Any tuple of plain values; two worlds are the same if and only if these are equal.
@@ -29,7 +29,7 @@ class Mode(IntEnum):
 class Report(NamedTuple):
     """What an engine tells its coordinator of itself."""
 
-    stand: Stand
+    stand: WaveStatus
     generation: int
     formed: int  # the last generation that it has formed
 
@@ -92,7 +92,7 @@ class Rank:
         machine = self.machine
         assert machine is not None
         state = machine.state
-        stand = Stand(
+        stand = WaveStatus(
             machine.wave, state is LockstepState.RUNNING, machine.asks, state is LockstepState.APART
         )
         return Report(stand, machine.generation, self.formed)
@@ -113,7 +113,7 @@ class World:
     target: Commit = NO_COMMIT  # what the coordinator wants the group to be
     last_generation: int = 0
     hints: tuple[tuple[int, int], ...] = ()  # on their way: rank and wave
-    bells: frozenset[tuple[int, int]] = frozenset()  # generation and wave
+    signals: frozenset[tuple[int, int]] = frozenset()  # generation and wave
     num_requests: tuple[int, ...] = ()  # that may still come, for each rank
     num_pauses: tuple[int, ...] = ()
     num_hints: int = 0

@@ -207,8 +207,8 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _promised(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Memory of the result's shape, where the result comes when the device has come so far."""
-    told = op(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs | _on_meta(kwargs)))
-    made = tree_map(lambda leaf: _room_for(leaf) if isinstance(leaf, Tensor) else leaf, told)
+    meta = op(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs | _on_meta(kwargs)))
+    made = tree_map(lambda leaf: _room_for(leaf) if isinstance(leaf, Tensor) else leaf, meta)
 
     def do() -> None:
         for room, value in zip(tree_leaves(made), tree_leaves(op(*args, **kwargs)), strict=True):
@@ -227,10 +227,10 @@ def _shape_of(value: object) -> object:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _room_for(told: Tensor) -> Tensor:
-    room = torch.empty_strided(told.size(), told.stride(), dtype=told.dtype)
+def _room_for(meta: Tensor) -> Tensor:
+    room = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype)
     # What nobody has computed yet must be seen by whoever reads it.
-    return room.fill_(float("nan") if told.is_floating_point() else 77)
+    return room.fill_(float("nan") if meta.is_floating_point() else 77)
 
 
 def _copied(source: Tensor, options: dict[str, Any]) -> Tensor:
@@ -303,14 +303,16 @@ def _mutated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operands that an op writes to, which it also returns."""
     if not op._schema.returns:
         return None
-    places = zip(op._schema.arguments, args, strict=False)
-    by_place = [value for argument, value in places if argument.alias_info and argument.alias_info.is_write]
+    positional = zip(op._schema.arguments, args, strict=False)
+    by_position = [
+        value for argument, value in positional if argument.alias_info and argument.alias_info.is_write
+    ]
     by_name = [
         kwargs[argument.name]
         for argument in op._schema.arguments
         if argument.name in kwargs and argument.alias_info and argument.alias_info.is_write
     ]
-    written = [*by_place, *by_name]
+    written = [*by_position, *by_name]
     return written[0] if len(written) == 1 else tuple(written)
 
 

@@ -80,13 +80,13 @@ def test_a_replay_computes_from_what_is_there_then(column):
 
 
 def test_what_is_read_before_the_device_was_waited_for_is_not_there(column):
-    told = (column + 1).to("cpu", non_blocking=True)
+    copied = (column + 1).to("cpu", non_blocking=True)
     done = torch.cuda.Event()
     done.record()
     later = (column + 2).to("cpu", non_blocking=True)
-    assert told.isnan().all()
+    assert copied.isnan().all()
     done.synchronize()
-    assert told.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert copied.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert later.isnan().all()
     torch.cuda.synchronize()
     assert later.tolist() == [2.0, 3.0, 4.0, 5.0]

@@ -59,7 +59,7 @@ async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
     await engine.kill()
 
 
-async def test_for_a_moment_after_sigterm_what_is_sent_by_who_does_not_know_is_served():
+async def test_requests_sent_shortly_after_sigterm_are_served():
     engine = FakeEngine(answer("x"))
     await engine.start()
     process, announced = await start("--engine", engine.address, "--drain-lag-s=60", "--drain-deadline-s=60")

@@ -50,18 +50,18 @@ async def test_a_prompt_that_takes_too_long_is_refused_and_the_others_are_answer
             assert word in details
 
 
-async def test_a_tokenizer_model_that_cannot_be_converted_is_told_to_the_operator(tmp_path, caplog):
+async def test_a_tokenizer_model_that_cannot_be_converted_is_logged_for_the_operator(tmp_path, caplog):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0bbroken")
     engine = engine_with(slow_tokenizer())
     async with serving(engine, tokenizer=str(tmp_path), waits_ready=False) as (client, _):
         # A process that imports a library of models comes before the answer.
         async with asyncio.timeout(WAIT_S):
-            while "slow-tokenizers" not in told(caplog) and "be converted" not in told(caplog):
+            while "slow-tokenizers" not in log_text(caplog) and "be converted" not in log_text(caplog):
                 await client.model.GetServerInfo(model_pb2.GetServerInfoRequest())
                 await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError):
             await read_all(client.generate("ok"))
 
 
-def told(caplog) -> str:
+def log_text(caplog) -> str:
     return json.dumps([{**vars(record), "args": ""} for record in caplog.records], default=str)

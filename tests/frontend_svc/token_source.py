@@ -33,36 +33,36 @@ class TokenSource:
             return
         cut_after = self._cut_after(request)
         if entry.sampling.HasField("prompt_logprobs"):
-            self._tell_prompt(request, is_half=cut_after == -1)
+            self._add_prompt_logprobs(request, is_half=cut_after == -1)
         end = len(whole) if cut_after is None else min(len(whole), len(done) + max(0, cut_after))
-        for place in range(len(done), end):
+        for index in range(len(done), end):
             step = step_pb2.Step(
-                step_number=place + 1,
+                step_number=index + 1,
                 handles=array("I", [request.handle]).tobytes(),
                 num_tokens=bytes([1]),
-                token_ids=array("I", [whole[place]]).tobytes(),
+                token_ids=array("I", [whole[index]]).tobytes(),
             )
-            if place == len(done):
+            if index == len(done):
                 step.first.add(row=0, num_cached_tokens=16 * (entry.attempt + 1))
             if entry.sampling.HasField("logprobs"):
-                _add_logprobs(step, entry.request_seed, place, whole[place])
-            if place == len(whole) - 1:
+                _add_logprobs(step, entry.request_seed, index, whole[index])
+            if index == len(whole) - 1:
                 step.finished.add().CopyFrom(ending)
             request.session.send(step=step)
 
-    def _tell_prompt(self, request: FakeRequest, *, is_half: bool) -> None:
-        places = list(range(len(request.prompt)))
-        half = len(places) // 2 or 1
-        for part in (places[:half],) if is_half else (places[:half], places[half:]):
-            told = step_pb2.PromptLogprobs(
+    def _add_prompt_logprobs(self, request: FakeRequest, *, is_half: bool) -> None:
+        positions = list(range(len(request.prompt)))
+        half = len(positions) // 2 or 1
+        for part in (positions[:half],) if is_half else (positions[:half], positions[half:]):
+            prompt_logprobs = step_pb2.PromptLogprobs(
                 first_position=part[0] if part else 0,
-                logprobs=array("f", [-0.5 * place for place in part]).tobytes(),
-                ranks=array("I", [place + 1 for place in part]).tobytes(),
+                logprobs=array("f", [-0.5 * index for index in part]).tobytes(),
+                ranks=array("I", [index + 1 for index in part]).tobytes(),
             )
             step = step_pb2.Step(
                 step_number=1, handles=array("I", [request.handle]).tobytes(), num_tokens=bytes([0])
             )
-            step.extras.add(row=0, prompt_logprobs=told)
+            step.extras.add(row=0, prompt_logprobs=prompt_logprobs)
             request.session.send(step=step)
 
 
@@ -72,16 +72,16 @@ def whole_output(entry: add_pb2.AddEntry) -> tuple[list[int], step_pb2.StepFinis
     start, length = chance.randrange(4), chance.randrange(6, 14)
     sampling = entry.sampling
     length = max(length, sampling.min_tokens)
-    ids = [_IDS[(start + place) % len(_IDS)] for place in range(min(length, _MAX_LENGTH))]
+    ids = [_IDS[(start + index) % len(_IDS)] for index in range(min(length, _MAX_LENGTH))]
     if len(ids) < sampling.max_tokens:
         return [*ids, EOS_ID], AT_EOS
     return ids[: sampling.max_tokens], AT_LENGTH
 
 
-def _add_logprobs(step: step_pb2.Step, seed: int, place: int, token_id: int) -> None:
-    value = -Random(seed + place).random()
+def _add_logprobs(step: step_pb2.Step, seed: int, index: int, token_id: int) -> None:
+    value = -Random(seed + index).random()
     step.sampled_logprobs = array("f", [value]).tobytes()
-    step.sampled_ranks = array("I", [place % 3 + 1]).tobytes()
+    step.sampled_ranks = array("I", [index % 3 + 1]).tobytes()
     step.top_logprobs.k = 2
-    step.top_logprobs.token_ids = array("I", [token_id, 7 + place]).tobytes()
+    step.top_logprobs.token_ids = array("I", [token_id, 7 + index]).tobytes()
     step.top_logprobs.logprobs = array("f", [value, value - 1]).tobytes()

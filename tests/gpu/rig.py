@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
@@ -21,14 +21,14 @@ MAX_NUM_SEQS = 8
 
 
 def load_on(device: torch.device, folder: Path, model_impl: str, is_deterministic: bool) -> LoadedModel:
-    wishes = LoadWishes(
+    load_options = LoadOptions(
         dtype="float32",
         device=device.type,
         model_impl=model_impl,
         num_threads=1,
         is_deterministic=is_deterministic,
     )
-    return load_model(folder, wishes)
+    return load_model(folder, load_options)
 
 
 @dataclass

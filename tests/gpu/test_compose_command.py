@@ -31,7 +31,7 @@ class _Side:
         return self._side.executor.launch(plan)
 
 
-def test_the_engine_of_the_compose_file_yields_what_transformers_does(device, tmp_path: Path):
+def test_the_engine_of_the_compose_file_produces_what_transformers_does(device, tmp_path: Path):
     theirs = make_checkpoint("llama", tmp_path)
     service = read(GPU_FILE)["services"]["engine-0"]
     model, *flags = flags_of(service)

@@ -14,16 +14,18 @@ from tests.engine_svc.runner.test_model_runner import (
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 40
-ROADS = [(family, "native") for family in NATIVE_FAMILIES] + [(family, "transformers") for family in FAMILIES]
+IMPLEMENTATIONS = [(family, "native") for family in NATIVE_FAMILIES] + [
+    (family, "transformers") for family in FAMILIES
+]
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize(("family", "model_impl"), ROADS)
-def test_mixed_chunked_and_resumed_steps_yield_what_transformers_generates(
+@pytest.mark.parametrize(("family", "model_impl"), IMPLEMENTATIONS)
+def test_mixed_chunked_and_resumed_steps_produce_what_transformers_generates(
     gpu_model, family, model_impl, is_deterministic
 ):
     model = gpu_model(family, model_impl, is_deterministic)
-    assert model.ours.road == model_impl
+    assert model.ours.implementation == model_impl
     driver = model.driver(model.runner())
     prompts = {f"r{index}": prompt_of(length, seed=index) for index, length in enumerate([1, 3, 17, 40, 70])}
     for name, prompt in prompts.items():

@@ -57,7 +57,7 @@ def streams_of(driver, prompts) -> dict[str, list[int]]:
     ("family", "model_impl"),
     [("llama", "native"), ("qwen3_moe", "native"), ("mistral", "native"), ("gemma3", "transformers")],
 )
-def test_recorded_steps_yield_the_same_tokens(gpu_model, family, model_impl):
+def test_recorded_steps_produce_the_same_tokens(gpu_model, family, model_impl):
     model = gpu_model(family, model_impl, True)
     prompts = {f"r{index}": prompt_of(length, seed=index) for index, length in enumerate(LENGTHS)}
     plain = streams_of(model.driver(model.runner()), prompts)
@@ -114,7 +114,7 @@ def logits_of(model, prompt, *, chunks: list[int], num_others: int) -> torch.Ten
     return torch.stack(log.of_row[0])
 
 
-WISHES = [
+SAMPLING_OPTIONS = [
     {},
     {"temperature": 0.8, "top_k": 7, "seed": 3},
     {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
@@ -125,8 +125,8 @@ def test_a_decode_step_is_launched_without_waiting_for_the_device(gpu_model):
     model = gpu_model("llama", "native", False)
     runner = WatchedRunner(model.runner(has_graphs=True))
     driver = model.driver(runner)
-    for index, wish in enumerate(WISHES):
-        driver.add(f"r{index}", prompt_of(10, seed=index), **wish)
+    for index, options in enumerate(SAMPLING_OPTIONS):
+        driver.add(f"r{index}", prompt_of(10, seed=index), **options)
     driver.step(dict.fromkeys(driver.requests, 10))
     # Whatever is compiled or allocated once is so now.
     driver.step(dict.fromkeys(driver.requests, 1))
@@ -141,8 +141,8 @@ def test_requests_are_admitted_without_waiting_for_the_device(gpu_model):
     driver = model.driver(runner)
     prompt, budget = prompt_of(10, seed=1), ThinkingBudget(2, (5, 6), (7, 8))
     for runner.is_watching in (False, True):
-        for index, wish in enumerate([*WISHES, {"thinking": budget}]):
-            driver.add(f"r{index}", prompt_of(10, seed=index), **wish)
+        for index, options in enumerate([*SAMPLING_OPTIONS, {"thinking": budget}]):
+            driver.add(f"r{index}", prompt_of(10, seed=index), **options)
         add_embedded(driver, model, "embedded", prompt, [0, 3, 4])
         result = driver.step(dict.fromkeys(driver.requests, 10))
         assert all(len(tokens) == 1 for tokens in result.sampled)

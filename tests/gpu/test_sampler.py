@@ -13,7 +13,7 @@ from triptych_kernels import REFERENCE, ops_for, uniform_noise
 
 pytestmark = pytest.mark.gpu
 VOCAB_SIZE = 1000
-WISHES: list[dict[str, object]] = [
+SAMPLING_OPTIONS: list[dict[str, object]] = [
     {"temperature": 0.0},
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 5},
@@ -31,17 +31,17 @@ WISHES: list[dict[str, object]] = [
 
 def chosen_on(device: torch.device, ops) -> tuple[list[list[int]], list[dict]]:
     """What every row chooses in five steps, and the logprobs told in each."""
-    num_rows = len(WISHES)
+    num_rows = len(SAMPLING_OPTIONS)
     sampler = Sampler(ops, max_num_seqs=num_rows, vocab_size=VOCAB_SIZE, device=device)
     token_ids = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)
     prompt = [1, 2, 3, 4]
     token_ids[:, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=device)
-    for row, wishes in enumerate(WISHES):
-        sampling = SamplingParams(**{"max_tokens": 32, "seed": row, **wishes})
+    for row, options in enumerate(SAMPLING_OPTIONS):
+        sampling = SamplingParams(**{"max_tokens": 32, "seed": row, **options})
         sampler.enter(row, AdmittedRequest(str(row), list(prompt), len(prompt), sampling, [[]]))
     generator = torch.Generator().manual_seed(0)
     rows = np.arange(num_rows)
-    tokens, told = [], []
+    tokens, logprobs = [], []
     for step in range(5):
         logits = (torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3).to(device)
         positions = np.full(num_rows, len(prompt) + step)
@@ -49,22 +49,22 @@ def chosen_on(device: torch.device, ops) -> tuple[list[list[int]], list[dict]]:
         token_ids[:, len(prompt) + step] = sampled.token_ids.int()
         tokens.append(sampled.token_ids.tolist())
         assert sampled.logprobs is not None
-        told.append(sampled.logprobs.by_index())
-    return tokens, told
+        logprobs.append(sampled.logprobs.by_index())
+    return tokens, logprobs
 
 
-def test_every_mix_of_wishes_chooses_as_on_the_cpu(device):
-    here, told_here = chosen_on(device, ops_for(device))
-    there, told_there = chosen_on(torch.device("cpu"), REFERENCE)
+def test_every_mix_of_sampling_options_chooses_as_on_the_cpu(device):
+    here, logprobs_here = chosen_on(device, ops_for(device))
+    there, logprobs_there = chosen_on(torch.device("cpu"), REFERENCE)
     assert here == there
-    for ours, expected in zip(told_here, told_there, strict=True):
-        assert list(ours) == list(expected) == [len(WISHES) - 1]
-        for index, told in ours.items():
-            assert told.logprobs == pytest.approx(expected[index].logprobs, abs=1e-4)
-            assert told.ranks == expected[index].ranks
+    for ours, expected in zip(logprobs_here, logprobs_there, strict=True):
+        assert list(ours) == list(expected) == [len(SAMPLING_OPTIONS) - 1]
+        for index, logprobs in ours.items():
+            assert logprobs.logprobs == pytest.approx(expected[index].logprobs, abs=1e-4)
+            assert logprobs.ranks == expected[index].ranks
 
 
-def test_a_row_with_nan_is_told_and_harms_no_other(device):
+def test_a_row_with_nan_is_reported_and_affects_no_other(device):
     sampler = Sampler(ops_for(device), max_num_seqs=3, vocab_size=VOCAB_SIZE, device=device)
     for row, temperature in enumerate((0.0, 1.0, 1.0)):
         sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=row)

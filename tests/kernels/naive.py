@@ -29,9 +29,9 @@ def naive_attention(
     ):
         for position in range(total - num_tokens, total):
             first = 0 if window is None else max(0, position - window + 1)
-            places = [divmod(key_position, batch.block_size) for key_position in range(first, position + 1)]
-            blocks = [int(batch.block_tables[row, block]) for block, _ in places]
-            offsets = [offset for _, offset in places]
+            slots = [divmod(key_position, batch.block_size) for key_position in range(first, position + 1)]
+            blocks = [int(batch.block_tables[row, block]) for block, _ in slots]
+            offsets = [offset for _, offset in slots]
             heads = []
             for head in range(query.shape[1]):
                 keys = key_cache[blocks, head // share, offsets].double()

@@ -37,7 +37,7 @@ def penalty_case(
     amounts[:2, ::3] = 0.0
     amounts[2, 1::3] = 1.0
     penalised = Penalised(
-        places=torch.randperm(num_rows, generator=generator)[:num_asking].to(device),
+        logit_rows=torch.randperm(num_rows, generator=generator)[:num_asking].to(device),
         rows=torch.randperm(num_rows + 2, generator=generator)[:num_asking].to(device),
         num_prompt_tokens=(lengths // 3).to(device),
         amounts=amounts.to(device),

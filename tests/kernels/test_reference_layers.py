@@ -71,8 +71,8 @@ def test_queries_and_keys_are_turned_by_their_positions_and_values_are_not(has_n
             if head < num_heads:
                 torch.testing.assert_close(after[token, head], expected)
             elif slots[token] >= 0:
-                place = key_cache[slots[token] // 2, head - num_heads, slots[token] % 2]
-                torch.testing.assert_close(place, expected)
+                cached = key_cache[slots[token] // 2, head - num_heads, slots[token] % 2]
+                torch.testing.assert_close(cached, expected)
     assert torch.equal(value_cache[3, 1, 1], before[3, num_heads + num_kv_heads + 1])
     # Four of the five tokens are stored, in both caches.
     assert int(key_cache.any(-1).sum()) == 4 * num_kv_heads
@@ -122,8 +122,8 @@ def naive_token(x, gate_up, down, expert_ids, expert_weights, first_expert):
         projected = [sum(w * v for w, v in zip(row, x, strict=True)) for row in gate_up[local].tolist()]
         gates, ups = projected[:num_features], projected[num_features:]
         hidden = [gate / (1 + math.exp(-gate)) * up for gate, up in zip(gates, ups, strict=True)]
-        for place, row in enumerate(down[local].tolist()):
-            output[place] += weight * sum(w * h for w, h in zip(row, hidden, strict=True))
+        for cached, row in enumerate(down[local].tolist()):
+            output[cached] += weight * sum(w * h for w, h in zip(row, hidden, strict=True))
     return output
 
 
@@ -189,13 +189,13 @@ def test_shrink_equals_the_naive_loop(id_dtype):
     x, weights = values(7, 5), values(3, 4, 5, seed=1)
     shrunk = REFERENCE.lora_shrink(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype))
     for token, adapter in enumerate(ADAPTERS):
-        for place in range(4):
+        for cached in range(4):
             expected = (
                 0.0
                 if adapter < 0
-                else sum(float(a * b) for a, b in zip(x[token], weights[adapter, place], strict=True))
+                else sum(float(a * b) for a, b in zip(x[token], weights[adapter, cached], strict=True))
             )
-            assert float(shrunk[token, place]) == pytest.approx(expected, abs=1e-5)
+            assert float(shrunk[token, cached]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
@@ -204,14 +204,14 @@ def test_expand_equals_the_naive_loop(id_dtype):
     before = out.clone()
     REFERENCE.lora_expand(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype), scales, out)
     for token, adapter in enumerate(ADAPTERS):
-        for place in range(6):
+        for cached in range(6):
             added = (
                 0.0
                 if adapter < 0
                 else float(scales[adapter])
-                * sum(float(a * b) for a, b in zip(x[token], weights[adapter, place], strict=True))
+                * sum(float(a * b) for a, b in zip(x[token], weights[adapter, cached], strict=True))
             )
-            assert float(out[token, place]) == pytest.approx(float(before[token, place]) + added, abs=1e-5)
+            assert float(out[token, cached]) == pytest.approx(float(before[token, cached]) + added, abs=1e-5)
 
 
 def test_shrink_of_bf16_is_in_fp32():
@@ -220,7 +220,7 @@ def test_shrink_of_bf16_is_in_fp32():
     torch.testing.assert_close(shrunk, x.float() @ weights[0].float().T, rtol=1e-6, atol=1e-5)
 
 
-def test_an_adapter_that_nobody_uses_may_hold_anything():
+def test_an_unused_adapter_may_hold_anything():
     weights = torch.full((2, 3, 5), float("nan"))
     shrunk = REFERENCE.lora_shrink(values(4, 5), weights, torch.full((4,), -1))
     assert torch.equal(shrunk, torch.zeros(4, 3))

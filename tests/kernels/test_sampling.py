@@ -55,7 +55,7 @@ def test_noise_is_spread_evenly_over_positions_seeds_and_draws():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 1500])
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         (1.0, 0, 1.0, 0.0),
         (0.3, 0, 1.0, 0.0),
@@ -69,24 +69,24 @@ def test_noise_is_spread_evenly_over_positions_seeds_and_draws():
     ],
     ids=str,
 )
-def test_tokens_equal_the_twin(vocab_size, wish):
+def test_tokens_equal_the_twin(vocab_size, options):
     logits = torch.randn(33, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
     uniforms = uniforms_of(33, seed=vocab_size)
-    tokens = draw(logits, *wish, uniforms=uniforms)
+    tokens = draw(logits, *options, uniforms=uniforms)
     expected = [
-        naive_sample(row, *wish, uniform)
+        naive_sample(row, *options, uniform)
         for row, uniform in zip(logits.tolist(), uniforms.tolist(), strict=True)
     ]
     assert tokens.tolist() == expected
 
 
-def test_rows_keep_their_own_wishes():
+def test_rows_keep_their_own_sampling_options():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     uniforms = uniforms_of(4)
-    wishes = [(1.0, 0, 1.0, 0.05), (0.5, 3, 1.0, 0.0), (1.5, 0, 0.5, 0.0), (1.0, 20, 0.7, 0.01)]
-    columns = [torch.tensor(column) for column in zip(*wishes, strict=True)]
+    row_options = [(1.0, 0, 1.0, 0.05), (0.5, 3, 1.0, 0.0), (1.5, 0, 0.5, 0.0), (1.0, 20, 0.7, 0.01)]
+    columns = [torch.tensor(column) for column in zip(*row_options, strict=True)]
     together = sample(logits, *columns, uniforms)
-    alone = [int(draw(logits[i : i + 1], *wishes[i], uniforms=uniforms[i : i + 1])) for i in range(4)]
+    alone = [int(draw(logits[i : i + 1], *row_options[i], uniforms=uniforms[i : i + 1])) for i in range(4)]
     assert together.tolist() == alone
 
 

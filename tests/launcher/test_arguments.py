@@ -58,7 +58,7 @@ def test_engines_that_share_a_machine_share_its_cores(tmp_path: Path) -> None:
     assert own == [str(tmp_path), "--num-threads", "3"]
 
 
-def test_engines_that_share_experts_are_told_so_and_their_group_is_known(tmp_path: Path) -> None:
+def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_path: Path) -> None:
     shared = ["-dp", "2", "--expert-parallel", "--data-parallel-group=moe"]
     serving = parse_serve([str(tmp_path), *shared])
     assert serving.group == "moe"

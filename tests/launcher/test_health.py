@@ -31,7 +31,7 @@ async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_
     assert (outcome.exit_code, outcome.out) == (0, "SERVING\n")
 
 
-async def test_nobody_there_exits_1() -> None:
+async def test_no_server_exits_1() -> None:
     outcome = await triptych("health", "--url", "grpc://127.0.0.1:1")
     assert outcome.exit_code == 1
     assert outcome.err.startswith("UNAVAILABLE: ")

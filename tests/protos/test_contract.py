@@ -179,7 +179,7 @@ def test_finish_reasons_are_the_five_of_the_glossary() -> None:
     assert names == ["UNSPECIFIED", "STOP", "LENGTH", "ABORT", "ERROR", "REPETITION"]
 
 
-def test_an_empty_prompt_can_be_told_from_a_missing_one() -> None:
+def test_an_empty_prompt_differs_from_a_missing_one() -> None:
     assert generate_pb2.GenerateRequest(prompt="").WhichOneof("input") == "prompt"
     assert generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds()).WhichOneof("input") == "token_ids"
     assert generate_pb2.GenerateRequest().WhichOneof("input") is None

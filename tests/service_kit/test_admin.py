@@ -103,7 +103,7 @@ async def test_a_service_without_an_engine_takes_no_utility_calls(admin):
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_utility_calls_go_to_whoever_serves_them(telemetry: None) -> None:
+async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:
     async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         if not request.call.call_id:
             raise FailedPrecondition("no call_id")

@@ -5,7 +5,7 @@ import pytest
 from service_kit.clock import FakeClock, MonotonicClock
 
 
-def test_a_fake_clock_moves_only_when_told() -> None:
+def test_a_fake_clock_moves_only_when_advanced() -> None:
     clock = FakeClock(start_s=5.0)
     assert clock.now() == 5.0
     clock.advance(0.25)

@@ -78,7 +78,7 @@ async def test_a_write_that_waits_twice_keeps_the_stream_until_its_end():
     assert wire.ended == [1, -1]
 
 
-async def test_a_stream_that_takes_nothing_any_more_is_told_by_finish():
+async def test_finish_raises_for_a_stream_that_accepts_no_more():
     async def refuse(message: int) -> None:
         raise asyncio.InvalidStateError("the call is over")
 
@@ -89,7 +89,7 @@ async def test_a_stream_that_takes_nothing_any_more_is_told_by_finish():
         await writer.finish()
 
 
-async def test_who_writes_to_a_call_that_was_cancelled_is_not_cancelled():
+async def test_a_writer_to_a_cancelled_call_is_not_cancelled():
     async def refuse(message: int) -> None:
         raise asyncio.CancelledError
 
@@ -99,7 +99,7 @@ async def test_who_writes_to_a_call_that_was_cancelled_is_not_cancelled():
         await writer.finish()
 
 
-async def test_a_message_that_is_lost_on_its_way_is_told_by_finish():
+async def test_finish_raises_for_a_message_that_was_lost():
     wire = Wire()
     writer = EagerWriter(wire.write)
     assert writer.start(1)

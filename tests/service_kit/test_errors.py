@@ -112,7 +112,7 @@ def test_the_largest_status_stays_below_what_a_client_may_refuse_by_chance() -> 
     assert len(quote(status.details)) + len(details) < 7500
 
 
-def test_an_error_says_no_more_than_it_tells_its_peer() -> None:
+def test_an_error_says_no_more_than_is_sent_to_the_peer() -> None:
     # Spans and logs keep what it says.
     error = largest_error()
     assert str(error) == error.message == to_status(error).details

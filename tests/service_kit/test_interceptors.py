@@ -114,7 +114,7 @@ async def test_an_unserved_stream_does_not_wait_for_a_silent_client() -> None:
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_the_trace_of_a_call_is_told_before_its_answer_and_with_its_failure() -> None:
+async def test_the_trace_of_a_call_is_sent_before_its_answer_and_with_its_failure() -> None:
     async def fail(request: bytes, context: Any) -> bytes:
         raise FailedPrecondition("asleep")
 

@@ -55,7 +55,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert prepared("engine", GRPC_VERBOSITY="DEBUG")["GRPC_VERBOSITY"] == "DEBUG"
 
 
-def test_the_first_process_of_a_container_ends_when_it_is_told_to_before_it_serves() -> None:
+def test_the_first_process_of_a_container_ends_on_a_signal_before_it_serves() -> None:
     # As the kernel treats that process: what it does not handle does not reach it.
     program = (
         "import os, signal, time\n"
@@ -174,7 +174,7 @@ def test_a_process_that_leaves_its_group_stays_in_its_session() -> None:
     assert run(program).communicate()[0] == f"True {os.getsid(0)}\n"
 
 
-def test_who_leads_a_session_need_not_leave_its_group() -> None:
+def test_a_session_leader_need_not_leave_its_group() -> None:
     program = "from service_kit.process import leave_process_group; leave_process_group(); print('left')"
     command = [sys.executable, "-c", program]
     done = subprocess.run(
@@ -183,7 +183,7 @@ def test_who_leads_a_session_need_not_leave_its_group() -> None:
     assert done.stdout == "left\n"
 
 
-async def test_who_signals_a_child_that_ends_does_not_take_its_exit_code(monkeypatch) -> None:
+async def test_a_signal_to_a_child_that_ends_does_not_take_its_exit_code(monkeypatch) -> None:
     may_look, wait_for_child = threading.Event(), os.waitpid
 
     def look_later(pid: int, options: int) -> tuple[int, int]:

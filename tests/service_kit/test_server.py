@@ -403,7 +403,7 @@ async def test_an_unknown_name_is_not_found() -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_watcher_is_told_of_every_change() -> None:
+async def test_a_watcher_receives_every_change() -> None:
     async with serving([FakeService().register()]) as (server, channel):
         call = watch(channel, SERVICE_NAME)
         seen = [(await call.read()).status]

@@ -94,7 +94,7 @@ def test_links_pipes_and_files_that_others_may_read_are_no_segments(names):
     target.close()
 
 
-def test_a_sweep_takes_what_nobody_owns_and_nothing_else(names):
+def test_a_sweep_removes_segments_without_an_owner_and_no_other(names):
     mine = shared_memory.create(names[0], b"mine")
     (shared_memory.FOLDER / names[1]).write_bytes(b"left by nobody who lives")
     other = shared_memory.FOLDER / f"other-{OWNER}"

@@ -29,23 +29,23 @@ def main() -> int:
     if arguments.trace:
         return _trace(arguments.first, arguments.requests, arguments.trace)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    report = run_campaign(seeds, arguments.requests, arguments.jobs, _tell_progress)
+    report = run_campaign(seeds, arguments.requests, arguments.jobs, _print_progress)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     _print(report)
     return 1 if report.faults or report.too_rare else 0
 
 
-def _tell_progress(report: Report) -> None:
+def _print_progress(report: Report) -> None:
     if report.num_seeds % 1000 == 0:
         print(f"{report.num_seeds} seeds, {len(report.faults)} broken", file=sys.stderr, flush=True)
 
 
 def _print(report: Report) -> None:
-    told = report.as_json()
+    summary = report.as_json()
     print(
-        f"{report.num_seeds} seeds of {report.num_requests} requests in {told['elapsed_s']} s, "
-        f"{told['cpu_ms_per_seed']} ms of a core each"
+        f"{report.num_seeds} seeds of {report.num_requests} requests in {summary['elapsed_s']} s, "
+        f"{summary['cpu_ms_per_seed']} ms of a core each"
     )
     print(f"  nobody was preempted more than {report.max_preemptions} times")
     for name, share in report.shares.items():

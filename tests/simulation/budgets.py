@@ -53,12 +53,12 @@ class AdapterCap:
 
     def admits(self, request: Request) -> bool:
         """Who needs no adapter, or one in use, or finds a free place."""
-        has_place = self._has_place(request)
-        self.num_passed_over += not has_place
-        return has_place
+        has_slot = self._has_slot(request)
+        self.num_passed_over += not has_slot
+        return has_slot
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        return num_tokens if self._has_place(request) else 0
+        return num_tokens if self._has_slot(request) else 0
 
     def take(self, request: Request, num_tokens: int) -> None:
         if request.extra_keys:
@@ -70,7 +70,7 @@ class AdapterCap:
             self._rows[request.extra_keys[0]] -= 1
             self._rows += Counter()
 
-    def _has_place(self, request: Request) -> bool:
+    def _has_slot(self, request: Request) -> bool:
         keys = request.extra_keys
         return not keys or keys[0] in self._rows or len(self._rows) < self._max_adapters
 

@@ -53,6 +53,6 @@ class FeatureHook:
         if is_sent and request.block_tables and self.kv_cache is not None:
             self.held.append(self.kv_cache.hold(request))
 
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         if self.held and self.kv_cache is not None:
-            self.kv_cache.let_go(self.held.pop(0))
+            self.kv_cache.release_held(self.held.pop(0))

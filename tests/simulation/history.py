@@ -53,11 +53,11 @@ class History:
             answer, (reason, stop_token_id) = self.answers[index], self.endings[index]
             if reason in _CUT_SHORT and index == len(self.endings) - 1:
                 if answer != alone.token_ids[: len(answer)] or len(answer) >= len(alone.token_ids):
-                    raise BrokenInvariant("isolation", self._tell(index, answer, alone.token_ids))
+                    raise BrokenInvariant("isolation", self._describe(index, answer, alone.token_ids))
             elif (answer, reason, stop_token_id) != (alone.token_ids, alone.reason, alone.stop_token_id):
                 raise BrokenInvariant(
-                    "isolation", f"{self._tell(index, answer, alone.token_ids)}; {reason}, {alone.reason}"
+                    "isolation", f"{self._describe(index, answer, alone.token_ids)}; {reason}, {alone.reason}"
                 )
 
-    def _tell(self, index: int, answer: list[int], alone: list[int]) -> str:
+    def _describe(self, index: int, answer: list[int], alone: list[int]) -> str:
         return f"{self.request.request_id} answers turn {index} with {answer}, alone with {alone}"

@@ -185,9 +185,9 @@ class PagedRunner:
         return sampled
 
     def _check_room(self, row: Row, end: int, request_id: str) -> None:
-        num_places = min(end + self._num_lookahead_tokens, self._max_model_len)
+        num_positions = min(end + self._num_lookahead_tokens, self._max_model_len)
         for table, kind in zip(row.tables, self._kinds, strict=True):
-            num_slots = row.identity.num_encoder_tokens if isinstance(kind, CrossAttention) else num_places
+            num_slots = row.identity.num_encoder_tokens if isinstance(kind, CrossAttention) else num_positions
             if len(table) * kind.block_size < num_slots:
                 raise BrokenInvariant(
                     "kv-conservation", f"{request_id} has {len(table)} blocks for {num_slots}"
@@ -204,13 +204,13 @@ class PagedRunner:
             first = first_read(kind, start) // block_size
             last, rest = divmod(start, block_size)
             if first < last and list(map(memory.get, table[first:last])) != blocks[first:last]:
-                self._tell(row, group, first, last, request_id)
+                self._report_mismatch(row, group, first, last, request_id)
             if (
                 rest
                 and first <= last
                 and memory.get(table[last], ())[:rest] != tuple(digests[start - rest : start])
             ):
-                self._tell(row, group, last, last + 1, request_id)
+                self._report_mismatch(row, group, last, last + 1, request_id)
             index = last
             for place in range(start - rest, end, block_size):
                 block_id = table[index]
@@ -236,7 +236,7 @@ class PagedRunner:
             if other != group:
                 memory.pop(block_id, None)
 
-    def _tell(self, row: Row, group: int, first: int, last: int, request_id: str) -> None:
+    def _report_mismatch(self, row: Row, group: int, first: int, last: int, request_id: str) -> None:
         memory, table = self._memories[group], row.tables[group]
         block_size = self._kinds[group].block_size
         for index in range(first, last):

@@ -47,7 +47,7 @@ class Simulation:
         while world.in_flight:
             world.finish_oldest()
         while world.features.held:
-            world.features.let_go()
+            world.features.release_held()
         world.check_idle()
         counts = world.counts()
         counts["request"] = num_added
@@ -120,7 +120,7 @@ class Simulation:
         world, random = self.world, self._rng.random
         if world.pause is not PauseState.NONE:
             world.set_pause(PauseState.NONE)
-        world.features.let_go()
+        world.features.release_held()
         for request in world.unfinished:
             if request.status is RequestStatus.BLOCKED:
                 if random() < 0.5:

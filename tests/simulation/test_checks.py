@@ -110,7 +110,7 @@ def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
         history.take(wrong)
 
 
-def test_a_block_that_nobody_lists_or_somebody_lists_wrongly_is_noticed():
+def test_a_block_that_is_unlisted_or_listed_wrongly_is_detected():
     pool = BlockPool(5)
     [held] = pool.allocate(1)
     holder = request()
@@ -251,10 +251,10 @@ def test_a_report_tells_broken_seeds_and_what_is_too_rare():
     report = Report(100, num_seeds=100)
     report.num_seeds_with.update({"hit": 5, "eviction": 4})
     report.faults.append(Fault(7, "isolation", "wrong", 3, ""))
-    told = report.as_json()
-    assert told["broken"] == [{"seed": 7, "step": 3, "invariant": "isolation", "detail": "wrong"}]
+    summary = report.as_json()
+    assert summary["broken"] == [{"seed": 7, "step": 3, "invariant": "isolation", "detail": "wrong"}]
     assert "hit" not in report.too_rare and "eviction" in report.too_rare and "preemption" in report.too_rare
-    assert told["coverage"]["hit"] == 0.05
+    assert summary["coverage"]["hit"] == 0.05
 
 
 # The simulator's runner computes what it was planned to, and sees every block that holds something else.

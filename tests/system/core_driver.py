@@ -16,7 +16,7 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
@@ -93,11 +93,11 @@ class CoreDriver:
         return self.core.scheduler.stats().num_preemptions
 
     def generate(
-        self, prompts: Mapping[str, list[int]], num_tokens: int, **wishes: object
+        self, prompts: Mapping[str, list[int]], num_tokens: int, **options: object
     ) -> dict[str, list[int]]:
         """Exactly `num_tokens` of output for each prompt, by request id."""
         sampling = SamplingParams(
-            **{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **wishes}
+            **{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **options}
         )
         for request_id, prompt in prompts.items():
             self.core.scheduler.add(Request(request_id, list(prompt), len(prompt), sampling))
@@ -123,5 +123,5 @@ class CoreDriver:
 
 
 def load(folder: Path, model_impl: str = "auto", dtype: str = "auto", cpu_isa: str = "auto") -> LoadedModel:
-    wishes = LoadWishes(num_threads=1, model_impl=model_impl, dtype=dtype, cpu_isa=cpu_isa)
-    return load_model(folder, wishes)
+    options = LoadOptions(num_threads=1, model_impl=model_impl, dtype=dtype, cpu_isa=cpu_isa)
+    return load_model(folder, options)

@@ -5,27 +5,27 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from engine_svc.ranks.control_pipe import RankLine, end_with_parent
+from engine_svc.ranks.control_pipe import RankConnection, end_with_parent
 from engine_svc.ranks.plan_channel import ChannelReader, reader_end
-from engine_svc.ranks.progress_board import ProgressBoard, start_heart
+from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 
 
 def main() -> None:
     """Do everything a rank does but its work; rank `deaf` does not even say that it took up a plan."""
-    line = RankLine(int(sys.argv[1]))
-    spec: dict[str, Any] = line.hear()
+    connection = RankConnection(int(sys.argv[1]))
+    spec: dict[str, Any] = connection.receive()
     end_with_parent(spec["parent"])
-    board = ProgressBoard(spec["board_fd"], spec["tp_size"] * spec["pp_size"])
-    start_heart(board, spec["rank"], spec["heart_interval_s"])
-    line.say({"loaded": {}})
-    line.hear()
-    line.say({"ready": {}})
-    line.end_with_it()
+    heartbeats = RankHeartbeats(spec["board_fd"], spec["tp_size"] * spec["pp_size"])
+    start_heart(heartbeats, spec["rank"], spec["heart_interval_s"])
+    connection.send({"loaded": {}})
+    connection.receive()
+    connection.send({"ready": {}})
+    connection.end_with_it()
     plans = ChannelReader(reader_end(spec["plans"]))
     while True:
         plans.receive()
         if spec["rank"] != spec["deaf"]:
-            board.finish_step(spec["rank"])
+            heartbeats.finish_step(spec["rank"])
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 # 10 MB in rows of 100 KiB.
-PLACES, HIDDEN = 100, 25_600
+NUM_POSITIONS, HIDDEN = 100, 25_600
 
 
 class TensorFrontend:
     """One session. Where it does not prove its host, its tensors are uploaded."""
 
-    def __init__(self, address: str, frontend_id: str, *, proves: bool = True) -> None:
+    def __init__(self, address: str, frontend_id: str, *, has_host_proof: bool = True) -> None:
         self.frontend_id = frontend_id
         self.sent: list[add_pb2.AddEntry] = []
         self.tokens: dict[int, list[int]] = {}
@@ -35,7 +35,7 @@ class TensorFrontend:
         self._channel = open_channel(address)
         self._stub = engine_pb2_grpc.EngineCoreServiceStub(self._channel)
         self._stream = EngineStream(self._stub, MonotonicClock())
-        self._proves = proves
+        self._has_host_proof = has_host_proof
         self._sender = TensorSender(frontend_id, send=self._send, fail=self._fail)
         self._changed = asyncio.Event()
 
@@ -49,7 +49,7 @@ class TensorFrontend:
         ack = await self._stream.open(hello)
         proof = self._sender.greet(ack, hello.session_id, False)
         assert proof is not None, "this frontend shares the engine's host"
-        if self._proves:
+        if self._has_host_proof:
             self._stream.send(proof)
         else:
             self._sender.greet(session_pb2.HelloAck(), hello.session_id, False)
@@ -117,7 +117,7 @@ class TensorFrontend:
 
 def large_tensor(seed: int = 0) -> WireTensor:
     row = bytes(4 * HIDDEN - 4) + seed.to_bytes(4, "little")
-    return WireTensor.of(tensor_pb2.D_TYPE_FP32, [PLACES, HIDDEN], row * PLACES)
+    return WireTensor.of(tensor_pb2.D_TYPE_FP32, [NUM_POSITIONS, HIDDEN], row * NUM_POSITIONS)
 
 
 async def _send_for_ever(address: str, frontend_id: str) -> None:

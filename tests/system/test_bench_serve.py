@@ -119,11 +119,11 @@ def _check_same(summary: dict, seen: list[_Seen], delay_ms: float) -> None:
 
 def _check_turns_append_answers(calls: list[Recording], num_turns: int) -> None:
     """Each prompt but a first one begins with an earlier prompt and all of its answer."""
-    said: list[list[int]] = []
+    history: list[list[int]] = []
     first = 0
     for call in calls:
         prompt = list(generate_pb2.GenerateRequest.FromString(call.request).token_ids.ids)
-        before = [each for each in said if prompt[: len(each)] == each]
+        before = [each for each in history if prompt[: len(each)] == each]
         first += not before
-        said.append(prompt + _Seen(call).token_ids)
+        history.append(prompt + _Seen(call).token_ids)
     assert first == len(calls) / num_turns

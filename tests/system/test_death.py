@@ -46,7 +46,7 @@ def start():
 """
 
 
-async def test_an_engine_whose_steps_all_fail_ends_and_every_request_hears_of_it(tmp_path: Path) -> None:
+async def test_an_engine_whose_steps_all_fail_ends_and_every_request_gets_an_error(tmp_path: Path) -> None:
     write_plugin(tmp_path, "failing", FAILING_STEPS)
     async with Stack({"PYTHONPATH": python_path(tmp_path)}) as stack:
         engine = await stack.start("engine", MODEL, "--port=0")

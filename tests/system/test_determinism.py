@@ -20,7 +20,7 @@ from triptych_kernels.cpu.loader import find_isa
 
 NUM_TOKENS = 24
 PROMPT_LENGTH = 300
-ROADS = [
+IMPLEMENTATIONS = [
     *((architecture, "native") for architecture in ("llama", "qwen2", "mixtral")),
     *((architecture, "transformers") for architecture in ("llama", "gpt2", "mixtral", "gpt_oss")),
 ]
@@ -57,7 +57,11 @@ def situations(loaded: LoadedModel) -> Iterator[tuple[str, Callable[[], CoreDriv
 @pytest.fixture(
     scope="module",
     params=[
-        *((*road, dtype, "auto") for road in ROADS for dtype in ("float32", "bfloat16")),
+        *(
+            (*implementation, dtype, "auto")
+            for implementation in IMPLEMENTATIONS
+            for dtype in ("float32", "bfloat16")
+        ),
         *(("llama", "native", "bfloat16", cpu_isa) for cpu_isa in ("avx512", "avx2")),
     ],
     ids="-".join,
@@ -77,7 +81,7 @@ def loaded(request, tmp_path_factory) -> LoadedModel:
 def test_the_same_logits_bit_by_bit_in_every_situation(loaded):
     tokens, logits = observed(CoreDriver(loaded), {})
     assert len(set(tokens)) >= 10
-    print(f"\n{loaded.facts.architecture}, {loaded.road}, {loaded.facts.dtype}, {loaded.ops.name}")
+    print(f"\n{loaded.facts.architecture}, {loaded.implementation}, {loaded.facts.dtype}, {loaded.ops.name}")
     for name, make_driver, num_others in situations(loaded):
         driver = make_driver()
         report(name, driver, observed(driver, company_of(num_others)), (tokens, logits))

@@ -56,7 +56,7 @@ def check_handed_on(client: StreamClient) -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.3])
-async def test_at_the_deadline_of_a_drain_sessions_are_told_that_their_requests_have_to_move(deadline_s):
+async def test_at_the_drain_timeout_sessions_are_asked_to_move_their_requests(deadline_s):
     async with busy_engine(f"--drain-deadline-s={deadline_s}") as (engine, client):
         engine.terminate()
         await client.until(lambda: client.is_over, patience_s=WAIT_LIMIT_S)
@@ -103,7 +103,7 @@ async def test_a_second_signal_ends_a_frontend_at_once() -> None:
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
-async def test_a_coordinator_with_members_exits_with_zero_and_nobody_else_notices() -> None:
+async def test_a_coordinator_with_members_exits_with_zero_without_affecting_them() -> None:
     async with Stack() as stack:
         trio = await stack.start_all(MODEL)
         responses = aiter(stack.inference(trio.frontend).Generate(request_of("Once upon a time", 200)))

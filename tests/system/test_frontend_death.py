@@ -156,8 +156,8 @@ def check_cut(expected: list[Read], seen: list[Read]) -> None:
     for options, undisturbed, one in zip(MIXED_STREAMS, expected, seen, strict=True):
         if options.get("orphan_grace_ms") == 0:
             assert one.error is not None
-            told = (one.error.status, one.error.reason, one.error.retry_after_ms)
-            assert told == (grpc.StatusCode.UNAVAILABLE, "DRAINING", 1000)
+            failure = (one.error.status, one.error.reason, one.error.retry_after_ms)
+            assert failure == (grpc.StatusCode.UNAVAILABLE, "DRAINING", 1000)
             got = one.outputs[0].token_ids
             assert got == undisturbed.outputs[0].token_ids[: len(got)]
         else:

@@ -41,7 +41,7 @@ async def test_any_start_order_works(order: tuple[str, ...], llama: str) -> None
     assert len(answer.token_ids) == 8
 
 
-async def test_a_frontend_told_its_engine_needs_no_coordinator(llama: str) -> None:
+async def test_a_frontend_with_a_configured_engine_needs_no_coordinator(llama: str) -> None:
     port = free_port()
     async with Stack() as stack:
         frontend = await stack.start("frontend", "--port=0", f"--engine=127.0.0.1:{port}")
@@ -51,7 +51,9 @@ async def test_a_frontend_told_its_engine_needs_no_coordinator(llama: str) -> No
     assert len(answer.token_ids) == 8
 
 
-async def test_a_killed_frontend_leaves_no_blocks_and_disturbs_nobody(llama: str, tmp_path: Path) -> None:
+async def test_a_killed_frontend_leaves_no_blocks_and_affects_no_other_request(
+    llama: str, tmp_path: Path
+) -> None:
     rng = random.Random(5)
     prompts = [random_prompt(rng, 20, VOCAB_SIZE) for _ in range(8)]
     brake = Brake(tmp_path)

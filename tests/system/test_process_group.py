@@ -19,7 +19,7 @@ import pytest
 from engine_svc.build.ranks import build_ranks
 from engine_svc.build.runner import build_runner
 from engine_svc.core.step import AdmittedRequest, StepPlan
-from engine_svc.model.process_parallel import Place
+from engine_svc.model.process_parallel import RankPosition
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
@@ -164,16 +164,16 @@ def test_a_rank_that_ends_or_stops_is_seen_in_a_step(how: signal.Signals, why: s
             driver.step()
 
 
-def test_a_rank_that_ends_while_nothing_is_to_do_is_told_of(folders) -> None:
-    told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-    with ranks_of(config_of(folders["llama"], **PP_2), on_lost=told.put) as ranked:
+def test_a_rank_that_ends_while_idle_is_reported(folders) -> None:
+    losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    with ranks_of(config_of(folders["llama"], **PP_2), on_lost=losses.put) as ranked:
         os.kill(ranked.group.process_ids[0], signal.SIGKILL)
-        assert told.get(timeout=20).rank == 0
+        assert losses.get(timeout=20).rank == 0
         with pytest.raises(RankLost, match="rank 0 was ended by SIGKILL"):
             with_requests(Driver(ranked.side)).run()
 
 
-def test_an_error_in_a_rank_ends_all_of_them_and_is_told(folders) -> None:
+def test_an_error_in_a_rank_ends_all_of_them_and_is_reported(folders) -> None:
     with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
         plan = StepPlan(
             1,
@@ -206,7 +206,7 @@ def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones
 
 
 def test_a_rank_that_lives_but_does_not_finish_is_given_up() -> None:
-    places = [Place(rank, tp_size=2, pp_size=1) for rank in range(2)]
+    places = [RankPosition(rank, tp_size=2, pp_size=1) for rank in range(2)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     starting = RanksStarting(
         places,

@@ -29,11 +29,11 @@ def prompt_of(length: int) -> list[int]:
     return [choose.randrange(10, 2000) for _ in range(length)]
 
 
-def embedded(weights: torch.Tensor, prompt: list[int], places: list[int]) -> generate_pb2.PromptEmbeds:
+def embedded(weights: torch.Tensor, prompt: list[int], positions: list[int]) -> generate_pb2.PromptEmbeds:
     """The prompt with embeddings at these places; where tokens count the embeddings are noise."""
     rows = torch.full((len(prompt), weights.shape[1]), float("nan"))
-    rows[places] = weights[torch.tensor(prompt)[places]]
-    is_token = [place not in places for place in range(len(prompt))]
+    rows[positions] = weights[torch.tensor(prompt)[positions]]
+    is_token = [position not in positions for position in range(len(prompt))]
     token_ids = prompt if any(is_token) else []
     return prompt_embeds(
         memoryview(rows.numpy()), list(rows.shape), "float32", token_ids=token_ids, is_token=is_token
@@ -62,11 +62,11 @@ async def test_embeddings_of_tokens_are_answered_as_the_tokens_are(model_impl):
         for length in LENGTHS:
             prompt = prompt_of(length)
             expected = await collect(stub, request_of(prompt, NUM_TOKENS))
-            for places in (list(range(length)), list(range(length // 2, length // 2 + (length + 1) // 2))):
-                answer = await collect(stub, embedded_request(embedded(weights, prompt, places)))
-                assert answer.token_ids == expected.token_ids, (length, places[:1])
+            for positions in (list(range(length)), list(range(length // 2, length // 2 + (length + 1) // 2))):
+                answer = await collect(stub, embedded_request(embedded(weights, prompt, positions)))
+                assert answer.token_ids == expected.token_ids, (length, positions[:1])
                 # Found again, and with it the same answer; nothing is shared with the tokens.
-                again = await collect(stub, embedded_request(embedded(weights, prompt, places)))
+                again = await collect(stub, embedded_request(embedded(weights, prompt, positions)))
                 assert again.token_ids == expected.token_ids
                 if length > 32:
                     assert again.num_cached_tokens >= length - 32
@@ -86,7 +86,7 @@ async def _through_the_clients(address: str, weights: torch.Tensor) -> None:
     assert again.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-async def test_an_engine_that_was_not_told_to_refuses_embeddings_by_name():
+async def test_an_engine_without_the_option_refuses_embeddings_by_name():
     async with Stack() as stack:
         trio = await stack.start_all(str(embedded_model()), "--num-threads=1")
         stub = stack.inference(trio.frontend)

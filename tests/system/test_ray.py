@@ -55,16 +55,16 @@ async def test_engines_on_a_ray_cluster_serve_and_are_drained_one_by_one(tmp_pat
                 load = Load(label="drained")
                 load.send(channel, make_cases(NUM_STREAMS, num_tokens=MANY_TOKENS))
                 while_drained = Counter((await placed(channel, load)).values())
-                told = await cluster.run("ray", "drain", first["name"], f"--ray-address={cluster.address}")
+                output = await cluster.run("ray", "drain", first["name"], f"--ray-address={cluster.address}")
                 records = await load.finish()
                 await until_routed(frontend, 1)
                 with_one = await served_by(channel, Load(label="one"), NUM_TOKENS)
             placing_log = placed_engines.log_file.read_text()
         left = await processes_left(cluster.token)
-    print(f"\nrequests by engine: {with_both}, {while_drained}, {with_one}; {told!r}")
+    print(f"\nrequests by engine: {with_both}, {while_drained}, {with_one}; {output!r}")
     assert len(with_both) == len(while_drained) == 2
     assert {record.code for record in records} == {grpc.StatusCode.OK}
-    assert told.splitlines() == [f"{first['name']} ended with 0"]
+    assert output.splitlines() == [f"{first['name']} ended with 0"]
     assert list(with_one) == [second["engine_id"]]
     assert f"{second['name']} exited with code 0" in placing_log
     # No GPU was asked for, so none is seen.

@@ -201,9 +201,9 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
                 assert taker.token_ids == expected_tokens(prompt_of(number), taker_seed(number), _NUM_TOKENS)
                 assert [ending.reason for ending in taker.endings] == [EndReason.LENGTH]
             num_rounds += 1
-        figures = engine.engine.board.read()
-        assert figures.num_prompt_tokens == num_rounds * _NUM_STREAMS * 5
-        assert figures.num_generated_tokens == num_rounds * _NUM_STREAMS * _NUM_TOKENS
+        stats = engine.engine.stats_snapshot.read()
+        assert stats.num_prompt_tokens == num_rounds * _NUM_STREAMS * 5
+        assert stats.num_generated_tokens == num_rounds * _NUM_STREAMS * _NUM_TOKENS
         assert EngineState.DOWN not in rig.states
         assert engine.servicer.num_sessions + engine.servicer.num_parked_sessions == 1
         await rig.until_one_connection()
@@ -227,7 +227,7 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
         engine.executor.gate.set()
         await rig.until(lambda: all(taker.is_over for taker in takers[6:]))
         assert [len(taker.token_ids) == _NUM_TOKENS for taker in takers] == [False] * 6 + [True] * 2
-        assert engine.engine.board.read().num_generated_tokens < 8 * _NUM_TOKENS
+        assert engine.engine.stats_snapshot.read().num_generated_tokens < 8 * _NUM_TOKENS
 
 
 async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_are_dropped():
@@ -239,7 +239,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         rig.proxy.gate.clear()
         await rig.until_state(EngineState.DOWN)
         assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
-        told = [list(taker.token_ids) for taker in takers]
+        received = [list(taker.token_ids) for taker in takers]
         # What it computed meanwhile, and nobody waits for any more.
         engine.executor.hold_at = 6
         engine.executor.gate.set()
@@ -251,16 +251,16 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         (after,) = rig.add(range(1000, 1001))
         await rig.until(lambda: after.is_over)
         assert after.token_ids == expected_tokens(prompt_of(1000), taker_seed(1000), _NUM_TOKENS)
-        assert [taker.token_ids for taker in takers] == told
+        assert [taker.token_ids for taker in takers] == received
         assert rig.client.stale_outputs > 0
         assert EngineState.RECONNECTING in rig.states
-        figures = engine.engine.board.read()
-        assert (figures.num_finished, figures.scheduler.num_used_blocks) == (_NUM_STREAMS + 1, 0)
-        assert figures.num_generated_tokens < _NUM_STREAMS * _NUM_TOKENS
+        stats = engine.engine.stats_snapshot.read()
+        assert (stats.num_finished, stats.scheduler.num_used_blocks) == (_NUM_STREAMS + 1, 0)
+        assert stats.num_generated_tokens < _NUM_STREAMS * _NUM_TOKENS
         await rig.until_one_connection()
 
 
-async def test_a_port_that_nobody_listens_on_any_more_is_a_death_at_once():
+async def test_a_refused_connection_is_a_death_at_once():
     engine = large_engine()
     engine.executor.hold_at = 3
     async with connected(engine) as rig:

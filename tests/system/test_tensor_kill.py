@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.tensors.source import TensorReceiver
 from service_kit import shared_memory
 from tests.engine_svc.session.service_rig import ServiceRig, make_facts
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
@@ -26,7 +26,7 @@ ROUNDS, SENDERS = 10, 5
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[ServiceRig]:
     facts = replace(make_facts(), hidden_size=HIDDEN, takes_prompt_embeds=True)
-    rig = ServiceRig(facts=facts, tensors=TensorDoor(is_open=True))
+    rig = ServiceRig(facts=facts, tensors=TensorReceiver(is_open=True))
     await rig.start()
     try:
         await rig.load()
@@ -93,10 +93,10 @@ async def test_fifty_tensors_by_shared_memory_are_taken_and_freed_at_once():
         assert len(rig.engine.tensors.blobs) == 0
 
 
-async def test_whoever_proves_no_host_uploads_and_the_same_bytes_once():
+async def test_a_frontend_without_a_host_proof_uploads_and_the_same_bytes_once():
     async with (
         serving() as rig,
-        TensorFrontend(rig.address, f"remote-{os.getpid()}", proves=False) as frontend,
+        TensorFrontend(rig.address, f"remote-{os.getpid()}", has_host_proof=False) as frontend,
     ):
         frontend.add([1, 2], large_tensor(1))
         await frontend.until_ended(1, 2)

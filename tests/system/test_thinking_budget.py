@@ -85,7 +85,7 @@ class Text:
 
 
 @pytest.mark.parametrize("num_batched_tokens", [16, 2048], ids=["prompts in chunks", "prompts whole"])
-async def test_127_reasoning_ends_exactly_with_its_budget_in_a_batch_and_is_told_apart(
+async def test_127_reasoning_ends_exactly_with_its_budget_in_a_batch_and_is_kept_apart(
     thinking_llama: str, num_batched_tokens: int
 ) -> None:
     text = Text(thinking_llama)

@@ -112,7 +112,7 @@ async def test_unavailable_is_tried_again_before_the_first_answer(client, fronte
     assert len(frontend.requests) == 2
 
 
-async def test_nobody_there_is_not_reached() -> None:
+async def test_no_server_is_not_reached() -> None:
     with serve(FakeFrontend()) as address:
         pass
     async with Client(address) as client:

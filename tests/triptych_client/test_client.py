@@ -203,7 +203,7 @@ def test_ready_is_what_health_says() -> None:
         assert not client.is_ready()
 
 
-def test_nobody_there_is_not_ready() -> None:
+def test_no_server_is_not_ready() -> None:
     with serve(FakeFrontend()) as address:
         pass
     with Client(address) as client:

@@ -141,7 +141,7 @@ async def test_a_batch_goes_on_past_an_item_that_is_refused() -> None:
     assert ends == [0, 2]
 
 
-async def test_texts_become_tokens_and_places_and_a_tokenizer_can_be_taken_home() -> None:
+async def test_texts_become_tokens_and_offsets_and_a_tokenizer_can_be_downloaded() -> None:
     async with serving(FakeEngine()) as (_, frontend), Client(frontend.address) as client:
         ids = await client.tokenize(TEXT)
         tokens = await client.tokenize_with_places(TEXT)

@@ -53,12 +53,12 @@ async def test_a_stream_that_is_cut_again_and_again_loses_and_repeats_nothing() 
         stream = client.generate("the cat", orphan_grace_ms=GRACE_MS)
         (request,) = await engine.wait_for_requests(1)
         events: list[Event] = []
-        for place, token_id in enumerate(IDS):
-            is_last = place == len(IDS) - 1
+        for index, token_id in enumerate(IDS):
+            is_last = index == len(IDS) - 1
             engine.step({request: [token_id]}, finished={request: AT_LENGTH} if is_last else None)
-            while len(all_ids(events)) <= place:
+            while len(all_ids(events)) <= index:
                 events.append(await asyncio.wait_for(anext(stream), WAIT_S))
-            if place % 4 == 0:
+            if index % 4 == 0:
                 await asyncio.to_thread(proxy.cut)
         events += [event async for event in stream]
     check_whole(events)
@@ -97,12 +97,12 @@ async def test_the_blocking_client_resumes_as_well() -> None:
             stream = client.generate("the cat", orphan_grace_ms=GRACE_MS)
             (request,) = await engine.wait_for_requests(1)
             events: list[Event] = []
-            for place, token_id in enumerate(IDS):
-                is_last = place == len(IDS) - 1
+            for index, token_id in enumerate(IDS):
+                is_last = index == len(IDS) - 1
                 engine.step({request: [token_id]}, finished={request: AT_LENGTH} if is_last else None)
-                while len(all_ids(events)) <= place:
+                while len(all_ids(events)) <= index:
                     events.append(await asyncio.wait_for(asyncio.to_thread(next, stream), WAIT_S))
-                if place == 2:
+                if index == 2:
                     await asyncio.to_thread(proxy.cut)
             events += await asyncio.to_thread(list, stream)
     check_whole(events)
@@ -209,8 +209,8 @@ def test_only_what_may_pass_is_tried_again(status: grpc.StatusCode) -> None:
 def test_what_a_server_that_stops_has_not_looked_at_is_tried_again(message: str, is_retried: bool) -> None:
     error = TriptychError(grpc.StatusCode.CANCELLED, message)
     assert POLICY.is_retried(error, 1) == is_retried
-    told = TriptychError(grpc.StatusCode.CANCELLED, message, reason="CANCELLED")
-    assert not POLICY.is_retried(told, 1)
+    cancelled = TriptychError(grpc.StatusCode.CANCELLED, message, reason="CANCELLED")
+    assert not POLICY.is_retried(cancelled, 1)
 
 
 def test_the_own_id_of_an_earlier_attempt_is_waited_out() -> None:

@@ -34,7 +34,7 @@ from triptych_client.stream_plan import NextCall, StreamPlan
 from triptych_client.tokens import FileAssembler
 
 BREAK = TriptychError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-UNHEARD = TriptychError(grpc.StatusCode.CANCELLED, "CANCELLED")
+UNDELIVERED = TriptychError(grpc.StatusCode.CANCELLED, "CANCELLED")
 LEAVES = TriptychError(grpc.StatusCode.UNAVAILABLE, "shutting down", reason="DRAINING", retry_after_ms=1000)
 GONE = TriptychError(grpc.StatusCode.NOT_FOUND, "no such stream", reason="NOT_FOUND")
 POLICY = RetryPolicy(max_attempts=2, first_backoff_s=0.1)
@@ -81,7 +81,7 @@ def test_a_stream_that_broke_is_resumed_after_its_last_message_at_once() -> None
     assert stream.after_error(BREAK) == NextCall(0.0, 9.0, resume_after(2))
 
 
-def test_a_frontend_that_leaves_breaks_its_streams_and_is_no_place_to_resume_them() -> None:
+def test_a_frontend_that_leaves_breaks_its_streams_and_cannot_resume_them() -> None:
     stream = plan()
     stream.take(started())
     stream.take(delta(2))
@@ -98,7 +98,7 @@ def test_a_resume_that_reaches_a_server_as_it_stops_is_made_again() -> None:
     stream = plan()
     stream.take(started())
     assert stream.after_error(LEAVES).after_s == 0.0
-    assert stream.after_error(UNHEARD) == NextCall(0.1, None, resume_after(1))
+    assert stream.after_error(UNDELIVERED) == NextCall(0.1, None, resume_after(1))
 
 
 def test_what_was_there_before_is_not_given_twice() -> None:
@@ -110,7 +110,7 @@ def test_what_was_there_before_is_not_given_twice() -> None:
     assert stream.take(inference_pb2.ResumeResponse(response=delta(3))) == Delta(0, "é3", (3,), None)
 
 
-def test_another_frontend_is_told_what_there_is_of_each_output() -> None:
+def test_another_frontend_is_sent_what_was_received_of_each_output() -> None:
     stream = plan()
     stream.take(started())
     for position in (2, 3):
@@ -119,10 +119,10 @@ def test_another_frontend_is_told_what_there_is_of_each_output() -> None:
     stream.take(ended)
     resume = stream.after_error(BREAK).resume
     assert resume is not None
-    told = [
+    received = [
         (one.output_index, one.num_tokens, one.num_characters, one.is_finished) for one in resume.received
     ]
-    assert told == [(0, 2, 4, False), (1, 0, 0, True)]
+    assert received == [(0, 2, 4, False), (1, 0, 0, True)]
 
 
 def test_resuming_goes_on_until_the_grace_is_over() -> None:
@@ -173,7 +173,7 @@ def test_a_stream_that_is_not_kept_ends_with_what_broke_it() -> None:
         TriptychError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"),
     ],
 )
-def test_an_end_that_the_frontend_told_is_no_break(error: TriptychError) -> None:
+def test_an_end_that_the_frontend_reported_is_no_break(error: TriptychError) -> None:
     for is_resumed in (False, True):
         stream = plan()
         stream.take(started())
@@ -436,7 +436,7 @@ def test_an_end_says_its_reason_in_a_word(reason: str) -> None:
 # Columns of log probabilities become one record a token.
 
 
-def test_a_place_without_a_probability_has_none() -> None:
+def test_a_position_without_a_probability_has_none() -> None:
     columns = output_pb2.Logprobs(token_ids=[3, 4], logprobs=[math.nan, -1.0], ranks=[0, 2], texts=["a", ""])
     assert read_logprobs(columns) == (
         TokenLogprob(3, None, None, "a", ()),

@@ -134,13 +134,13 @@ def _unframed(rng: random.Random, exchange: _Exchange) -> Example:
 
 
 def _ask(rng: random.Random, question: Question) -> _Exchange:
-    if not question.told:
+    if not question.statement:
         return _Exchange(question.asked, question.answer, question.expects)
     order = rng.random()
     if order < 0.06:
-        return _Exchange(f"{question.asked} {question.told}", question.answer, question.expects)
+        return _Exchange(f"{question.asked} {question.statement}", question.answer, question.expects)
     gap = "\n" if order < 0.1 else " "
-    return _Exchange(f"{question.told}{gap}{question.asked}", question.answer, question.expects)
+    return _Exchange(f"{question.statement}{gap}{question.asked}", question.answer, question.expects)
 
 
 _STORY_REQUESTS = (

@@ -25,7 +25,7 @@ from tools.tiny_model.words import (
 class Question:
     """Something told, something asked about it, the answer, and the words a right answer must hold."""
 
-    told: str
+    statement: str
     asked: str
     answer: str
     expects: tuple[str, ...]
@@ -64,91 +64,95 @@ def _having(rng: random.Random) -> Question:
     (first, noun), (second, other_noun) = _draw_thing(rng), _draw_thing(rng)
     if noun == other_noun:
         return _having(rng)
-    told = capitalised(f"{one} has {with_article(first)}.")
+    statement = capitalised(f"{one} has {with_article(first)}.")
     answer = capitalised(f"{one} has {with_article(first)}.")
     form = rng.randrange(4)
     if form < 2:
-        return Question(told, f"What does {one} have?", answer, (_bare(one), first))
+        return Question(statement, f"What does {one} have?", answer, (_bare(one), first))
     if form == 2:
         return Question(
-            told, f"Who has the {noun}?", capitalised(f"{one} has the {noun}."), (_bare(one), noun)
+            statement, f"Who has the {noun}?", capitalised(f"{one} has the {noun}."), (_bare(one), noun)
         )
     asked = second if rng.random() < 0.5 else first
     lead = "Yes" if asked == first else "No"
     answer = f"{lead}, {one} has {with_article(first)}."
-    return Question(told, f"Does {one} have {with_article(asked)}?", answer, (lead, _bare(one), first))
+    return Question(statement, f"Does {one} have {with_article(asked)}?", answer, (lead, _bare(one), first))
 
 
 def _colouring(rng: random.Random) -> Question:
     first, _ = _draw_two(rng, OBJECTS)
     colour, _ = rng.sample(COLOURS, 2)
-    told = capitalised(f"the {first} is {colour}.")
+    statement = capitalised(f"the {first} is {colour}.")
     answer = f"The {first} is {colour}."
     if rng.random() < 0.3:
-        return Question(told, f"Which thing is {colour}?", answer, (first, colour))
+        return Question(statement, f"Which thing is {colour}?", answer, (first, colour))
     word = rng.choice(("colour", "colour", "color"))
-    return Question(told, f"What {word} is the {first}?", answer, (first, colour))
+    return Question(statement, f"What {word} is the {first}?", answer, (first, colour))
 
 
 def _owned_colour(rng: random.Random) -> Question:
     one, _ = _draw_actors(rng)
     first, _ = _draw_two(rng, OBJECTS)
     colour, _ = rng.sample(COLOURS, 2)
-    told = capitalised(f"{one} has {with_article(f'{colour} {first}')}.")
+    statement = capitalised(f"{one} has {with_article(f'{colour} {first}')}.")
     word = rng.choice(("colour", "colour", "color"))
     whose = f"the {first}" if rng.random() < 0.6 else f"the {first} of {one}"
-    return Question(told, f"What {word} is {whose}?", capitalised(f"{whose} is {colour}."), (first, colour))
+    return Question(
+        statement, f"What {word} is {whose}?", capitalised(f"{whose} is {colour}."), (first, colour)
+    )
 
 
 def _liking(rng: random.Random) -> Question:
     one, _ = _draw_actors(rng)
     first, _ = _draw_two(rng, FOODS)
-    told = capitalised(f"{one} likes {portion(first)}.")
+    statement = capitalised(f"{one} likes {portion(first)}.")
     answer = capitalised(f"{one} likes {portion(first)}.")
     asked = f"Who likes {portion(first)}?" if rng.random() < 0.4 else f"What does {one} like?"
-    return Question(told, asked, answer, (_bare(one), first))
+    return Question(statement, asked, answer, (_bare(one), first))
 
 
 def _living(rng: random.Random) -> Question:
     one, _ = _draw_actors(rng)
     home, _ = rng.sample(PLACE_NAMES, 2)
     verb, asks = rng.choice((("lives", "live"), ("sleeps", "sleep"), ("works", "work")))
-    told = capitalised(f"{one} {verb} {at_place(home)}.")
+    statement = capitalised(f"{one} {verb} {at_place(home)}.")
     answer = capitalised(f"{one} {verb} {at_place(home)}.")
     asked = f"Where does {one} {asks}?" if rng.random() < 0.7 else f"Who {verb} {at_place(home)}?"
-    return Question(told, asked, answer, (_bare(one), home))
+    return Question(statement, asked, answer, (_bare(one), home))
 
 
 def _lying(rng: random.Random) -> Question:
     first, _ = _draw_two(rng, OBJECTS)
     place, _ = rng.sample(PLACE_NAMES, 2)
-    told = capitalised(f"the {first} is {at_place(place)}.")
+    statement = capitalised(f"the {first} is {at_place(place)}.")
     asked = f"Where is the {first}?" if rng.random() < 0.7 else f"What is {at_place(place)}?"
-    return Question(told, asked, f"The {first} is {at_place(place)}.", (first, place))
+    return Question(statement, asked, f"The {first} is {at_place(place)}.", (first, place))
 
 
 def _going(rng: random.Random) -> Question:
     one, _ = _draw_actors(rng)
     place, _ = rng.sample(PLACE_NAMES, 2)
-    told = capitalised(f"{one} went to the {place}.")
+    statement = capitalised(f"{one} went to the {place}.")
     answer = capitalised(f"{one} went to the {place}.")
     asked = f"Where did {one} go?" if rng.random() < 0.6 else f"Who went to the {place}?"
-    return Question(told, asked, answer, (_bare(one), place))
+    return Question(statement, asked, answer, (_bare(one), place))
 
 
 def _giving(rng: random.Random) -> Question:
     one, two = _draw_actors(rng)
     thing, noun = _draw_thing(rng)
     verb, past = rng.choice((("give", "gave"), ("show", "showed"), ("bring", "brought")))
-    told = capitalised(f"{one} {past} {with_article(thing)} to {two}.")
+    statement = capitalised(f"{one} {past} {with_article(thing)} to {two}.")
     form = rng.randrange(3)
     if form == 0:
-        return Question(told, f"What did {one} {verb} to {two}?", told, (_bare(one), thing, _bare(two)))
+        return Question(
+            statement, f"What did {one} {verb} to {two}?", statement, (_bare(one), thing, _bare(two))
+        )
     if form == 1:
         asked = f"Who {past} {with_article(noun)} to {two}?"
-        return Question(told, asked, told, (_bare(one), thing, _bare(two)))
+        return Question(statement, asked, statement, (_bare(one), thing, _bare(two)))
     answer = capitalised(f"{two} has the {noun} now.")
-    return Question(told, f"Who has the {noun} now?", answer, (_bare(two), noun))
+    return Question(statement, f"Who has the {noun} now?", answer, (_bare(two), noun))
 
 
 def _doing(rng: random.Random) -> Question:
@@ -157,9 +161,11 @@ def _doing(rng: random.Random) -> Question:
     if noun == other_noun:
         return _doing(rng)
     verb, past = rng.choice(_DEEDS)
-    told = capitalised(f"{one} {past} {with_article(first)}.")
+    statement = capitalised(f"{one} {past} {with_article(first)}.")
     asked = f"What did {one} {verb}?" if rng.random() < 0.6 else f"Who {past} the {noun}?"
-    return Question(told, asked, capitalised(f"{one} {past} {with_article(first)}."), (_bare(one), first))
+    return Question(
+        statement, asked, capitalised(f"{one} {past} {with_article(first)}."), (_bare(one), first)
+    )
 
 
 _DEEDS = (("find", "found"), ("lose", "lost"), ("see", "saw"), ("buy", "bought"), ("make", "made"))
@@ -168,9 +174,9 @@ _DEEDS = (("find", "found"), ("lose", "lost"), ("see", "saw"), ("buy", "bought")
 def _describing(rng: random.Random) -> Question:
     one, _ = _draw_actors(rng)
     quality, _ = rng.sample(ADJECTIVES, 2)
-    told = capitalised(f"{one} is {quality}.")
+    statement = capitalised(f"{one} is {quality}.")
     asked = f"Who is {quality}?" if rng.random() < 0.5 else f"How is {one}?"
-    return Question(told, asked, capitalised(f"{one} is {quality}."), (_bare(one), quality))
+    return Question(statement, asked, capitalised(f"{one} is {quality}."), (_bare(one), quality))
 
 
 def _kinds(rng: random.Random) -> Question:
@@ -211,18 +217,18 @@ def _opinion(rng: random.Random) -> Question:
             "", asked, f"Yes, a strong {first} can carry {with_article(second)}.", (first, second)
         )
     place = rng.choice(PLACE_NAMES)
-    told = f"I left my {first} {at_place(place)}."
+    statement = f"I left my {first} {at_place(place)}."
     asked = rng.choice((f"Have you seen my {first}?", f"Where is my {first}?"))
-    return Question(told, asked, f"Your {first} is {at_place(place)}.", (first, place))
+    return Question(statement, asked, f"Your {first} is {at_place(place)}.", (first, place))
 
 
 def _about_me(rng: random.Random) -> Question:
     name = rng.choice(NAMES)
     form = rng.randrange(3)
     if form == 0:
-        told = rng.choice((f"My name is {name}.", f"I am {name}.", f"I am called {name}."))
+        statement = rng.choice((f"My name is {name}.", f"I am {name}.", f"I am called {name}."))
         asked = rng.choice(("What is my name?", "Who am I?", "What am I called?"))
-        return Question(told, asked, f"Your name is {name}.", (name,))
+        return Question(statement, asked, f"Your name is {name}.", (name,))
     if form == 1:
         food = portion(rng.choice(FOODS))
         return Question(f"I am {name} and I like {food}.", "What do I like?", f"You like {food}.", (food,))

@@ -24,7 +24,7 @@ from engine_svc.admin.served_engine import LoadedCore, ServedEngine  # noqa: E40
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint  # noqa: E402
 from engine_svc.core.request import Request  # noqa: E402
 from engine_svc.core.sampling_params import SamplingParams  # noqa: E402
-from engine_svc.loop.mailbox import Add, Board, Call, Inbox, Outbox  # noqa: E402
+from engine_svc.loop.mailbox import Add, Call, Inbox, Outbox, StatsSnapshot  # noqa: E402
 from engine_svc.loop.step_output import StepOutput  # noqa: E402
 from engine_svc.process.run import calm_collector  # noqa: E402
 from engine_svc.session.servicer import EngineCoreServicer  # noqa: E402
@@ -178,7 +178,7 @@ def _served_engine(inbox: Inbox) -> ServedEngine:
         artifacts=(),
         lifecycle=Lifecycle(),
         inbox=inbox,
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=MonotonicClock(),
     )
     served.become_ready(LoadedCore(facts, refusal=lambda request: None, prepare=lambda request: None))

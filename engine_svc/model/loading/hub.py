@@ -179,7 +179,9 @@ class _Hub:
                 token=self._token,
                 allow_patterns=list(_WANTED),
                 ignore_patterns=list(_UNWANTED),
-                tqdm_class=_bar_that_tells(lambda done: progress("download", min(done, missing), missing)),
+                tqdm_class=_progress_bar_class(
+                    lambda done: progress("download", min(done, missing), missing)
+                ),
             )
         )
 
@@ -245,7 +247,7 @@ def _is_wanted(name: str) -> bool:
     )
 
 
-def _bar_that_tells(tell: Callable[[int], None]) -> Any:
+def _progress_bar_class(on_bytes: Callable[[int], None]) -> Any:
     """A class of progress bars for the hub's library that draws nothing and tells the bytes so far."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -261,7 +263,7 @@ def _bar_that_tells(tell: Callable[[int], None]) -> Any:
             """Count n more."""
             self._num_bytes += int(n or 0)
             if self._counts_bytes:
-                tell(self._num_bytes)
+                on_bytes(self._num_bytes)
 
     return Bar
 

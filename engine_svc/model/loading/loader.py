@@ -45,13 +45,13 @@ class LoadedModel:
     device: torch.device
 
     @property
-    def road(self) -> str:
+    def implementation(self) -> str:
         """Which of the two ways the model runs: "native" or "transformers"."""
         return "native" if isinstance(self.model, NativeDecoder) else "transformers"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWishes:
+class LoadOptions:
     """How a model is to be loaded.
 
     dtype: "auto" takes the checkpoint's own.  device: "auto" takes a GPU where there is one.
@@ -78,7 +78,7 @@ def ignore_progress(phase: str, done: int, total: int) -> None:
 
 def load_model(
     path: str | Path,
-    wishes: LoadWishes | None = None,
+    options: LoadOptions | None = None,
     *,
     parallel: Parallel | None = None,
     share: ExpertShare | None = None,
@@ -91,20 +91,20 @@ def load_model(
     progress is told ("weights", bytes done, total).
     Raises CheckpointError where files are missing or broken, UnsupportedModel where the kind of model is.
     """
-    wishes = wishes or LoadWishes()
+    options = options or LoadOptions()
     started_at = time.perf_counter()
-    num_threads = wishes.num_threads or _default_num_threads()
+    num_threads = options.num_threads or _default_num_threads()
     torch.set_num_threads(num_threads)
     set_num_threads(num_threads)
-    device = _choose_device(wishes.device)
-    is_deterministic = device.type == "cpu" if wishes.is_deterministic is None else wishes.is_deterministic
-    ops = ops or ops_for(device, deterministic=is_deterministic, cpu_isa=wishes.cpu_isa)
-    loaded = _load(Path(path), wishes, device, ops, parallel or Solo(), share, progress)
+    device = _choose_device(options.device)
+    is_deterministic = device.type == "cpu" if options.is_deterministic is None else options.is_deterministic
+    ops = ops or ops_for(device, deterministic=is_deterministic, cpu_isa=options.cpu_isa)
+    loaded = _load(Path(path), options, device, ops, parallel or Solo(), share, progress)
     logger.info(
         "model loaded",
         extra={
             "architecture": loaded.facts.architecture,
-            "road": loaded.road,
+            "road": loaded.implementation,
             "ops": ops.name,
             "device": str(device),
             "num_parameters": loaded.facts.num_parameters,
@@ -122,13 +122,13 @@ def _default_num_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def _choose_device(wish: str) -> torch.device:
-    if wish not in ("auto", "cpu", "cuda"):
-        raise CheckpointError(f"device {wish!r} is unknown; choose auto, cpu or cuda")
+def _choose_device(requested: str) -> torch.device:
+    if requested not in ("auto", "cpu", "cuda"):
+        raise CheckpointError(f"device {requested!r} is unknown; choose auto, cpu or cuda")
     has_gpu = torch.cuda.is_available()
-    if wish == "cuda" and not has_gpu:
+    if requested == "cuda" and not has_gpu:
         raise CheckpointError("device is cuda, but torch finds no CUDA device here")
-    if wish == "cpu" or not has_gpu:
+    if requested == "cpu" or not has_gpu:
         return torch.device("cpu")
     # By its number: GPUs are connected by it, and one without is taken for another.
     return torch.device("cuda", torch.cuda.current_device())
@@ -136,7 +136,7 @@ def _choose_device(wish: str) -> torch.device:
 
 def _load(
     folder: Path,
-    wishes: LoadWishes,
+    options: LoadOptions,
     device: torch.device,
     ops: Ops,
     parallel: Parallel,
@@ -147,18 +147,18 @@ def _load(
         raise CheckpointError(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
         )
-    config = _read_config(folder, wishes)
+    config = _read_config(folder, options)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: sequences of {config.max_position} tokens are none")
     reader = WeightReader(weight_files(folder), progress, device=device)
-    dtype = _choose_dtype(wishes.dtype, config, reader)
+    dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
     # In half precision the references run on a CPU.
     is_invariant = ops.is_batch_invariant and not (device.type == "cpu" and dtype is torch.float16)
     name = str(dtype).removeprefix("torch.")
     if not is_invariant:
         cure = "auto or off" if not ops.is_batch_invariant else "another dtype, auto or off"
-        _note_variance(wishes.is_deterministic, device, ops, f"in {name} on this machine", cure)
+        _note_variance(options.is_deterministic, device, ops, f"in {name} on this machine", cure)
     facts = ModelFacts(
         architecture=config.architecture,
         kv_shapes=(),
@@ -170,8 +170,8 @@ def _load(
         weights_digest=weights_digest(folder, reader.files, dtype),
     )
     model: NativeDecoder | TransformersModel
-    if _is_native(config, wishes, parallel, share):
-        model = _native(config, reader, facts, wishes.quantization, device, ops, parallel, share)
+    if _is_native(config, options, parallel, share):
+        model = _native(config, reader, facts, options.quantization, device, ops, parallel, share)
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
     else:
@@ -181,24 +181,24 @@ def _load(
         model, warm, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
         kv_shapes = warm.kv_shapes
         if is_invariant and not warm.is_batch_invariant:
-            _note_variance(wishes.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
+            _note_variance(options.is_deterministic, device, ops, f"in {facts.architecture}", "auto or off")
     facts = replace(
         facts, kv_shapes=kv_shapes, num_parameters=num_parameters, hidden_size=model.embedding_size
     )
     return LoadedModel(model, facts, ops, device)
 
 
-def _note_variance(wish: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
+def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
     """UnsupportedModel where determinism is asked for and is not there; a warning on a CPU, by default."""
     differs = "logits may differ by rounding with batch and chunking"
-    if wish:
+    if requested:
         raise UnsupportedModel(f"deterministic is on, but {differs} {where}: choose {cure}")
-    if wish is None and device.type == "cpu":
+    if requested is None and device.type == "cpu":
         logger.warning(differs, extra={"ops": ops.name, "where": where})
 
 
-def _read_config(folder: Path, wishes: LoadWishes | None = None) -> ModelConfig:
-    if wishes is None or wishes.model_impl != "transformers":
+def _read_config(folder: Path, options: LoadOptions | None = None) -> ModelConfig:
+    if options is None or options.model_impl != "transformers":
         stated = read_stated_config(folder)
         if stated is not None:
             return stated
@@ -238,28 +238,28 @@ def expert_builder(
 
 
 def _is_native(
-    config: ModelConfig, wishes: LoadWishes, parallel: Parallel, share: ExpertShare | None
+    config: ModelConfig, options: LoadOptions, parallel: Parallel, share: ExpertShare | None
 ) -> bool:
     """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
-    if wishes.model_impl == "transformers":
+    if options.model_impl == "transformers":
         if parallel.tp_size * parallel.pp_size > 1:
             raise UnsupportedModel("several ranks need a native model, and model_impl is transformers")
         if share is not None:
             raise UnsupportedModel(
                 "experts divided over engines need a native model, and model_impl is transformers"
             )
-        if wishes.quantization:
+        if options.quantization:
             raise UnsupportedModel(
-                f"quantization {wishes.quantization} needs a native model, and model_impl is transformers"
+                f"quantization {options.quantization} needs a native model, and model_impl is transformers"
             )
         return False
     try:
         spec = read_spec(config.config)
     except NotNative as reason:
         for what, is_asked in (
-            ("model_impl native", wishes.model_impl == "native"),
+            ("model_impl native", options.model_impl == "native"),
             ("tensor or pipeline parallelism", parallel.tp_size * parallel.pp_size > 1),
-            (f"quantization {wishes.quantization}", bool(wishes.quantization)),
+            (f"quantization {options.quantization}", bool(options.quantization)),
             ("experts divided over engines", share is not None),
         ):
             if is_asked:
@@ -317,11 +317,11 @@ def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
         ) from error
 
 
-def _choose_dtype(wish: str, config: ModelConfig, reader: WeightReader) -> torch.dtype:
-    if wish != "auto":
-        if wish not in _DTYPES:
-            raise CheckpointError(f"dtype {wish!r} is unknown; choose auto, {', '.join(_DTYPES)}")
-        return _DTYPES[wish]
+def _choose_dtype(requested: str, config: ModelConfig, reader: WeightReader) -> torch.dtype:
+    if requested != "auto":
+        if requested not in _DTYPES:
+            raise CheckpointError(f"dtype {requested!r} is unknown; choose auto, {', '.join(_DTYPES)}")
+        return _DTYPES[requested]
     stated = config.dtype or reader.main_dtype() or torch.float32
     if stated not in _DTYPES.values():
         raise CheckpointError(f"the checkpoint is in {stated}, which cannot be computed in; choose a dtype")

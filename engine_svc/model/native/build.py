@@ -154,14 +154,14 @@ class DecoderBuilder:
         self.num_bytes += head.num_bytes
         return head
 
-    def _layer(self, index: int, place: int) -> DecoderLayer:
+    def _layer(self, index: int, local_index: int) -> DecoderLayer:
         prefix, hidden = f"model.layers.{index}.", self.spec.hidden_size
         experts = self.spec.experts[index]
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
             input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
-            attention=self._attention(prefix + "self_attn.", index, place),
+            attention=self._attention(prefix + "self_attn.", index, local_index),
             post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
             feed_forward=self._dense(prefix + "mlp.")
             if experts is None
@@ -169,7 +169,7 @@ class DecoderBuilder:
             eps=self.spec.eps,
         )
 
-    def _attention(self, prefix: str, index: int, place: int) -> Attention:
+    def _attention(self, prefix: str, index: int, local_index: int) -> Attention:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
         num_heads, num_kv_heads, dim = spec.num_heads // ranks, self._num_kv_heads, spec.head_dim
         # Where there are fewer KV heads than ranks, neighbours hold the same one.
@@ -184,7 +184,7 @@ class DecoderBuilder:
             rows = _joined(prefix + "qkv_proj", rows)
         return Attention(
             ops=self.ops,
-            layer=place,
+            layer=local_index,
             qkv=self._rows_linear(rows, spec.hidden_size, spec.has_qkv_bias, self.ops.pack_linear),
             out=self._columns_linear(
                 prefix + "o_proj",
@@ -327,6 +327,6 @@ def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str
     """The same parts where the checkpoint has them one below the other, as `name`."""
     totals = [total for _, total, _, _ in parts]
     return [
-        (name, sum(totals), sum(totals[:place]) + first, count)
-        for place, (_, _, first, count) in enumerate(parts)
+        (name, sum(totals), sum(totals[:local_index]) + first, count)
+        for local_index, (_, _, first, count) in enumerate(parts)
     ]

@@ -29,9 +29,9 @@ class TokenEmbedding:
         """token_ids: [T] int64. Returns [T, hidden], new memory."""
         if self.parallel.tp_size == 1:
             return F.embedding(token_ids, self.weight)
-        places = token_ids - self.first_token_id
-        is_here = (places >= 0) & (places < self.weight.shape[0])
-        rows = F.embedding(places.clamp_(0, self.weight.shape[0] - 1), self.weight)
+        indices = token_ids - self.first_token_id
+        is_here = (indices >= 0) & (indices < self.weight.shape[0])
+        rows = F.embedding(indices.clamp_(0, self.weight.shape[0] - 1), self.weight)
         return self.parallel.all_reduce(rows.masked_fill_(~is_here[:, None], 0.0))
 
 
@@ -131,6 +131,6 @@ class NativeDecoder:
         if self.embedding is not None:
             x = self.embedding(token_ids)
             if context.embedded is not None:
-                x.index_copy_(0, context.embedded.places, context.embedded.rows)
+                x.index_copy_(0, context.embedded.positions, context.embedded.rows)
             return x
         return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)

@@ -99,8 +99,8 @@ def _far_window(function: MaskFunction, device: torch.device) -> int | None:
 
 def _seen_from(function: MaskFunction, query: int, device: torch.device) -> Tensor:
     """[query + 2] bool, up to the place behind the query's."""
-    places = torch.arange(query + 2, device=device)
-    return _ask(function, torch.full((1, 1), query, device=device), places)[0, 0, 0]
+    positions = torch.arange(query + 2, device=device)
+    return _ask(function, torch.full((1, 1), query, device=device), positions)[0, 0, 0]
 
 
 def _ask(function: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

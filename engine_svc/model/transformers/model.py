@@ -238,7 +238,7 @@ class TransformersModel:
             options["input_ids"] = token_ids[None]
         else:
             embeds = self._embed(token_ids)
-            options["inputs_embeds"] = embeds.index_copy(0, embedded.places, embedded.rows)[None]
+            options["inputs_embeds"] = embeds.index_copy(0, embedded.positions, embedded.rows)[None]
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         if self._takes_positions:

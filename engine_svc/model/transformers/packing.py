@@ -125,9 +125,9 @@ class SingleExperts(nn.Module):
         parts = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1], dtype=torch.float32)
         for index in top_k_index.unique().tolist():
             if index < len(self._up):
-                tokens, places = (top_k_index == index).nonzero(as_tuple=True)
+                tokens, top_k_positions = (top_k_index == index).nonzero(as_tuple=True)
                 gated = self._gate(self._up[index](hidden_states[tokens])).contiguous()
-                parts[tokens, places] = self._down[index](gated).float()
+                parts[tokens, top_k_positions] = self._down[index](gated).float()
         return (parts * top_k_weights[..., None].float()).sum(1).to(hidden_states.dtype)
 
 

@@ -282,8 +282,8 @@ def _context(
     tables = torch.stack([torch.arange(num_blocks) * num_rows + chunk.row for chunk in chunks])
     slots = []
     for chunk, table in zip(chunks, tables, strict=True):
-        places = torch.arange(chunk.start, chunk.end)
-        slots.append(table[places // _BLOCK_SIZE] * _BLOCK_SIZE + places % _BLOCK_SIZE)
+        positions = torch.arange(chunk.start, chunk.end)
+        slots.append(table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
     attention = AttentionBatch.of(
         tables.to(device),
         [chunk.end - chunk.start for chunk in chunks],

@@ -81,11 +81,11 @@ def free_device_memory(
     _run_largest_step(model, facts, max_num_seqs, max_num_batched_tokens, device)
     peak = torch.cuda.max_memory_allocated() - before
     # Who asks for logprobs of a prompt has logits at all its places, in the model's dtype and in fp32.
-    num_places = max((_COPIES_OF_LOGITS - 1) * max_num_seqs, 2 * max_num_batched_tokens)
-    peak += num_places * facts.vocab_size * torch.float32.itemsize
+    num_positions = max((_COPIES_OF_LOGITS - 1) * max_num_seqs, 2 * max_num_batched_tokens)
+    peak += num_positions * facts.vocab_size * torch.float32.itemsize
     # Rows of tokens, and block tables and logits, once for the rows and once for recorded steps.
-    places = max_model_len * (1 + len(facts.groups))
-    peak += max_num_seqs * torch.int32.itemsize * (places + facts.vocab_size)
+    num_entries = max_model_len * (1 + len(facts.groups))
+    peak += max_num_seqs * torch.int32.itemsize * (num_entries + facts.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     # What others hold counts against the share as well: it is not there to be taken.

@@ -27,7 +27,7 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class KVWishes:
+class KVCacheOptions:
     """What was asked for. Blocks come before bytes, bytes before what is free."""
 
     block_size: int
@@ -37,25 +37,27 @@ class KVWishes:
     num_kv_blocks: int | None = None
 
 
-def size_kv_cache(facts: ModelFacts, wishes: KVWishes, *, max_model_len: int, free: FreeMemory) -> KVSizing:
+def size_kv_cache(
+    facts: ModelFacts, options: KVCacheOptions, *, max_model_len: int, free: FreeMemory
+) -> KVSizing:
     """Choose the number of blocks: what was asked for, else what free memory holds.
 
     Never more than max_num_seqs requests of full length can use, unless num_kv_blocks says so.
     Raises KVCapacityError when one request of max_model_len tokens does not fit.
     """
-    size = bytes_per_block(facts, wishes.block_size)
-    needed = _blocks_of(facts, wishes, max_model_len)
-    num_blocks, source = _found_blocks(wishes, size, free)
+    size = bytes_per_block(facts, options.block_size)
+    needed = _blocks_of(facts, options, max_model_len)
+    num_blocks, source = _found_blocks(options, size, free)
     if num_blocks < needed:
-        fitting = longest_fitting(facts, wishes, num_blocks)
+        fitting = longest_fitting(facts, options, num_blocks)
         shorter = f"lower max_model_len to at most {fitting} or " if fitting else ""
         raise KVCapacityError(
-            f"one request of max_model_len {max_model_len} needs {needed} blocks of {wishes.block_size} "
+            f"one request of max_model_len {max_model_len} needs {needed} blocks of {options.block_size} "
             f"tokens, {needed * size} bytes, but {source}; {shorter}give the cache more memory"
         )
-    if wishes.num_kv_blocks is None:
-        num_blocks = min(num_blocks, wishes.max_num_seqs * needed)
-    sizing = KVSizing(num_blocks, wishes.block_size, size)
+    if options.num_kv_blocks is None:
+        num_blocks = min(num_blocks, options.max_num_seqs * needed)
+    sizing = KVSizing(num_blocks, options.block_size, size)
     if sizing.total_bytes > free.num_bytes:
         # On a CPU nothing is taken before it is used, so this shows only when most of the blocks have been.
         logger.warning(
@@ -65,15 +67,15 @@ def size_kv_cache(facts: ModelFacts, wishes: KVWishes, *, max_model_len: int, fr
     return sizing
 
 
-def fit_max_model_len(facts: ModelFacts, wishes: KVWishes, free: FreeMemory) -> int:
+def fit_max_model_len(facts: ModelFacts, options: KVCacheOptions, free: FreeMemory) -> int:
     """The longest sequence that the cache has room for, at most the model's limit; warns where it is less.
 
     Raises KVCapacityError where not even one block fits.
     """
-    num_blocks, source = _found_blocks(wishes, bytes_per_block(facts, wishes.block_size), free)
-    if num_blocks >= _blocks_of(facts, wishes, facts.max_position):
+    num_blocks, source = _found_blocks(options, bytes_per_block(facts, options.block_size), free)
+    if num_blocks >= _blocks_of(facts, options, facts.max_position):
         return facts.max_position
-    fitting = longest_fitting(facts, wishes, num_blocks)
+    fitting = longest_fitting(facts, options, num_blocks)
     if fitting < 2:
         raise KVCapacityError(f"{source}, too few for any request; give the cache more memory")
     logger.warning(
@@ -83,32 +85,32 @@ def fit_max_model_len(facts: ModelFacts, wishes: KVWishes, free: FreeMemory) -> 
     return fitting
 
 
-def longest_fitting(facts: ModelFacts, wishes: KVWishes, num_blocks: int) -> int:
+def longest_fitting(facts: ModelFacts, options: KVCacheOptions, num_blocks: int) -> int:
     """The most tokens of a request that `num_blocks` hold, by bisection."""
     fits, too_long = 0, facts.max_position + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if _blocks_of(facts, wishes, middle) <= num_blocks:
+        if _blocks_of(facts, options, middle) <= num_blocks:
             fits = middle
         else:
             too_long = middle
     return fits
 
 
-def _blocks_of(facts: ModelFacts, wishes: KVWishes, num_tokens: int) -> int:
+def _blocks_of(facts: ModelFacts, options: KVCacheOptions, num_tokens: int) -> int:
     return max_blocks_per_request(
         facts.groups,
         num_tokens=num_tokens,
-        max_in_flight_tokens=wishes.max_num_batched_tokens,
-        block_size=wishes.block_size,
+        max_in_flight_tokens=options.max_num_batched_tokens,
+        block_size=options.block_size,
     )
 
 
-def _found_blocks(wishes: KVWishes, size: int, free: FreeMemory) -> tuple[int, str]:
-    if wishes.num_kv_blocks is not None:
-        return wishes.num_kv_blocks, f"num_kv_blocks is {wishes.num_kv_blocks}"
-    if wishes.kv_cache_memory is not None:
-        num_blocks = wishes.kv_cache_memory // size
-        return num_blocks, f"kv_cache_memory of {wishes.kv_cache_memory} bytes holds {num_blocks} blocks"
+def _found_blocks(options: KVCacheOptions, size: int, free: FreeMemory) -> tuple[int, str]:
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks, f"num_kv_blocks is {options.num_kv_blocks}"
+    if options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // size
+        return num_blocks, f"kv_cache_memory of {options.kv_cache_memory} bytes holds {num_blocks} blocks"
     num_blocks = max(0, free.num_bytes) // size
     return num_blocks, f"{free.how} hold {num_blocks} blocks"

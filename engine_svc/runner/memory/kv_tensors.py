@@ -41,7 +41,7 @@ class KVSizing:
         return self.num_blocks * self.bytes_per_block
 
 
-def place_layers(
+def assign_layers(
     shapes: Sequence[KVShape], groups: Sequence[LayerGroup]
 ) -> tuple[dict[KVShape, int], list[int]]:
     """How many pairs of tensors of each shape there are, and which of its shape each layer has.
@@ -50,20 +50,20 @@ def place_layers(
     tensors; those of one group may not. Windows are no part of a shape here.
     """
     counts: Counter[KVShape] = Counter()
-    place_of = [0] * len(shapes)
+    index_of = [0] * len(shapes)
     for group in groups:
         used: Counter[KVShape] = Counter()
         for layer in group.layers:
             shape = replace(shapes[layer], window=None)
-            place_of[layer] = used[shape]
+            index_of[layer] = used[shape]
             used[shape] += 1
         counts |= used
-    return dict(counts), place_of
+    return dict(counts), index_of
 
 
 def bytes_per_block(facts: ModelFacts, block_size: int) -> int:
     """What one block takes in all tensors."""
-    counts, _ = place_layers(facts.kv_shapes, facts.groups)
+    counts, _ = assign_layers(facts.kv_shapes, facts.groups)
     values = sum(
         count * shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape, count in counts.items()
     )
@@ -104,7 +104,7 @@ class KVTensors:
         self.sizing = sizing
         self.device = device or torch.device("cpu")
         dtype = DTYPES[facts.dtype]
-        counts, place_of = place_layers(facts.kv_shapes, facts.groups)
+        counts, index_of = assign_layers(facts.kv_shapes, facts.groups)
         self._keys = {
             shape: self._stack(shape, count, shape.key_dim, dtype) for shape, count in counts.items()
         }
@@ -113,10 +113,10 @@ class KVTensors:
         }
         group_of = {layer: index for index, group in enumerate(facts.groups) for layer in group.layers}
         self.layers: list[LayerCache] = []
-        for layer, place in enumerate(place_of):
+        for layer, index in enumerate(index_of):
             shape = replace(facts.kv_shapes[layer], window=None)
             self.layers.append(
-                LayerCache(group_of[layer], self._keys[shape][place], self._values[shape][place])
+                LayerCache(group_of[layer], self._keys[shape][index], self._values[shape][index])
             )
         self._prefault: Prefault | None = None
         if self.device.type == "cpu":
@@ -141,9 +141,9 @@ class KVTensors:
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
         if block_ids:
-            places = to_device(np.array(block_ids, dtype=np.int64), self.device)
+            indices = to_device(np.array(block_ids, dtype=np.int64), self.device)
             for stack in self.stacks:
-                stack.index_fill_(1, places, 0)
+                stack.index_fill_(1, indices, 0)
 
     def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
         size = (count, self.sizing.num_blocks, shape.num_kv_heads, self.sizing.block_size, dim)

@@ -50,7 +50,7 @@ class Prefault:
         # A single request should neither wait for a large page of each layer nor take it.
         self._advise(prefer_small_pages, 0, min(self._most, self._num_blocks))
         self._advise(prefer_large_pages, self._most, self._num_blocks)
-        if all(populate(address, 1) for address, _ in self._places(0, 1)):
+        if all(populate(address, 1) for address, _ in self._ranges(0, 1)):
             self.reach(self._num_blocks - 1 if self._at_once else 0)
         else:
             # Steps get all memory themselves, then best in few pieces.
@@ -69,15 +69,15 @@ class Prefault:
             self._submit(partial(_populate, weakref.ref(self), ends))
 
     def _advise(self, prefer: Callable[[int, int], None], start: int, end: int) -> None:
-        for address, num_bytes in self._places(start, end):
+        for address, num_bytes in self._ranges(start, end):
             prefer(address, num_bytes)
 
     def populate_part(self, start: int, end: int) -> None:
         """Get the memory of blocks `start` to `end`, which takes as long as the system does."""
-        for address, num_bytes in self._places(start, end):
+        for address, num_bytes in self._ranges(start, end):
             populate(address, num_bytes)
 
-    def _places(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def _ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Where blocks `start` to `end` lie in every layer: address and number of bytes."""
         for stack in self._stacks:
             for layer in range(stack.shape[0]):

@@ -82,8 +82,8 @@ class BadWords:
             return None
         longest = max(len(word) for _, _, word in found) - 1
         prefixes = np.full((len(found), longest), _ANY, dtype=np.int32)
-        for place, (_, _, word) in enumerate(found):
-            prefixes[place, longest - len(word) + 1 :] = word[:-1]
+        for index, (_, _, word) in enumerate(found):
+            prefixes[index, longest - len(word) + 1 :] = word[:-1]
         needed = [self._num_prompt_tokens[row] + len(word) - 1 for _, row, word in found]
         flat = [index * self._vocab_size + word[-1] for index, _, word in found]
         return _Words(

@@ -20,7 +20,7 @@ _MAX_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LogprobSpec:
     """What one request wants to be told: `num_top` most likely tokens, then the asked ids, at each place."""
 
     num_top: int
@@ -28,7 +28,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceLogprobs:
+class PositionLogprobs:
     """What is told of P places with one wish. On the host, to be read once the device is done.
 
     logprobs: [P] fp32 of the places' own tokens.  ranks: [P] int64, from 1: entries as large or larger.
@@ -40,7 +40,7 @@ class PlaceLogprobs:
     top_ids: Tensor
     top_logprobs: Tensor
 
-    def tell(self, first: int, end: int) -> TokenLogprobs:
+    def to_columns(self, first: int, end: int) -> TokenLogprobs:
         """The places from `first` to `end` in plain columns."""
         return TokenLogprobs(
             logprobs=self.logprobs[first:end].tolist(),
@@ -55,18 +55,18 @@ class PlaceLogprobs:
 class SampledLogprobs:
     """What is told of sampled tokens: for each wish, the entries of the step that have it, in order."""
 
-    parts: list[tuple[list[int], PlaceLogprobs]]
+    parts: list[tuple[list[int], PositionLogprobs]]
 
-    def moved(self, places: _Ints) -> SampledLogprobs:
+    def moved(self, positions: _Ints) -> SampledLogprobs:
         """The same, where entry n of the step was only entry places[n] of a larger one."""
-        return SampledLogprobs([(places[indices].tolist(), part) for indices, part in self.parts])
+        return SampledLogprobs([(positions[indices].tolist(), part) for indices, part in self.parts])
 
     def by_index(self) -> dict[int, TokenLogprobs]:
         """For each n of choose's N that asked, what its token is worth. Only once the device is done."""
         return {
-            index: places.tell(place, place + 1)
-            for indices, places in self.parts
-            for place, index in enumerate(indices)
+            index: positions.to_columns(entry, entry + 1)
+            for indices, positions in self.parts
+            for entry, index in enumerate(indices)
         }
 
 
@@ -74,33 +74,33 @@ class SampledLogprobs:
 class PromptLogprobs:
     """What is told of consecutive prompt places. On the host, to be read once the device is done."""
 
-    parts: list[PlaceLogprobs]
+    parts: list[PositionLogprobs]
 
-    def tell(self) -> TokenLogprobs:
+    def to_columns(self) -> TokenLogprobs:
         """All places in plain columns."""
-        told = self.parts[0].tell(0, len(self.parts[0].ranks))
+        token_logprobs = self.parts[0].to_columns(0, len(self.parts[0].ranks))
         for part in self.parts[1:]:
-            told.extend(part.tell(0, len(part.ranks)))
-        return told
+            token_logprobs.extend(part.to_columns(0, len(part.ranks)))
+        return token_logprobs
 
 
-class LogprobWishes:
+class LogprobSpecs:
     """The rows that want to be told something."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._sampled: dict[int, Wish] = {}
-        self._prompt: dict[int, Wish] = {}
+        self._sampled: dict[int, LogprobSpec] = {}
+        self._prompt: dict[int, LogprobSpec] = {}
         self._num_prompt_tokens: dict[int, int] = {}  # of rows in _prompt
 
     def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Note what a row wants."""
         token_ids = tuple(id_ for id_ in sampling.logprob_token_ids if 0 <= id_ < self._vocab_size)
         if sampling.wants_logprobs:
-            self._sampled[row] = Wish(self._num_top(sampling.logprobs or 0), token_ids)
+            self._sampled[row] = LogprobSpec(self._num_top(sampling.logprobs or 0), token_ids)
         if sampling.prompt_logprobs is not None:
-            self._prompt[row] = Wish(self._num_top(sampling.prompt_logprobs), token_ids)
+            self._prompt[row] = LogprobSpec(self._num_top(sampling.prompt_logprobs), token_ids)
             self._num_prompt_tokens[row] = num_prompt_tokens
 
     def leave(self, row: int) -> None:
@@ -120,38 +120,38 @@ class LogprobWishes:
         """Whether some row wants to be told of its prompt."""
         return bool(self._prompt)
 
-    def prompt_places(self, row: int, start: int, end: int) -> range | None:
+    def prompt_positions(self, row: int, start: int, end: int) -> range | None:
         """The prompt places told of by the logits of places start to end - 1; None: nothing is to be told.
 
         Place 0 has no logits before it: the range behind it is told of even where it is empty.
         """
         num_prompt_tokens = self._num_prompt_tokens.get(row, 0)
-        places = range(start + 1, min(end + 1, num_prompt_tokens))
-        return places if places or start == 0 < num_prompt_tokens else None
+        positions = range(start + 1, min(end + 1, num_prompt_tokens))
+        return positions if positions or start == 0 < num_prompt_tokens else None
 
-    def tell_sampled(
+    def gather_sampled(
         self, scores: Tensor, tokens: Tensor, indices: list[int], rows: _Ints
     ) -> SampledLogprobs:
         """What is told of tokens [P] by scores [P, V], of entries `indices` of the step."""
-        groups: dict[Wish, list[int]] = {}
-        for place, index in enumerate(indices):
-            groups.setdefault(self._sampled[int(rows[index])], []).append(place)
+        groups: dict[LogprobSpec, list[int]] = {}
+        for entry, index in enumerate(indices):
+            groups.setdefault(self._sampled[int(rows[index])], []).append(entry)
         if len(groups) == 1:
-            (wish,) = groups
-            return SampledLogprobs([(indices, _look(scores, tokens, wish))])
+            (spec,) = groups
+            return SampledLogprobs([(indices, _look(scores, tokens, spec))])
         parts = []
-        for wish, places in groups.items():
-            chosen = to_device(np.array(places, dtype=np.int64), self._device)
-            part = _look(scores.index_select(0, chosen), tokens.index_select(0, chosen), wish)
-            parts.append(([indices[place] for place in places], part))
+        for spec, positions in groups.items():
+            chosen = to_device(np.array(positions, dtype=np.int64), self._device)
+            part = _look(scores.index_select(0, chosen), tokens.index_select(0, chosen), spec)
+            parts.append(([indices[entry] for entry in positions], part))
         return SampledLogprobs(parts)
 
-    def tell_prompt(self, logits: Tensor, tokens: Tensor, row: int) -> PromptLogprobs:
+    def gather_prompt(self, logits: Tensor, tokens: Tensor, row: int) -> PromptLogprobs:
         """What is told of a prompt's tokens [M], each by the logits [M, V] of the place before it."""
         size = max(1, _MAX_LOGITS // self._vocab_size)
         parts = [
-            _look(logits[start : start + size].float().log_softmax(-1), tokens[start : start + size], wish)
-            for wish in (self._prompt[row],)
+            _look(logits[start : start + size].float().log_softmax(-1), tokens[start : start + size], spec)
+            for spec in (self._prompt[row],)
             for start in range(0, max(1, len(tokens)), size)
         ]
         return PromptLogprobs(parts)
@@ -160,13 +160,13 @@ class LogprobWishes:
         return self._vocab_size if wanted < 0 else min(wanted, self._vocab_size)
 
 
-def _look(scores: Tensor, tokens: Tensor, wish: Wish) -> PlaceLogprobs:
+def _look(scores: Tensor, tokens: Tensor, spec: LogprobSpec) -> PositionLogprobs:
     """scores: [P, V] fp32, log probabilities or what stands for them.  tokens: [P] int64."""
     own = scores.gather(1, tokens[:, None])
     ranks = (scores >= own).sum(-1)
-    top_logprobs, top_ids = scores.topk(wish.num_top, dim=-1)
-    if wish.token_ids:
-        asked = to_device(np.array(wish.token_ids, dtype=np.int64), scores.device)
+    top_logprobs, top_ids = scores.topk(spec.num_top, dim=-1)
+    if spec.token_ids:
+        asked = to_device(np.array(spec.token_ids, dtype=np.int64), scores.device)
         top_ids = torch.cat([top_ids, asked.expand(len(scores), -1)], dim=1)
         top_logprobs = torch.cat([top_logprobs, scores.index_select(1, asked)], dim=1)
-    return PlaceLogprobs(to_host(own.squeeze(1)), to_host(ranks), to_host(top_ids), to_host(top_logprobs))
+    return PositionLogprobs(to_host(own.squeeze(1)), to_host(ranks), to_host(top_ids), to_host(top_logprobs))

@@ -64,16 +64,16 @@ class Penalties:
         if key != self._latest_rows:
             self._latest_rows, self._latest = key, self._find(rows)
         if self._latest is not None:
-            places, penalised = self._latest
-            self._penalise(logits, token_ids, penalised, to_device(positions[places], self._device))
+            entries, penalised = self._latest
+            self._penalise(logits, token_ids, penalised, to_device(positions[entries], self._device))
 
     def _find(self, rows: _Ints) -> tuple[_Ints, Penalised] | None:
-        places = self._asks[rows].nonzero()[0]
-        if not len(places):
+        entries = self._asks[rows].nonzero()[0]
+        if not len(entries):
             return None
-        asking = rows[places]
+        asking = rows[entries]
         on_device, asking_rows, num_prompt_tokens = to_device(
-            np.stack([places, asking, self._num_prompt_tokens[asking]]), self._device
+            np.stack([entries, asking, self._num_prompt_tokens[asking]]), self._device
         )
         amounts = to_device(self._amounts[:, asking], self._device)
-        return places, Penalised(on_device, asking_rows, num_prompt_tokens, amounts)
+        return entries, Penalised(on_device, asking_rows, num_prompt_tokens, amounts)

@@ -17,7 +17,7 @@ _Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class LogitPlaces:
+class LogitPositions:
     """Where in the flattened logits of a step the kept ids are.
 
     rows: [P] int64, the logits' rows that have any.  flat: [S] int64, row * V + id.  amounts: [S] fp32.
@@ -37,7 +37,7 @@ class RowTokens:
         self._kept: dict[int, tuple[_Ints, _Floats]] = {}
         # Steps mostly have the rows of the step before.
         self._latest_rows = b""
-        self._latest: LogitPlaces | None = None
+        self._latest: LogitPositions | None = None
 
     def put(self, row: int, token_ids: Iterable[int], amounts: Iterable[float] | None = None) -> None:
         """Keep ids, each at most once, for a row."""
@@ -52,7 +52,7 @@ class RowTokens:
         if self._kept.pop(row, None) is not None:
             self._latest_rows = b""
 
-    def places(self, rows: _Ints) -> LogitPlaces | None:
+    def logit_positions(self, rows: _Ints) -> LogitPositions | None:
         """Where the ids of `rows` are in logits [N, V], entry n of which is of rows[n]; None: nowhere."""
         if not self._kept:
             return None
@@ -61,13 +61,13 @@ class RowTokens:
             self._latest_rows, self._latest = key, self._find(rows)
         return self._latest
 
-    def _find(self, rows: _Ints) -> LogitPlaces | None:
+    def _find(self, rows: _Ints) -> LogitPositions | None:
         found = [index for index, row in enumerate(rows.tolist()) if row in self._kept]
         if not found:
             return None
         kept = [self._kept[int(rows[index])] for index in found]
         flat = [ids + index * self._vocab_size for index, (ids, _) in zip(found, kept, strict=True)]
-        return LogitPlaces(
+        return LogitPositions(
             to_device(np.array(found, dtype=np.int64), self._device),
             to_device(np.concatenate(flat), self._device),
             to_device(np.concatenate([amounts for _, amounts in kept]), self._device),

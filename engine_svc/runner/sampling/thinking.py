@@ -65,18 +65,18 @@ class ThinkingBudgets:
         is_thinking = (begun_at >= 0) & (begun_at > _last_end(token_ids, budget.end))
         is_spent = is_thinking & (num_tokens >= budget.num_tokens)
         # What of the marker stands at the end already, however far beyond its budget the block is.
-        place = _num_begun(token_ids, budget.end, num_tokens)
-        forced = budget.forced.index_select(0, place.reshape(1))[0]
+        num_matched = _num_begun(token_ids, budget.end, num_tokens)
+        forced = budget.forced.index_select(0, num_matched.reshape(1))[0]
         logits.copy_(torch.where(is_spent, forced, logits))
 
 
 def _num_begun(token_ids: Tensor, marker: Tensor, num_tokens: Tensor) -> Tensor:
     """[] int64: how many tokens of `marker` [M], M - 1 at most, are the last of the last `num_tokens`."""
-    place = torch.zeros((), dtype=torch.int64, device=token_ids.device)
+    num_matched = torch.zeros((), dtype=torch.int64, device=token_ids.device)
     for count in range(1, min(len(marker), len(token_ids) + 1)):
         is_there = (token_ids[-count:] == marker[:count]).all() & (num_tokens >= count)
-        place = torch.where(is_there, count, place)
-    return place
+        num_matched = torch.where(is_there, count, num_matched)
+    return num_matched
 
 
 def _last_end(token_ids: Tensor, marker: Tensor) -> Tensor:

@@ -66,21 +66,21 @@ class TokenRules:
 
     def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
         """Change logits [N, V] fp32, contiguous, in place. token_ids[rows[n], :positions[n]] are known."""
-        if (places := self._allowed.places(rows)) is not None:
-            kept = logits.view(-1)[places.flat]
-            logits.index_fill_(0, places.rows, _FORBIDDEN)
-            logits.view(-1)[places.flat] = kept
-        if (places := self._banned.places(rows)) is not None:
-            logits.view(-1).index_fill_(0, places.flat, _FORBIDDEN)
+        if (logit_positions := self._allowed.logit_positions(rows)) is not None:
+            kept = logits.view(-1)[logit_positions.flat]
+            logits.index_fill_(0, logit_positions.rows, _FORBIDDEN)
+            logits.view(-1)[logit_positions.flat] = kept
+        if (logit_positions := self._banned.logit_positions(rows)) is not None:
+            logits.view(-1).index_fill_(0, logit_positions.flat, _FORBIDDEN)
         self._bad_words.apply(logits, rows, positions, token_ids)
         if self._min_lengths:
-            self._release_who_may_end(rows, positions)
-            if (places := self._early_ends.places(rows)) is not None:
-                logits.view(-1).index_fill_(0, places.flat, _FORBIDDEN)
-        if (places := self._bias.places(rows)) is not None:
-            logits.view(-1).index_add_(0, places.flat, places.amounts)
+            self._release_rows_past_min_tokens(rows, positions)
+            if (logit_positions := self._early_ends.logit_positions(rows)) is not None:
+                logits.view(-1).index_fill_(0, logit_positions.flat, _FORBIDDEN)
+        if (logit_positions := self._bias.logit_positions(rows)) is not None:
+            logits.view(-1).index_add_(0, logit_positions.flat, logit_positions.amounts)
 
-    def _release_who_may_end(self, rows: _Ints, positions: _Ints) -> None:
+    def _release_rows_past_min_tokens(self, rows: _Ints, positions: _Ints) -> None:
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
             if position >= self._min_lengths.get(row, position + 1):
                 self._release_ends(row)

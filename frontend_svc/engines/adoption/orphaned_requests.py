@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from frontend_svc.engines.connection.connection import ADOPT, EngineLine
+from frontend_svc.engines.connection.connection import ADOPT, EngineConnection
 from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import RETRY_AFTER_MS, Loss
@@ -55,11 +55,11 @@ class HeldOutputs:
         """Hold how much of the prompt came from the prefix cache."""
         self._calls.append(lambda state: state.note_cached(num_cached_tokens))
 
-    def tell_prompt(self, first_position: int, columns: LogprobColumns) -> None:
+    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
         """Hold what a step tells of the prompt's places."""
-        self._calls.append(lambda state: state.tell_prompt(first_position, columns))
+        self._calls.append(lambda state: state.add_prompt_logprobs(first_position, columns))
 
-    def tell_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
         """Pass over a result of pooling: nobody asked for one."""
 
     def fail(self, error: ServiceError) -> None:
@@ -106,13 +106,13 @@ class EngineAdoptions:
 
     def __init__(
         self,
-        line: EngineLine,
+        line: EngineConnection,
         processor: OutputProcessor,
         handles: Iterator[int],
         send: Callable[[engine_pb2.ConnectRequest], None],
         abort: Callable[[Iterable[int], engine_pb2.AbortReason], None],
     ) -> None:
-        self._line = line
+        self._connection = line
         self._processor = processor
         self._handles = handles
         self._send = send
@@ -123,7 +123,7 @@ class EngineAdoptions:
     @property
     def are_possible(self) -> bool:
         """Whether the engine understands what it would be asked."""
-        return ADOPT in self._line.ack.features
+        return ADOPT in self._connection.ack.features
 
     async def ask(self, request_id: str) -> Adoptee:
         """Take over the request whose ADD had this id; it is to be handed over or aborted.
@@ -134,7 +134,7 @@ class EngineAdoptions:
         answer: asyncio.Future[Adoptee] = asyncio.get_running_loop().create_future()
         self._asked[handle] = answer
         entry = engine_pb2.AdoptEntry(handle=handle, request_id=request_id)
-        self._line.session.adopt(entry)
+        self._connection.session.adopt(entry)
         self._send(engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=[entry])))
         try:
             async with asyncio.timeout(_ANSWER_LIMIT_S):
@@ -163,7 +163,7 @@ class EngineAdoptions:
     def take(self, adopted: engine_pb2.Adopted) -> None:
         """The engine has handed over a request. Registered before the next message can be of it."""
         handle = adopted.handle
-        self._line.session.adopted(handle, adopted.attempt)
+        self._connection.session.adopted(handle, adopted.attempt)
         outputs = HeldOutputs()
         self._processor.register(handle, outputs)
         answer = self._asked.get(handle)

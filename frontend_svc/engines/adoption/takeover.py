@@ -42,7 +42,7 @@ def output_request_id(token: str, output_index: int) -> str:
     return hashlib.blake2b(seed, digest_size=_ID_BYTES).hexdigest()
 
 
-def make_adoptable(
+def make_resumable(
     prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str, token: str
 ) -> None:
     """Have engines keep the outputs of a stream for the frontend that its client turns to when this one dies.
@@ -131,12 +131,12 @@ class Adoption:
         self, token: str, received: Mapping[int, inference_pb2.ReceivedOutput]
     ) -> tuple[int, EngineClient, Adoptee]:
         for index in _probes(received):
-            found = await self._ask_everybody(output_request_id(token, index))
+            found = await self._ask_all_engines(output_request_id(token, index))
             if found is not None:
                 return index, *found
         raise not_kept(token)
 
-    async def _ask_everybody(self, request_id: str) -> tuple[EngineClient, Adoptee] | None:
+    async def _ask_all_engines(self, request_id: str) -> tuple[EngineClient, Adoptee] | None:
         give_up_at = self._clock.now() + _MAX_ASKING_S
         while True:
             clients = self._directory.clients()

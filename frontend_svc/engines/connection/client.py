@@ -14,9 +14,9 @@ from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.connection.columns import MalformedStep, read_step
 from frontend_svc.engines.connection.connection import (
     SCHEMA_REVISION,
-    EngineLine,
+    EngineConnection,
     FrontendIdentity,
-    ReconnectPause,
+    ReconnectBackoff,
 )
 from frontend_svc.engines.connection.health import (
     HELD_STATES,
@@ -41,23 +41,23 @@ from service_kit.errors import InvalidTransition, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 
-class UnreadReady:
+class ReadyMailbox:
     """Holds the newest `ready` of a session, which an engine sends once, over as many streams as it takes."""
 
     def __init__(self) -> None:
         self._ready: session_pb2.Ready | None = None
-        self._is_told = asyncio.Event()
+        self._has_arrived = asyncio.Event()
 
     def put(self, ready: session_pb2.Ready) -> None:
         """Take what the engine says, in place of what it said before."""
         self._ready = ready
-        self._is_told.set()
+        self._has_arrived.set()
 
     async def get(self) -> session_pb2.Ready:
         """What it has said last; waits for it. It stays here until it is known to be read."""
         while self._ready is None:
-            self._is_told.clear()
-            await self._is_told.wait()
+            self._has_arrived.clear()
+            await self._has_arrived.wait()
         return self._ready
 
     def note_read(self, ready: session_pb2.Ready) -> None:
@@ -114,15 +114,17 @@ class EngineClient:
         self._on_add = on_add
         self._processor = OutputProcessor(on_end=self._on_request_end)
         self._tensors = TensorSender(identity.frontend_id, send=self._send_adds, fail=self._processor.fail)
-        self._line = EngineLine(
+        self._connection = EngineConnection(
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
         )
         self._handles = itertools.count(1)
-        self.adoptions = EngineAdoptions(self._line, self._processor, self._handles, self._send, self.abort)
+        self.adoptions = EngineAdoptions(
+            self._connection, self._processor, self._handles, self._send, self.abort
+        )
         self._stream: EngineStream | None = None
         self._steps = StepWatch()
-        self._pause = ReconnectPause(clock)
-        self._unread = UnreadReady()
+        self._backoff = ReconnectBackoff(clock)
+        self._ready_mailbox = ReadyMailbox()
         self._is_loaded = False
         self._lost_at = 0.0
         self._is_closing = False
@@ -135,13 +137,13 @@ class EngineClient:
 
     def has_room(self, num_requests: int) -> bool:
         """False when the engine would reject so many more requests of this session."""
-        limit = self._line.ack.max_inflight_adds
+        limit = self._connection.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
 
     @property
     def dp_size(self) -> int:
         """How many data-parallel ranks there are beside this engine, itself included."""
-        return max(1, self._line.ack.dp_size)
+        return max(1, self._connection.ack.dp_size)
 
     @property
     def step_age_s(self) -> float:
@@ -151,7 +153,7 @@ class EngineClient:
     @property
     def owed_s(self) -> float:
         """For how many seconds more it should be kept, to have the engine end what moved on from it; or 0."""
-        if not self._line.session.num_moved:
+        if not self._connection.session.num_moved:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
 
@@ -195,7 +197,7 @@ class EngineClient:
             self.account.send(handle, 0 if handles else num_tokens_of(entry))
             entry.handle = handle
             handles.append(handle)
-        self._tensors.send(entries, tensors, self._line.stub)
+        self._tensors.send(entries, tensors, self._connection.stub)
         self._on_add(self)
         return handles
 
@@ -222,15 +224,15 @@ class EngineClient:
                 lost = await self._visit()
                 # In this order: while it is ready there is a stream, alive or not, and a connection.
                 self._end_visit(lost)
-                await self._line.hang_up()
+                await self._connection.hang_up()
                 if self._is_closing:
                     return
-                await asyncio.sleep(self._pause.after(lost.end))
+                await asyncio.sleep(self._backoff.after(lost.end))
                 self._move_to(EngineState.CONNECTING)
         finally:
             self._end_visit(StreamLost("closed", StreamEnd.LEFT))
             self._move_to(EngineState.CLOSED)
-            await self._line.hang_up()
+            await self._connection.hang_up()
 
     async def _visit(self) -> StreamLost:
         """Use the engine until it is lost, over as many streams as that takes."""
@@ -254,45 +256,45 @@ class EngineClient:
             return StreamLost(f"internal error ({type(error).__name__})")
 
     async def _open(self) -> EngineStream:
-        epoch = self._line.ack.engine_epoch
-        stream, is_resumed = await self._line.open()
-        self.engine_id = self._line.ack.engine_id
-        self.account.meet(self._line.ack.engine_epoch)
-        self.account.place(dp_rank=self._line.ack.dp_rank)
+        epoch = self._connection.ack.engine_epoch
+        stream, is_resumed = await self._connection.open()
+        self.engine_id = self._connection.ack.engine_id
+        self.account.meet(self._connection.ack.engine_epoch)
+        self.account.place(dp_rank=self._connection.ack.dp_rank)
         if not is_resumed:
-            self._unread.forget()
+            self._ready_mailbox.forget()
             self._is_loaded = False
-        if self._line.ack.engine_epoch != epoch:
+        if self._connection.ack.engine_epoch != epoch:
             self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
-        if self._line.is_draining:
+        if self._connection.is_draining:
             self._move_to(EngineState.DRAINING)
         self._become_ready()
         return stream
 
     def _can_resume(self, lost: StreamLost) -> bool:
         is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT) and not self._is_closing
-        return is_wire and self.state in IN_USE_STATES and self._line.session.is_resumable
+        return is_wire and self.state in IN_USE_STATES and self._connection.session.is_resumable
 
     async def _replace(self, lost: StreamLost) -> EngineStream:
         was_draining = self.state is EngineState.DRAINING
         self._stream = None
         self._move_to(EngineState.RECONNECTING)
         try:
-            stream = await self._line.replace(lost)
+            stream = await self._connection.replace(lost)
         except StreamLost as final:
             if was_draining and final.end is StreamEnd.REFUSED:
                 # It has gone as it said it would.
                 raise StreamLost(str(final), StreamEnd.LEFT) from final
             raise
-        is_draining = was_draining or self._line.is_draining
-        self._tensors.go_on(self._line.stub)
+        is_draining = was_draining or self._connection.is_draining
+        self._tensors.go_on(self._connection.stub)
         self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
         return stream
 
     async def _use(self, stream: EngineStream) -> BaseException:
         """Read the stream until it is lost; why it is, to be raised where none of the tasks is known."""
-        stub = self._line.stub
+        stub = self._connection.stub
         self._stream = stream
         messages = asyncio.ensure_future(stream.run(self._dispatch))
         loading = asyncio.ensure_future(self._load(stub))
@@ -305,13 +307,13 @@ class EngineClient:
             messages.cancel()
             loading.cancel()
             await asyncio.gather(messages, loading, return_exceptions=True)
-            self._line.session.last_seq = stream.last_seq
+            self._connection.session.last_seq = stream.last_seq
 
     async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         while True:
-            ready = await self._unread.get()
+            ready = await self._ready_mailbox.get()
             self.model = await self._artifacts.model_of(ready, stub)
-            self._unread.note_read(ready)
+            self._ready_mailbox.note_read(ready)
             self.account.place(block_size=ready.block_size)
             self._is_loaded = True
             self._become_ready()
@@ -325,23 +327,25 @@ class EngineClient:
         if kind == "step":
             await self._take_step(message.step)
         elif kind == "stats":
-            self.account.report(load_of_stats(message.stats, self._line.ack.engine_epoch), is_direct=True)
+            self.account.report(
+                load_of_stats(message.stats, self._connection.ack.engine_epoch), is_direct=True
+            )
         elif kind == "add_rejected":
             rejected = message.add_rejected
             status = rejected.status
             error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
-            self._line.session.close([rejected.handle])
+            self._connection.session.close([rejected.handle])
             self._processor.fail(rejected.handle, error)
             self.adoptions.refuse(rejected.handle, error)
         elif kind == "heartbeat":
             self._watch_steps(message.heartbeat)
         elif kind == "already_finished":
-            self._line.session.close(message.already_finished.handles)
+            self._connection.session.close(message.already_finished.handles)
         elif kind == "adopted":
             self.account.send(message.adopted.handle, 0)
             self.adoptions.take(message.adopted)
         elif kind == "ready":
-            self._unread.put(message.ready)
+            self._ready_mailbox.put(message.ready)
             if self.state is EngineState.DRAINING:
                 self._move_to(EngineState.LOADING)
                 self._become_ready()
@@ -353,7 +357,7 @@ class EngineClient:
     async def _take_step(self, step: step_pb2.Step) -> None:
         """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
         columns = read_step(step)
-        self.stale_outputs += self._line.session.hear(columns)
+        self.stale_outputs += self._connection.session.observe(columns)
         for row in columns.cached:
             self.account.begin(columns.handles[row])
         for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
@@ -366,7 +370,7 @@ class EngineClient:
 
     def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
         self.account.hold(heartbeat.state in HELD_STATES)
-        hung_for_s = self._steps.hear(heartbeat)
+        hung_for_s = self._steps.observe(heartbeat)
         if hung_for_s is not None:
             raise StreamLost(
                 f"its loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s", StreamEnd.HUNG
@@ -375,7 +379,7 @@ class EngineClient:
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
         if entries:
-            self._line.session.add(entries)
+            self._connection.session.add(entries)
             message = engine_pb2.ConnectRequest()
             message.add.entries.extend(entries)
             self._send(message)
@@ -386,7 +390,7 @@ class EngineClient:
 
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
         # Without a stream it is told to the session alone, and sent by the next stream.
-        abort = self._line.session.abort(handles, reason)
+        abort = self._connection.session.abort(handles, reason)
         if abort is not None:
             self._send(engine_pb2.ConnectRequest(abort=abort))
 
@@ -400,12 +404,12 @@ class EngineClient:
         is_news = was_in_use or (self.state is not EngineState.DOWN and self.down_reason != str(lost))
         if is_news and not self._is_closing:
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
-        loss = self._line.loss(lost)
+        loss = self._connection.loss(lost)
         self._stream = None
         self.down_reason = str(lost)
         self.account.reset()
         self._steps.forget()
-        self._line.lose(lost)
+        self._connection.lose(lost)
         if was_in_use:
             self._lost_at = self._clock.now()
         self._tensors.stop()
@@ -429,7 +433,7 @@ class EngineClient:
         logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})
         self.state = state
         if state is EngineState.READY:
-            self._pause.note_ready()
+            self._backoff.note_ready()
         try:
             self._on_change(self)
         except Exception:

@@ -63,30 +63,30 @@ def read_step(step: step_pb2.Step) -> StepColumns:
     return StepColumns(handles, counts, token_ids, endings, cached, logprobs, prompts, pooled, parts)
 
 
-def _sampled_logprobs(step: step_pb2.Step, num_places: int) -> LogprobColumns | None:
+def _sampled_logprobs(step: step_pb2.Step, num_positions: int) -> LogprobColumns | None:
     if not step.sampled_logprobs:
         return None
     top = step.top_logprobs if step.HasField("top_logprobs") else None
-    return _logprobs(step.sampled_logprobs, step.sampled_ranks, top, num_places)
+    return _logprobs(step.sampled_logprobs, step.sampled_ranks, top, num_positions)
 
 
-def _prompt(told: step_pb2.PromptLogprobs) -> tuple[int, LogprobColumns]:
-    top = told.top if told.HasField("top") else None
-    return told.first_position, _logprobs(told.logprobs, told.ranks, top, len(told.ranks) // 4)
+def _prompt(message: step_pb2.PromptLogprobs) -> tuple[int, LogprobColumns]:
+    top = message.top if message.HasField("top") else None
+    return message.first_position, _logprobs(message.logprobs, message.ranks, top, len(message.ranks) // 4)
 
 
 def _logprobs(
-    logprobs: bytes, ranks: bytes, top: step_pb2.StepTopLogprobs | None, num_places: int
+    logprobs: bytes, ranks: bytes, top: step_pb2.StepTopLogprobs | None, num_positions: int
 ) -> LogprobColumns:
-    values, places = _f32("logprobs", logprobs), _u32("ranks", ranks)
+    values, ranks_read = _f32("logprobs", logprobs), _u32("ranks", ranks)
     k = 0 if top is None else top.k
     top_ids = array("I") if top is None else _u32("top token_ids", top.token_ids)
     top_values = array("f") if top is None else _f32("top logprobs", top.logprobs)
-    if len(values) != num_places or len(places) != num_places:
-        raise MalformedStep(f"{len(values)} logprobs, {len(places)} ranks at {num_places} places")
-    if len(top_ids) != k * num_places or len(top_values) != k * num_places:
+    if len(values) != num_positions or len(ranks_read) != num_positions:
+        raise MalformedStep(f"{len(values)} logprobs, {len(ranks_read)} ranks at {num_positions} places")
+    if len(top_ids) != k * num_positions or len(top_values) != k * num_positions:
         raise MalformedStep(f"{len(top_ids)} top ids, {len(top_values)} top logprobs, {k} a place")
-    return LogprobColumns(values, places, k, top_ids, top_values)
+    return LogprobColumns(values, ranks_read, k, top_ids, top_values)
 
 
 def _u32(name: str, column: bytes) -> array[int]:

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 # A lost stream is replaced at once or not at all: until then its requests stand still.
 _RESUME_S = 0.5
-_RESUME_PAUSE_S = 0.05
+_RESUME_RETRY_S = 0.05
 _MAX_REPLACING_S = 1.0
 # So many streams in a row may break before they have brought anything; then their session is given up.
 _MAX_BARREN_STREAMS = 10
@@ -86,7 +86,7 @@ _LOSS_KINDS = {
 Greet = Callable[[session_pb2.HelloAck, str, bool], engine_pb2.ConnectRequest | None]
 
 
-class EngineLine:
+class EngineConnection:
     """Opens streams to one engine, one after the other, each for the session before it where it can."""
 
     def __init__(
@@ -153,9 +153,9 @@ class EngineLine:
                 stream, is_resumed = await self._shake_hands(limit_s=_RESUME_S)
                 break
             except StreamLost as again:
-                if again.end is not StreamEnd.BROKEN or self._clock.now() + _RESUME_PAUSE_S > give_up_at:
+                if again.end is not StreamEnd.BROKEN or self._clock.now() + _RESUME_RETRY_S > give_up_at:
                     raise StreamLost(f"{lost}; {again}", again.end) from again
-            await asyncio.sleep(_RESUME_PAUSE_S)
+            await asyncio.sleep(_RESUME_RETRY_S)
         if not is_resumed:
             stream.cancel()
             raise StreamLost(f"{lost}; the engine does not have the session any more", self._end_without_it())
@@ -228,12 +228,12 @@ _INCOMPATIBLE_S = 5.0
 _STEADY_S = 1.0
 
 
-class ReconnectPause:
+class ReconnectBackoff:
     """Grows with each visit that came to nothing, up to a second; short again after one that lasted."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pause_s = _MIN_S
+        self._delay_s = _MIN_S
         self._ready_at: float | None = None
 
     def note_ready(self) -> None:
@@ -245,6 +245,6 @@ class ReconnectPause:
         """Seconds to wait after a visit that ended so, with a share left to chance."""
         lasted = self._ready_at is not None and self._clock.now() - self._ready_at > _STEADY_S
         self._ready_at = None
-        self._pause_s = _MIN_S if lasted else min(2 * self._pause_s, _MAX_S)
-        pause_s = _INCOMPATIBLE_S if end is StreamEnd.INCOMPATIBLE else self._pause_s
-        return pause_s * random.uniform(0.5, 1.0)
+        self._delay_s = _MIN_S if lasted else min(2 * self._delay_s, _MAX_S)
+        delay_s = _INCOMPATIBLE_S if end is StreamEnd.INCOMPATIBLE else self._delay_s
+        return delay_s * random.uniform(0.5, 1.0)

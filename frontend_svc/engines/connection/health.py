@@ -37,7 +37,7 @@ class StepWatch:
         ordered = sorted(self._durations_s)
         return max(_MIN_LIMIT_S, _USUAL_STEPS * ordered[(len(ordered) * 99) // 100])
 
-    def hear(self, heartbeat: session_pb2.Heartbeat) -> float | None:
+    def observe(self, heartbeat: session_pb2.Heartbeat) -> float | None:
         """For how long a step has been running that is seen to hang now; None where none does, or still."""
         self.age_s = heartbeat.step_started_age_ms / 1000 if heartbeat.has_work else 0.0
         if self.hung_step is not None:

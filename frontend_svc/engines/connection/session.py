@@ -84,7 +84,7 @@ class EngineSession:
                 abort.attempts.append(request.attempt)
         return abort if abort.handles else None
 
-    def hear(self, columns: StepColumns) -> int:
+    def observe(self, columns: StepColumns) -> int:
         """Take note of what a step answers; returns how many rows are of requests that have moved on."""
         num_stale = 0
         if self._num_moved:

@@ -76,7 +76,7 @@ class EngineStream:
         self._ack_interval_messages = 0
         self._ack_interval_s = heartbeat_s
         self._ack_timer: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0
+        self._last_received_at = 0.0
         self._is_handling = False
         self._is_over = False
 
@@ -106,7 +106,7 @@ class EngineStream:
         The next message is read when `on_message` is done with one. One that it has begun with is handled to
         its end, also where the stream is lost meanwhile; `on_message` never runs once this has ended.
         """
-        self._heard_at = self._clock.now()
+        self._last_received_at = self._clock.now()
         raise await self._until_over(on_message)
 
     async def _until_over(
@@ -154,7 +154,7 @@ class EngineStream:
             message = await self._call.read()
             if message is EOF:
                 raise await self._lost()
-            self._heard_at = self._clock.now()
+            self._last_received_at = self._clock.now()
             if message.seq != self._last_seq + 1:
                 raise StreamLost(f"message {message.seq} came after {self._last_seq}")
             self._is_handling = True
@@ -165,7 +165,7 @@ class EngineStream:
             self._last_seq = message.seq
             self._note_unacknowledged(message)
             # Nothing was read meanwhile, so nothing can be said of the peer's silence.
-            self._heard_at = self._clock.now()
+            self._last_received_at = self._clock.now()
 
     async def _write(self) -> None:
         # A write fails where the call is over. How, the reader hears, behind all that the engine has said.
@@ -190,16 +190,16 @@ class EngineStream:
         limit_s = self._heartbeat_s * _MAX_MISSED_HEARTBEATS
         while True:
             slept_from = self._clock.now()
-            wait_s = min(self._heartbeat_s, max(0.0, self._heard_at + limit_s - slept_from) + 0.001)
+            wait_s = min(self._heartbeat_s, max(0.0, self._last_received_at + limit_s - slept_from) + 0.001)
             await asyncio.sleep(wait_s)
             now = self._clock.now()
             if now - slept_from > wait_s + self._heartbeat_s:
                 # We were not running ourselves; what came meanwhile is still to be read.
-                self._heard_at = now
+                self._last_received_at = now
             if self._is_handling:
-                self._heard_at = now
-            if now - self._heard_at > limit_s:
-                raise StreamLost(f"no heartbeat for {now - self._heard_at:.1f} s", StreamEnd.SILENT)
+                self._last_received_at = now
+            if now - self._last_received_at > limit_s:
+                raise StreamLost(f"no heartbeat for {now - self._last_received_at:.1f} s", StreamEnd.SILENT)
 
     async def _shake_hands(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
         await self._call.write(engine_pb2.ConnectRequest(hello=hello))

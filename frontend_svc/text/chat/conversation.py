@@ -103,28 +103,32 @@ def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
     return all(sizes)
 
 
-def _check_message(place: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
+def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
     if message.role not in _ROLES:
-        violations.add(f"{place}.role", message.role, "must be one of the roles of ChatRole")
+        violations.add(f"{message_field}.role", message.role, "must be one of the roles of ChatRole")
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
     if is_tool and not message.tool_call_id:
-        violations.add(f"{place}.tool_call_id", "", "must name the call that a tool's message answers")
+        violations.add(
+            f"{message_field}.tool_call_id", "", "must name the call that a tool's message answers"
+        )
     if not message.parts and not message.tool_calls and not message.reasoning and not is_tool:
-        violations.add(f"{place}.parts", [], "must not be empty in a message without calls")
+        violations.add(f"{message_field}.parts", [], "must not be empty in a message without calls")
     if message.tool_calls and message.role != chat_message_pb2.CHAT_ROLE_ASSISTANT:
-        violations.add(f"{place}.tool_calls", len(message.tool_calls), "must be empty but for an assistant")
+        violations.add(
+            f"{message_field}.tool_calls", len(message.tool_calls), "must be empty but for an assistant"
+        )
     for index, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
-            violations.add(f"{place}.parts[{index}]", None, "must be one of text, media")
+            violations.add(f"{message_field}.parts[{index}]", None, "must be one of text, media")
         if kind == "media":
             raise Unimplemented(
-                f"not served yet: {place}.parts[{index}].media",
+                f"not served yet: {message_field}.parts[{index}].media",
                 reason="PARAMETER_NOT_SERVED",
-                metadata={"fields": f"{place}.parts[{index}].media"},
+                metadata={"fields": f"{message_field}.parts[{index}].media"},
             )
     for index, call in enumerate(message.tool_calls):
-        field = f"{place}.tool_calls[{index}]"
+        field = f"{message_field}.tool_calls[{index}]"
         violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
         _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
 

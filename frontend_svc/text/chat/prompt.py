@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
-from frontend_svc.text.embeds import EmbeddedPlaces
+from frontend_svc.text.embeds import EmbeddingPositions
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2
@@ -54,6 +54,6 @@ class ChatPrompt:
         # The end of the template and the suffix may share a token.
         return await model.tokenizer.encode(self.text, add_special_tokens=False)
 
-    async def embedded(self) -> EmbeddedPlaces | None:
+    async def embedded(self) -> EmbeddingPositions | None:
         """None: all of a conversation is tokens."""
         return None

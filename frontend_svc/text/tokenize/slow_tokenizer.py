@@ -67,8 +67,8 @@ class SlowTokenizers:
         with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as name:
             folder = Path(name)
             await loop.run_in_executor(None, _write, folder, files)
-            if (words := await self._run(folder)) is not None:
-                return SlowTokenizerError(words)
+            if (message := await self._run(folder)) is not None:
+                return SlowTokenizerError(message)
             try:
                 return await loop.run_in_executor(None, (folder / "tokenizer.json").read_bytes)
             except OSError:
@@ -87,7 +87,7 @@ class SlowTokenizers:
         )
         try:
             async with asyncio.timeout(self._time_limit_s):
-                _, said = await process.communicate()
+                _, output = await process.communicate()
         except TimeoutError as error:
             raise SlowTokenizerError(
                 f"converting tokenizer.model took longer than the limit of {self._time_limit_s:g} s"
@@ -100,8 +100,8 @@ class SlowTokenizers:
                 "the model has a tokenizer.model and no tokenizer.json: converting it needs the extra "
                 "slow-tokenizers, pip install 'triptych[slow-tokenizers]'"
             )
-        words = said.decode(errors="replace").strip()[-_MAX_SHOWN_CHARS:]
-        return f"tokenizer.model cannot be converted: {words}" if process.returncode else None
+        message = output.decode(errors="replace").strip()[-_MAX_SHOWN_CHARS:]
+        return f"tokenizer.model cannot be converted: {message}" if process.returncode else None
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -83,11 +83,11 @@ class ModelTokenizer:
             self._files, text, add_special_tokens=add_special_tokens, field=field
         )
 
-    async def encode_with_places(
+    async def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool, field: str = "text"
     ) -> Encoded:
         """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
-        return await self._workers.encode_with_places(
+        return await self._workers.encode_with_offsets(
             self._files, text, add_special_tokens=add_special_tokens, field=field
         )
 

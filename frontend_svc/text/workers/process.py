@@ -66,7 +66,7 @@ class LoadedText:
     """One model's files, parsed. The chat template is compiled when it is first used."""
 
     def __init__(self, tokenizer: bytes, tokenizer_config: bytes, chat_template: bytes) -> None:
-        with _telling("tokenizer.json cannot be read"):
+        with _reporting("tokenizer.json cannot be read"):
             self._tokenizer = Tokenizer.from_str(tokenizer.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -76,12 +76,12 @@ class LoadedText:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """The token ids of `text`, packed."""
-        with _telling("the text cannot be tokenized"):
+        with _reporting("the text cannot be tokenized"):
             return pack_numbers(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_with_places(self, text: str, *, add_special_tokens: bool) -> tuple[dict[str, object], bytes]:
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[dict[str, object], bytes]:
         """Ids, first and last places, each packed, and all tokens as one text with a separator."""
-        with _telling("the text cannot be tokenized"):
+        with _reporting("the text cannot be tokenized"):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
         used = set().union(*encoding.tokens)
@@ -94,7 +94,7 @@ class LoadedText:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`."""
-        with _telling("the tokens have no text"):
+        with _reporting("the tokens have no text"):
             return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render(self, conversation: bytes, *, max_chars: int) -> str:
@@ -163,8 +163,8 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
     text = loaded[key]
     if verb == "encode":
         return {}, text.encode(frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
-    if verb == "encode_with_places":
-        return text.encode_with_places(
+    if verb == "encode_with_offsets":
+        return text.encode_with_offsets(
             frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens")
         )
     if verb == "decode":
@@ -189,7 +189,7 @@ def _read_json(content: bytes) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _reporting(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # The library raises bare Exceptions, and panics that are not even those.

@@ -98,11 +98,11 @@ class TextWorkers:
         frame = await self._run(files, header, _utf8(text, field), field)
         return unpack_numbers(frame.body)
 
-    async def encode_with_places(
+    async def encode_with_offsets(
         self, files: TextFiles, text: str, *, add_special_tokens: bool, field: str = "text"
     ) -> Encoded:
         """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
-        header = {"verb": "encode_with_places", "add_special_tokens": add_special_tokens}
+        header = {"verb": "encode_with_offsets", "add_special_tokens": add_special_tokens}
         frame = await self._run(files, header, _utf8(text, field), field)
         num_tokens = int(frame.number("num_tokens"))
         columns, spellings = frame.split(12 * num_tokens)

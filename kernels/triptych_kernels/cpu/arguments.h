@@ -62,10 +62,10 @@ inline double fraction(int64_t bits) {
 }
 
 // The number of a kernel at `place`. False, with an exception set, where the argument is none.
-inline bool read_number(const Kernel& kernel, int place, PyObject* argument, int64_t* number) {
-    if (place == 0 && kernel.plan_name != nullptr) {
+inline bool read_number(const Kernel& kernel, int index, PyObject* argument, int64_t* number) {
+    if (index == 0 && kernel.plan_name != nullptr) {
         *number = reinterpret_cast<int64_t>(PyCapsule_GetPointer(argument, kernel.plan_name));
-    } else if (place >= kernel.num_numbers() - kernel.num_fractions) {
+    } else if (index >= kernel.num_numbers() - kernel.num_fractions) {
         const double value = PyFloat_AsDouble(argument);
         std::memcpy(number, &value, sizeof value);
     } else {
@@ -81,7 +81,7 @@ inline bool has_numbers(const Kernel& kernel, Py_ssize_t count) {
 }
 
 // None, or null with the exception set.
-inline PyObject* told(const Outcome& outcome) {
+inline PyObject* to_python(const Outcome& outcome) {
     if (outcome.exception == nullptr) Py_RETURN_NONE;
     PyErr_SetString(outcome.exception, outcome.text);
     return nullptr;
@@ -104,7 +104,7 @@ PyObject* call_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         outcome = run_kernel(kernel, numbers);
         Py_END_ALLOW_THREADS
     }
-    return told(outcome);
+    return to_python(outcome);
 }
 
 // Reads exactly `wanted` integers. False, with an exception set, where the arguments are others.

@@ -24,7 +24,7 @@ constexpr int kTilesTogether = 4;  // tiles of keys, or of values, that lie turn
 // What differs between the dtypes: how a unit is multiplied, how many units 16 bytes of keys are, how many places a
 // step has, and how the rows of a step make vectors of values. In bf16: see attention_kinds.h of each instruction set.
 struct Fp32Attention : Fp32 {
-    static constexpr int kPlacesPerStep = 1;
+    static constexpr int kPositionsPerStep = 1;
     static constexpr int kUnitsPerChunk = 4;
     static void lay_query(const float* from, int64_t num_bytes, int32_t* out) { std::memcpy(out, from, num_bytes); }
     static Floats weights(Floats scores) { return exp16(scores); }
@@ -116,10 +116,10 @@ void add_tiles(
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const auto* rows = reinterpret_cast<const Element*>(tiles.values[tile]) + column;
         prefetch_bytes(tiles.ahead[tile] + column * kTile * sizeof(Element), VECTORS * 16 * kTile * sizeof(Element));
-        for (int step = 0; step < kTile / Kind::kPlacesPerStep; ++step, ++weights) {
+        for (int step = 0; step < kTile / Kind::kPositionsPerStep; ++step, ++weights) {
             Words value[VECTORS];
             Kind::interleave(rows, row_size, value);
-            rows += Kind::kPlacesPerStep * row_size;
+            rows += Kind::kPositionsPerStep * row_size;
             for (int r = 0; r < ROWS; ++r) {
                 const Words weight = splat_word(weights[r * weights_stride]);
                 for (int v = 0; v < VECTORS; ++v) sum[r][v] = Kind::dot(sum[r][v], value[v], weight);

@@ -41,10 +41,10 @@ struct Call {
     int64_t first_visible(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
 
     // Where a place of a row is, counted in places behind its KV head's first in block 0.
-    int64_t slot(const int32_t* table, int64_t place) const {
+    int64_t slot(const int32_t* table, int64_t position) const {
         if (block_shift >= 0)
-            return (table[place >> block_shift] * num_kv_heads << block_shift) + (place & (block_size - 1));
-        return table[place / block_size] * num_kv_heads * block_size + place % block_size;
+            return (table[position >> block_shift] * num_kv_heads << block_shift) + (position & (block_size - 1));
+        return table[position / block_size] * num_kv_heads * block_size + position % block_size;
     }
 };
 
@@ -72,8 +72,8 @@ public:
     int64_t first_tile() const { return first_tile_; }
     int64_t num_tiles() const { return num_tiles_; }
 
-    const char* key(int64_t place) const { return keys_ + call_.slot(table_, place) * call_.key_bytes; }
-    const char* value(int64_t place) const { return values_ + call_.slot(table_, place) * call_.value_bytes; }
+    const char* key(int64_t position) const { return keys_ + call_.slot(table_, position) * call_.key_bytes; }
+    const char* value(int64_t position) const { return values_ + call_.slot(table_, position) * call_.value_bytes; }
 
     // What will be read some tiles after `tile`, counted over keys, then values, then the `next` task's; `otherwise`
     // where that is not known.
@@ -112,8 +112,8 @@ class TaskParts {
     using Element = typename Kind::Element;
 
 protected:
-    static constexpr int64_t kPlaces = Kind::kPlacesPerStep;
-    static constexpr int64_t kSteps = kTile / kPlaces;  // of a tile
+    static constexpr int64_t kPositions = Kind::kPositionsPerStep;
+    static constexpr int64_t kSteps = kTile / kPositions;  // of a tile
 
     // next: what this thread will probably read after it.
     TaskParts(
@@ -179,9 +179,9 @@ protected:
 
     // tile: counted from the task's first.
     void lay_keys(int64_t tile, int32_t* out) const {
-        const int64_t place = (first_tile_ + tile) * kTile, num_bytes = call_.key_bytes;
+        const int64_t position = (first_tile_ + tile) * kTile, num_bytes = call_.key_bytes;
         if (call_.block_size % kTile == 0 && num_bytes % 16 == 0) {
-            const char* keys = stream_.key(place);
+            const char* keys = stream_.key(position);
             prefetch_bytes(stream_.after(tile, next_, keys), kTile * num_bytes);
             turn_tile<Kind>(keys, num_bytes, num_chunks_, out);
             return;
@@ -193,21 +193,21 @@ protected:
         for (int64_t i = 0; i < kTile; ++i)
             std::memcpy(
                 padded_ + i * padded_bytes,
-                stream_.key(std::min(std::max(place + i, visible.first), visible.end - 1)), num_bytes);
+                stream_.key(std::min(std::max(position + i, visible.first), visible.end - 1)), num_bytes);
         turn_tile<Kind>(padded_, padded_bytes, num_chunks_, out);
     }
 
     void lay_values(int64_t tile, int32_t* out) const {
-        const int64_t place = tile * kTile;
+        const int64_t position = tile * kTile;
         const Range visible = stream_.visible();
-        if (call_.block_size % kTile == 0 && place >= visible.first && place + kTile <= visible.end) {
-            const auto* first = reinterpret_cast<const Element*>(stream_.value(place));
+        if (call_.block_size % kTile == 0 && position >= visible.first && position + kTile <= visible.end) {
+            const auto* first = reinterpret_cast<const Element*>(stream_.value(position));
             lay_tile(Kind(), first, call_.value_dim, out, num_columns_);
             return;
         }
-        for (int64_t p = place; p < place + kTile; p += kPlaces, out += num_columns_) {
-            const Element* rows[kPlaces];
-            for (int64_t i = 0; i < kPlaces; ++i) {
+        for (int64_t p = position; p < position + kTile; p += kPositions, out += num_columns_) {
+            const Element* rows[kPositions];
+            for (int64_t i = 0; i < kPositions; ++i) {
                 const bool is_seen = p + i >= visible.first && p + i < visible.end;
                 rows[i] = is_seen ? reinterpret_cast<const Element*>(stream_.value(p + i)) : nullptr;
             }
@@ -229,8 +229,8 @@ protected:
             float* scores = scores_ + r * stride_ + t * kTile;
             Floats score = load(scores);
             if (call_.soft_cap > 0.0f) score = mul(tanh16(div(score, cap)), cap);
-            const int64_t place = (first_tile_ + t) * kTile;
-            const Mask seen = first_lanes(seen_[r].end - place) & ~first_lanes(seen_[r].first - place);
+            const int64_t position = (first_tile_ + t) * kTile;
+            const Mask seen = first_lanes(seen_[r].end - position) & ~first_lanes(seen_[r].first - position);
             score = where(seen, score, hidden);
             highest = max(score, highest);
             store(scores, score);

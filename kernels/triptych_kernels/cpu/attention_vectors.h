@@ -9,7 +9,7 @@ namespace {
 template <class Kind>
 class VectorTask : TaskParts<Kind> {
     using Parts = TaskParts<Kind>;
-    using Parts::kPlaces, Parts::kSteps;
+    using Parts::kPositions, Parts::kSteps;
     using Parts::block_, Parts::call_, Parts::first_tile_, Parts::next_, Parts::num_columns_, Parts::num_rows_,
         Parts::num_tiles_, Parts::num_units_, Parts::stream_, Parts::stride_;
     using Parts::highest_, Parts::keys_, Parts::queries_, Parts::scores_, Parts::seen_, Parts::sums_, Parts::values_;
@@ -19,7 +19,7 @@ public:
 
     VectorTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
         : Parts(call, block, kv_head, stream, next, Shape{4, 1, kTilesTogether, 0}),
-          num_vectors_(kPlaces == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16) {}
+          num_vectors_(kPositions == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16) {}
 
     // False when there is no memory.
     bool run(Registers&) {
@@ -74,9 +74,9 @@ private:
         for (int64_t tile = 0; tile < num_tiles_;) {
             CachedTiles tiles{{}, {}, 0};
             for (int64_t t = tile; t < num_tiles_ && tiles.count < kTilesTogether; ++t, ++tiles.count) {
-                const int64_t place = (first_tile_ + t) * kTile;
-                if (place < seen.first || place + kTile > seen.end) break;
-                tiles.values[tiles.count] = stream_.value(place);
+                const int64_t position = (first_tile_ + t) * kTile;
+                if (position < seen.first || position + kTile > seen.end) break;
+                tiles.values[tiles.count] = stream_.value(position);
                 tiles.ahead[tiles.count] = stream_.after(num_tiles_ + t, next_, tiles.values[tiles.count]);
             }
             const int64_t end_tile = tile + std::max<int64_t>(tiles.count, 1);
@@ -101,36 +101,36 @@ private:
     // Adds the values of some tiles to neighbouring rows: steps that all see whole together, the others by row.
     void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
         const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
-        const auto clip = [&](int64_t place) { return std::min(std::max<int64_t>(place - base, 0), size); };
+        const auto clip = [&](int64_t position) { return std::min(std::max<int64_t>(position - base, 0), size); };
         if (block_.num_tokens == 1) {
             // All rows see the same, and values that they do not see are laid as zeros.
-            const int64_t first = clip(seen_[r].first) / kPlaces, end = (clip(seen_[r].end) + kPlaces - 1) / kPlaces;
+            const int64_t first = clip(seen_[r].first) / kPositions, end = (clip(seen_[r].end) + kPositions - 1) / kPositions;
             add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
             return;
         }
         // Later rows see later places.
-        const int64_t first = (clip(seen_[r + count - 1].first) + kPlaces - 1) / kPlaces;
-        const int64_t end = clip(seen_[r].end) / kPlaces;
+        const int64_t first = (clip(seen_[r + count - 1].first) + kPositions - 1) / kPositions;
+        const int64_t end = clip(seen_[r].end) / kPositions;
         if (first >= end) {
             for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), clip(seen_[i].end));
             return;
         }
-        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), first * kPlaces);
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, clip(seen_[i].first), first * kPositions);
         add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
-        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPlaces, clip(seen_[i].end));
+        for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPositions, clip(seen_[i].end));
     }
 
     // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step of two may be hidden.
     void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
         if (from >= to) return;
-        int64_t step = from / kPlaces;
-        if (from % kPlaces != 0) {
+        int64_t step = from / kPositions;
+        if (from % kPositions != 0) {
             add_steps(Loops<Kind>::kAddMasked, r, tile, step, step + 1, static_cast<int32_t>(0xffff0000));
             ++step;
         }
-        if (step < to / kPlaces) add_steps(Loops<Kind>::kAddValues[0], r, tile, step, to / kPlaces, -1);
-        if (to % kPlaces != 0 && to / kPlaces >= step)
-            add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPlaces, to / kPlaces + 1, 0x0000ffff);
+        if (step < to / kPositions) add_steps(Loops<Kind>::kAddValues[0], r, tile, step, to / kPositions, -1);
+        if (to % kPositions != 0 && to / kPositions >= step)
+            add_steps(Loops<Kind>::kAddMasked, r, tile, to / kPositions, to / kPositions + 1, 0x0000ffff);
     }
 
     void add_steps(

@@ -120,7 +120,7 @@ struct Slots {
     int64_t num_slots, block_size, num_heads;
 
     // That of a token's first head, in places of a head; the other heads are block_size places apart.
-    int64_t place(int64_t token) const {
+    int64_t offset(int64_t token) const {
         const int64_t slot = slots[token];
         return slot / block_size * num_heads * block_size + slot % block_size;
     }
@@ -131,10 +131,10 @@ void store_heads(
     int64_t from, int64_t token_stride, int64_t head_stride, int64_t cache, int64_t num_bytes, const Slots& slots,
     int64_t token) {
     if (slots.slots[token] < 0) return;
-    const int64_t place = slots.place(token);
+    const int64_t offset = slots.offset(token);
     for (int64_t head = 0; head < slots.num_heads; ++head) {
         std::memcpy(
-            reinterpret_cast<char*>(cache) + (place + head * slots.block_size) * num_bytes,
+            reinterpret_cast<char*>(cache) + (offset + head * slots.block_size) * num_bytes,
             reinterpret_cast<const char*>(from) + token * token_stride + head * head_stride, num_bytes);
     }
 }
@@ -161,7 +161,7 @@ struct Rotary {
     int64_t num_heads, num_kv_heads, head_dim, rotary_dim, num_slots, block_size, max_positions;
     float eps;
 
-    Slots places() const { return {reinterpret_cast<const int64_t*>(slots), num_slots, block_size, num_kv_heads}; }
+    Slots cache_slots() const { return {reinterpret_cast<const int64_t*>(slots), num_slots, block_size, num_kv_heads}; }
 };
 
 constexpr int64_t kMaxHeadDim = 1024;
@@ -209,7 +209,7 @@ void turn_head(
 template <class Kind>
 void turn_rows(const Rotary& call) {
     using Element = typename Kind::Element;
-    const Slots slots = call.places();
+    const Slots slots = call.cache_slots();
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     for_rows(call.num_tokens, (call.num_heads + 2 * call.num_kv_heads) * call.head_dim, [&](int64_t token) {
         Element* row = reinterpret_cast<Element*>(call.qkv) + token * call.row_stride;
@@ -218,16 +218,16 @@ void turn_rows(const Rotary& call) {
             turn_head<Kind>(
                 call, row + head * call.head_dim, call.query_norm, cosines, row + head * call.head_dim);
         if (slots.slots[token] < 0) return;
-        const int64_t first_place = slots.place(token);
+        const int64_t first_offset = slots.offset(token);
         const Element* keys = row + call.num_heads * call.head_dim;
         const Element* values = keys + call.num_kv_heads * call.head_dim;
         for (int64_t head = 0; head < call.num_kv_heads; ++head) {
-            const int64_t place = (first_place + head * call.block_size) * call.head_dim;
-            Element* to = reinterpret_cast<Element*>(call.keys) + place;
+            const int64_t offset = (first_offset + head * call.block_size) * call.head_dim;
+            Element* to = reinterpret_cast<Element*>(call.keys) + offset;
             turn_head<Kind>(call, keys + head * call.head_dim, call.key_norm, cosines, to);
             copy_bytes(
                 values + head * call.head_dim, call.head_dim * sizeof(Element),
-                reinterpret_cast<Element*>(call.values) + place);
+                reinterpret_cast<Element*>(call.values) + offset);
         }
     });
 }
@@ -238,7 +238,7 @@ Outcome run_rotary(const int64_t* n) {
     const auto* positions = reinterpret_cast<const int64_t*>(call.positions);
     const auto is_known = [&](int64_t position) { return position >= 0 && position < call.max_positions; };
     if (call.head_dim > kMaxHeadDim || !std::all_of(positions, positions + call.num_tokens, is_known) ||
-        !fit(call.places(), call.num_tokens)) {
+        !fit(call.cache_slots(), call.num_tokens)) {
         return failed(
             PyExc_IndexError, "a position is not below %lld, a slot not below %lld, or the head above %lld",
             static_cast<long long>(call.max_positions), static_cast<long long>(call.num_slots),

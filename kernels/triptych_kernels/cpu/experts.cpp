@@ -29,7 +29,7 @@ namespace {
 constexpr const char* kPlanName = "triptych.experts";
 constexpr int64_t kGroupPanels = 4;               // of one task: two of gates, two of the same columns' ups
 constexpr int64_t kChunkRows = 8 * kMaxTileRows;  // whose gates and ups stay in the first caches
-constexpr int64_t kMaxPlaces = 4096;              // tokens times experts a token that are taken at once
+constexpr int64_t kMaxAssignments = 4096;              // tokens times experts a token that are taken at once
 
 // gate_up: [E] panels that alternate, gates and the same columns' ups; F padded with zeros to whole
 // panels.
@@ -56,9 +56,9 @@ struct Call {
     char* out;
     int64_t num_tokens, experts_a_token;
 
-    int64_t id(int64_t place) const {
-        return ids_are_int64 ? reinterpret_cast<const int64_t*>(ids)[place]
-                             : reinterpret_cast<const int32_t*>(ids)[place];
+    int64_t id(int64_t assignment) const {
+        return ids_are_int64 ? reinterpret_cast<const int64_t*>(ids)[assignment]
+                             : reinterpret_cast<const int32_t*>(ids)[assignment];
     }
 };
 
@@ -66,7 +66,7 @@ struct Call {
 // neighbours.
 struct Routing {
     int64_t* first_row;  // [E + 1]
-    int64_t* place_of;   // [rows]
+    int64_t* assignment_of;   // [rows]
     int64_t* chosen;     // [num_chosen] experts that have rows
     int64_t num_chosen, num_rows;
 
@@ -74,18 +74,18 @@ struct Routing {
 };
 
 bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
-    const int64_t num_places = call.num_tokens * call.experts_a_token, num_experts = plan.num_experts;
+    const int64_t num_assignments = call.num_tokens * call.experts_a_token, num_experts = plan.num_experts;
     auto* memory =
-        static_cast<int64_t*>(scratch(kScratchExpertsIndex, 8 * (2 * num_experts + 2 + num_places)));
+        static_cast<int64_t*>(scratch(kScratchExpertsIndex, 8 * (2 * num_experts + 2 + num_assignments)));
     if (memory == nullptr) {
         return false;
     }
     routing.first_row = memory;
     routing.chosen = memory + num_experts + 1;
-    routing.place_of = routing.chosen + num_experts + 1;
+    routing.assignment_of = routing.chosen + num_experts + 1;
     std::memset(routing.first_row, 0, 8 * (num_experts + 1));
-    for (int64_t place = 0; place < num_places; ++place) {
-        const int64_t expert = call.id(place) - plan.first_expert;
+    for (int64_t assignment = 0; assignment < num_assignments; ++assignment) {
+        const int64_t expert = call.id(assignment) - plan.first_expert;
         if (expert >= 0 && expert < num_experts) {
             ++routing.first_row[expert];
         }
@@ -99,10 +99,10 @@ bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
         routing.first_row[expert] = routing.num_rows;
         routing.num_rows += rows;
     }
-    for (int64_t place = 0; place < num_places; ++place) {
-        const int64_t expert = call.id(place) - plan.first_expert;
+    for (int64_t assignment = 0; assignment < num_assignments; ++assignment) {
+        const int64_t expert = call.id(assignment) - plan.first_expert;
         if (expert >= 0 && expert < num_experts) {
-            routing.place_of[routing.first_row[expert]++] = place;
+            routing.assignment_of[routing.first_row[expert]++] = assignment;
         }
     }
     // Filling moved each start to its end, which is the next one's start.
@@ -150,13 +150,13 @@ struct Workspace {
     float* parts;      // [places, hidden]
 };
 
-bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_places, Workspace& space) {
+bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_assignments, Workspace& space) {
     const int64_t element_bytes = plan.is_fp32() ? 4 : 2;
     const int64_t sizes[4] = {
         routing.num_rows * plan.gate_up.num_units() * 4,
         routing.num_rows * plan.padded_ffn() * element_bytes,
         routing.num_rows * plan.down.num_units() * 4,
-        num_places * plan.hidden() * 4,
+        num_assignments * plan.hidden() * 4,
     };
     int64_t starts[5] = {0};
     for (int i = 0; i < 4; ++i) {
@@ -217,7 +217,7 @@ void project_down(const ExpertsPlan& plan, const Routing& routing, const Workspa
                               plan.hidden(),
                               plan.hidden(),
                               false,
-                              routing.place_of + first};
+                              routing.assignment_of + first};
         multiply_panels(weight, RowBlocks(count), space.packed + first * weight.num_units(), first_panel,
                         end_panel, store);
     }
@@ -229,14 +229,14 @@ void sum_parts(const ExpertsPlan& plan, const Call& call, const Workspace& space
     for (int64_t column = 0; column < plan.hidden(); column += 16) {
         const Mask mask = first_lanes(plan.hidden() - column);
         Floats sum = zeros();
-        for (int64_t place = token * call.experts_a_token; place < (token + 1) * call.experts_a_token;
-             ++place) {
-            const int64_t expert = call.id(place) - plan.first_expert;
+        for (int64_t assignment = token * call.experts_a_token; assignment < (token + 1) * call.experts_a_token;
+             ++assignment) {
+            const int64_t expert = call.id(assignment) - plan.first_expert;
             if (expert < 0 || expert >= plan.num_experts) {
                 continue;
             }
-            const Floats part = load_part(mask, space.parts + place * plan.hidden() + column);
-            sum = fmadd(splat(call.weights[place]), part, sum);
+            const Floats part = load_part(mask, space.parts + assignment * plan.hidden() + column);
+            sum = fmadd(splat(call.weights[assignment]), part, sum);
         }
         Dtype::store(out + column, mask, sum);
     }
@@ -270,7 +270,7 @@ bool run_tokens(const ExpertsPlan& plan, const Call& call) {
         });
     };
     pack_experts(plan.gate_up, space.x, [&](int64_t row) {
-        return call.x + routing.place_of[row] / call.experts_a_token * call.x_stride_bytes;
+        return call.x + routing.assignment_of[row] / call.experts_a_token * call.x_stride_bytes;
     });
     std::atomic<bool> is_done{true};
     for_each_group(routing, plan.gate_up, [&](int64_t expert, int64_t panel) {
@@ -293,7 +293,7 @@ bool run_tokens(const ExpertsPlan& plan, const Call& call) {
 }
 
 bool run_experts(const ExpertsPlan& plan, Call call) {
-    const int64_t step = std::max<int64_t>(1, kMaxPlaces / std::max<int64_t>(1, call.experts_a_token));
+    const int64_t step = std::max<int64_t>(1, kMaxAssignments / std::max<int64_t>(1, call.experts_a_token));
     const int64_t num_tokens = call.num_tokens, id_bytes = call.ids_are_int64 ? 8 : 4;
     for (int64_t first = 0; first < num_tokens; first += step) {
         call.num_tokens = std::min(step, num_tokens - first);

@@ -13,7 +13,7 @@ from triptych_kernels.cpu.loader import Isa
 from triptych_kernels.cpu.panel_memory import own_panels
 from triptych_kernels.ops import Experts
 from triptych_kernels.reference import REFERENCE
-from triptych_kernels.reference.moe import check_follows, places_of
+from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -56,8 +56,8 @@ class NativeExperts:
 
     def take(self, first: int, end: int) -> NativeExperts:
         """See ops.Experts."""
-        places = places_of(self.expert_range, first, end)
-        return self._like_these([[panels[places]] for panels in self._tensors], first)
+        expert_slice = expert_slice_of(self.expert_range, first, end)
+        return self._like_these([[panels[expert_slice]] for panels in self._tensors], first)
 
     def join(self, more: Experts) -> NativeExperts:
         """See ops.Experts."""
@@ -151,8 +151,8 @@ def _packed(isa: Isa, num_experts: int, weights: Iterator[Tensor]) -> Tensor:
     first = next(weights)
     num_bytes = packed_bytes(isa, first)
     panels = own_panels(num_experts * num_bytes).view(-1, num_bytes)
-    for place, weight in zip(panels, itertools.chain([first], weights), strict=True):
-        pack_panels(isa, weight, place)
+    for out, weight in zip(panels, itertools.chain([first], weights), strict=True):
+        pack_panels(isa, weight, out)
     return panels
 
 

@@ -122,7 +122,7 @@ class _NativeLayers:
         out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
         # Each thread adds to what the caches hold.
         at_once = min(max(num_tokens, num_rows), self._most_at_once * native_module().num_threads())
-        num_bytes, offsets = self._places(num_tokens, num_rows, at_once)
+        num_bytes, offsets = self._scratch_layout(num_tokens, num_rows, at_once)
         room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         room_start = room.data_ptr() + -room.data_ptr() % _ALIGNMENT
         num_blocks, _, block_size, _ = caches[0].key_cache.shape
@@ -145,7 +145,7 @@ class _NativeLayers:
         )
         return out
 
-    def _places(self, num_tokens: int, num_rows: int, at_once: int) -> tuple[int, list[int]]:
+    def _scratch_layout(self, num_tokens: int, num_rows: int, at_once: int) -> tuple[int, list[int]]:
         """How many bytes the buffers take, and where each begins, in their order."""
         counts = dict.fromkeys(_OF_TOKENS, num_tokens) | dict.fromkeys(_OF_KEPT, num_rows)
         counts |= dict.fromkeys(_AT_HAND, at_once)

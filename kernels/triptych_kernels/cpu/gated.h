@@ -23,12 +23,12 @@ struct StoreGated {
 
     template <int R, int P>
     TRIPTYCH_INLINE void prefetch(int64_t first_row, int64_t panel) const {
-        const Element* place = out + first_row * num_columns + panel / 2 * kPanelColumns;
+        const Element* to = out + first_row * num_columns + panel / 2 * kPanelColumns;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
             for (int64_t column = 0; column < (P + 1) / 2 * kPanelColumns; column += 64 / sizeof(Element)) {
-                __builtin_prefetch(place + r * num_columns + column, 1);
+                __builtin_prefetch(to + r * num_columns + column, 1);
             }
         }
     }
@@ -45,11 +45,11 @@ struct StoreGated {
                     break;
                 }
                 const Mask mask = first_lanes(num_columns - column);
-                Element* place = out + first_row * num_columns + column;
+                Element* to = out + first_row * num_columns + column;
                 if constexpr (P == 1) {
-                    store_half<R>(place, mask, panel, v, sums);
+                    store_half<R>(to, mask, panel, v, sums);
                 } else {
-                    store_pair<R, P>(place, mask, panel + p, p, v, sums);
+                    store_pair<R, P>(to, mask, panel + p, p, v, sums);
                 }
             }
         }
@@ -57,36 +57,36 @@ struct StoreGated {
 
 private:
     TRIPTYCH_INLINE Floats finished(Floats sum, int64_t panel, int v) const {
-        const int64_t place = panel * kPanelColumns + 16 * v;
-        const Floats shift = bias == nullptr ? zeros() : load(bias + place);
-        const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + place);
+        const int64_t to = panel * kPanelColumns + 16 * v;
+        const Floats shift = bias == nullptr ? zeros() : load(bias + to);
+        const Floats scale = scales == nullptr ? splat(1.0f) : load(scales + to);
         return Dtype::rounded(fmadd(sum, scale, shift));
     }
 
     // Of one panel: gates wait for their ups where the result will be.
     template <int R>
-    TRIPTYCH_INLINE void store_half(Element* place, Mask mask, int64_t panel, int v,
+    TRIPTYCH_INLINE void store_half(Element* to, Mask mask, int64_t panel, int v,
                                     const Floats (&sums)[R][kVectors]) const {
         const bool is_gate = panel % 2 == 0;
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r, place += num_columns) {
+        for (int r = 0; r < R; ++r, to += num_columns) {
             Floats value = finished(sums[r][v], panel, v);
             if (!is_gate) {
-                value = mul(Dtype::silu(Dtype::load(place, mask)), value);
+                value = mul(Dtype::silu(Dtype::load(to, mask)), value);
             }
-            Dtype::store(place, mask, value);
+            Dtype::store(to, mask, value);
         }
     }
 
     // Of neighbouring panels, the gates in front.
     template <int R, int P>
-    TRIPTYCH_INLINE void store_pair(Element* place, Mask mask, int64_t panel, int p, int v,
+    TRIPTYCH_INLINE void store_pair(Element* to, Mask mask, int64_t panel, int p, int v,
                                     const Floats (&sums)[R][kVectors * P]) const {
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r, place += num_columns) {
+        for (int r = 0; r < R; ++r, to += num_columns) {
             const Floats gate = finished(sums[r][kVectors * p + v], panel, v);
             const Floats up = finished(sums[r][kVectors * (p + 1) + v], panel + 1, v);
-            Dtype::store(place, mask, mul(Dtype::silu(gate), up));
+            Dtype::store(to, mask, mul(Dtype::silu(gate), up));
         }
     }
 };

@@ -77,12 +77,12 @@ struct StoreRows {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const int64_t row = row_of == nullptr ? first_row + r : row_of[first_row + r];
-            const char* place = out + (row * out_stride + panel * kPanelColumns) * element_bytes;
+            const char* to = out + (row * out_stride + panel * kPanelColumns) * element_bytes;
 #pragma GCC unroll 8
             for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(place + p * kPanelColumns * element_bytes, 1);
+                __builtin_prefetch(to + p * kPanelColumns * element_bytes, 1);
                 if (!is_bf16 && kVectors > 1) {
-                    __builtin_prefetch(place + p * kPanelColumns * element_bytes + 64, 1);
+                    __builtin_prefetch(to + p * kPanelColumns * element_bytes + 64, 1);
                 }
             }
         }
@@ -99,9 +99,9 @@ struct StoreRows {
             const PanelMask mask = panel_mask(left);
             Floats shift[kVectors], scale[kVectors];
             for (int v = 0; v < kVectors; ++v) {
-                const int64_t place = column + 16 * v;
-                shift[v] = bias == nullptr ? zeros() : load(bias + place);
-                scale[v] = scales == nullptr ? splat(1.0f) : load(scales + place);
+                const int64_t to = column + 16 * v;
+                shift[v] = bias == nullptr ? zeros() : load(bias + to);
+                scale[v] = scales == nullptr ? splat(1.0f) : load(scales + to);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {

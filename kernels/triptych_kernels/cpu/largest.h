@@ -58,19 +58,19 @@ struct KeepLargest {
     const float* scales;  // the same, of int8 weights
     float* out;           // [kept rows, num_columns]
     int64_t num_columns;
-    const int32_t* place_of;  // where in `out` a row goes, below 0: nowhere; null: no row is kept
+    const int32_t* out_row_of;  // where in `out` a row goes, below 0: nowhere; null: no row is kept
     Largest* largest;         // of the task's rows
 
     template <int R, int P>
     TRIPTYCH_INLINE void prefetch(int64_t first_row, int64_t panel) const {
-        if (place_of == nullptr) {
+        if (out_row_of == nullptr) {
             return;
         }
         for (int r = 0; r < R; ++r) {
-            if (place_of[first_row + r] >= 0) {
-                const float* place = out + place_of[first_row + r] * num_columns + panel * kPanelColumns;
+            if (out_row_of[first_row + r] >= 0) {
+                const float* to = out + out_row_of[first_row + r] * num_columns + panel * kPanelColumns;
                 for (int p = 0; p < kVectors * P; ++p) {
-                    __builtin_prefetch(place + 16 * p, 1);
+                    __builtin_prefetch(to + 16 * p, 1);
                 }
             }
         }
@@ -94,8 +94,8 @@ struct KeepLargest {
                 values[r][j] = fmadd(sums[r][j], scale, shift);
                 const Floats highest = splat(largest[first_row + r].value);
                 raising |= is_above_or_nan(mask, values[r][j], highest);
-                if (place_of != nullptr && place_of[first_row + r] >= 0) {
-                    store_part(out + place_of[first_row + r] * num_columns + column, mask, values[r][j]);
+                if (out_row_of != nullptr && out_row_of[first_row + r] >= 0) {
+                    store_part(out + out_row_of[first_row + r] * num_columns + column, mask, values[r][j]);
                 }
             }
         }

@@ -148,8 +148,8 @@ template <class Dtype>
 bool run_gated(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
     const int64_t width = plan.num_gated;
     return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
-        auto* place = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
-        return StoreGated<Dtype>{plan.bias, plan.scales, place, width};
+        auto* to = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
+        return StoreGated<Dtype>{plan.bias, plan.scales, to, width};
     });
 }
 
@@ -169,7 +169,7 @@ struct GreedyCall {
     const char* x;
     int64_t x_stride_bytes, num_rows;
     float* kept;              // the products of the rows that are kept
-    const int32_t* place_of;  // of each row in `kept`, below 0: nowhere; null: no row is kept
+    const int32_t* out_row_of;  // of each row in `kept`, below 0: nowhere; null: no row is kept
     float* highest;
     int64_t* tokens;
 };
@@ -188,7 +188,7 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
                                plan.scales,
                                call.kept,
                                weight.out_features,
-                               call.place_of == nullptr ? nullptr : call.place_of + first,
+                               call.out_row_of == nullptr ? nullptr : call.out_row_of + first,
                                largest.data() + task * num_rows};
         };
         if (!multiply_chunk(weight, call.x + first * call.x_stride_bytes, call.x_stride_bytes, num_rows, store_of)) {

@@ -91,17 +91,17 @@ class NativeLinear:
         products = torch.empty((num_kept, self.out_features), dtype=torch.float32)
         highest = torch.empty(num_rows, dtype=torch.float32)
         tokens = torch.empty(num_rows, dtype=torch.int64)
-        places = None
+        out_rows = None
         if num_kept:
-            places = torch.full((num_rows,), -1, dtype=torch.int32)
-            places[kept] = torch.arange(num_kept, dtype=torch.int32)
+            out_rows = torch.full((num_rows,), -1, dtype=torch.int32)
+            out_rows[kept] = torch.arange(num_kept, dtype=torch.int32)
         self._greedy_linear(
             self.plan,
             x.data_ptr(),
             row_stride,
             num_rows,
             products.data_ptr(),
-            0 if places is None else places.data_ptr(),
+            0 if out_rows is None else out_rows.data_ptr(),
             highest.data_ptr(),
             tokens.data_ptr(),
         )

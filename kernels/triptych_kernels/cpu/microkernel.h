@@ -45,12 +45,12 @@ TRIPTYCH_INLINE void accumulate_units(const Weight& weight, const uint32_t*& row
                 Words lanes[kLoaded][kVectors];
 #pragma GCC unroll 8
                 for (int p = 0; p < kLoaded; ++p) {
-                    const char* place = panel + (first + p) * panel_bytes;
-                    weight.load(place, part, lanes[p]);
+                    const char* from = panel + (first + p) * panel_bytes;
+                    weight.load(from, part, lanes[p]);
                     if (kStream && part == 0) {
 #pragma GCC unroll 2
                         for (int64_t line = 0; line < Weight::kStep; line += 64) {
-                            _mm_prefetch(place + distance + line, _MM_HINT_T0);
+                            _mm_prefetch(from + distance + line, _MM_HINT_T0);
                         }
                     }
                 }

@@ -14,7 +14,7 @@ namespace {
 struct Penalised {
     float* logits;
     const int32_t* token_ids;
-    const int64_t *places, *rows, *lengths, *num_prompt_tokens;
+    const int64_t *logit_rows, *rows, *lengths, *num_prompt_tokens;
     const float* amounts;  // presence, frequency, repetition of all rows
     int64_t num_rows, logits_stride, token_stride, vocab_size;
 };
@@ -22,7 +22,7 @@ struct Penalised {
 // marks: [vocab_size] zeros, and zeros again afterwards.
 void penalise_row(const Penalised& call, int64_t index, uint32_t* marks) {
     const int32_t* seen = call.token_ids + call.rows[index] * call.token_stride;
-    float* logits = call.logits + call.places[index] * call.logits_stride;
+    float* logits = call.logits + call.logit_rows[index] * call.logits_stride;
     const float presence = call.amounts[index], frequency = call.amounts[call.num_rows + index];
     const float repetition = call.amounts[2 * call.num_rows + index];
     const auto vocab_size = static_cast<uint64_t>(call.vocab_size);
@@ -56,7 +56,7 @@ Outcome run_penalise(const int64_t* n) {
         reinterpret_cast<const int64_t*>(n[4]), reinterpret_cast<const int64_t*>(n[5]),
         reinterpret_cast<const float*>(n[6]),   n[7], n[8], n[9], n[10]};
     for (int64_t i = 0; i < call.num_rows; ++i) {
-        if (!is_below(call.places[i], n[11]) || !is_below(call.rows[i], n[12]) ||
+        if (!is_below(call.logit_rows[i], n[11]) || !is_below(call.rows[i], n[12]) ||
             !is_below(call.lengths[i], n[13] + 1)) {
             return failed(
                 PyExc_IndexError, "row %lld is not within the logits, its tokens not within the token ids",

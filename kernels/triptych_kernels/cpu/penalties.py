@@ -31,7 +31,7 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
         _native.penalise(
             logits.data_ptr(),
             token_ids.data_ptr(),
-            penalised.places.data_ptr(),
+            penalised.logit_rows.data_ptr(),
             penalised.rows.data_ptr(),
             lengths.data_ptr(),
             penalised.num_prompt_tokens.data_ptr(),

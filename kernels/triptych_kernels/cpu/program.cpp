@@ -24,7 +24,7 @@ struct Step {
 };
 
 // A number that each run is told: a register's and, for each row before those at hand, row_bytes more.
-struct Place {
+struct RegisterArgument {
     size_t number;
     Py_ssize_t source;
     int64_t row_bytes;
@@ -34,7 +34,7 @@ struct Place {
 // `at_once` has how many these are at most. Below 0: steps that run once.
 struct Part {
     std::vector<Step> steps;
-    std::vector<Place> places;
+    std::vector<RegisterArgument> register_arguments;
     Py_ssize_t count, at_once;
 };
 
@@ -66,14 +66,14 @@ bool add_step(PyObject* step, Program& program, Part& part) {
         if (!has_numbers(*kernel, PyTuple_GET_SIZE(each))) return false;
     }
     part.steps.push_back({kernel, program.numbers.size()});
-    for (int place = 0; place < kernel->num_numbers(); ++place) {
-        const Py_ssize_t source = PyLong_AsSsize_t(PyTuple_GET_ITEM(registers, place));
-        const long long bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(row_bytes, place));
+    for (int index = 0; index < kernel->num_numbers(); ++index) {
+        const Py_ssize_t source = PyLong_AsSsize_t(PyTuple_GET_ITEM(registers, index));
+        const long long bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(row_bytes, index));
         int64_t number = 0;
         if (PyErr_Occurred() || !is_register(source, program)) return false;
         if (source >= 0) {
-            part.places.push_back({program.numbers.size(), source, bytes});
-        } else if (!read_number(*kernel, place, PyTuple_GET_ITEM(numbers, place), &number)) {
+            part.register_arguments.push_back({program.numbers.size(), source, bytes});
+        } else if (!read_number(*kernel, index, PyTuple_GET_ITEM(numbers, index), &number)) {
             return false;
         }
         program.numbers.push_back(number);
@@ -113,7 +113,7 @@ PyObject* make_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 
 // Steps with the `count` rows from `first` on.
 Outcome run_steps(const Part& part, const int64_t* registers, int64_t first, int64_t count, int64_t* numbers) {
-    for (const auto& [number, source, row_bytes] : part.places) {
+    for (const auto& [number, source, row_bytes] : part.register_arguments) {
         numbers[number] = source == part.count ? count : registers[source] + first * row_bytes;
     }
     for (const Step& step : part.steps) {
@@ -150,7 +150,7 @@ PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         if (outcome.exception != nullptr) break;
     }
     Py_END_ALLOW_THREADS
-    return told(outcome);
+    return to_python(outcome);
 }
 
 }  // namespace

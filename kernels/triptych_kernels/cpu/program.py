@@ -47,11 +47,11 @@ class Program:
     def add(self, kernel: str, *arguments: object) -> None:
         """Append a kernel with what its function in the module takes; registers where numbers vary."""
         registers = [each if isinstance(each, Register) else Register(_NO_REGISTER) for each in arguments]
-        places, row_bytes = (
+        register_indexes, row_bytes = (
             tuple(each.index for each in registers),
             tuple(each.row_bytes for each in registers),
         )
-        self._parts[-1][2].append((self._addresses[kernel], arguments, places, row_bytes))
+        self._parts[-1][2].append((self._addresses[kernel], arguments, register_indexes, row_bytes))
 
     @contextmanager
     def over_rows(self, count: Register, at_once: Register) -> Iterator[None]:

@@ -19,8 +19,8 @@ class _ReferenceExperts:
         self.expert_range = (first_expert, first_expert + gate_up.shape[0])
 
     def take(self, first: int, end: int) -> _ReferenceExperts:
-        places = places_of(self.expert_range, first, end)
-        return _ReferenceExperts(self._gate_up[places].clone(), self._down[places].clone(), first)
+        choices = expert_slice_of(self.expert_range, first, end)
+        return _ReferenceExperts(self._gate_up[choices].clone(), self._down[choices].clone(), first)
 
     def join(self, more: Experts) -> _ReferenceExperts:
         if not isinstance(more, _ReferenceExperts):
@@ -35,14 +35,14 @@ class _ReferenceExperts:
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         parts = x.new_zeros(*expert_ids.shape, x.shape[-1], dtype=torch.float32)
         for index in range(self._gate_up.shape[0]):
-            tokens, places = (expert_ids == index + self._first_expert).nonzero(as_tuple=True)
+            tokens, choices = (expert_ids == index + self._first_expert).nonzero(as_tuple=True)
             if tokens.numel():
                 hidden = silu_and_mul(F.linear(x[tokens], self._gate_up[index]))
-                parts[tokens, places] = F.linear(hidden, self._down[index]).float()
+                parts[tokens, choices] = F.linear(hidden, self._down[index]).float()
         return (parts * expert_weights[..., None].float()).sum(1).to(x.dtype)
 
 
-def places_of(expert_range: tuple[int, int], first: int, end: int) -> slice:
+def expert_slice_of(expert_range: tuple[int, int], first: int, end: int) -> slice:
     """Where experts first to end - 1 are among those of a range. ValueError where they are not all there."""
     if not expert_range[0] <= first < end <= expert_range[1]:
         raise ValueError(f"experts {first} to {end} are not all among {expert_range[0]} to {expert_range[1]}")

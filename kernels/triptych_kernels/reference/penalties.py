@@ -19,18 +19,18 @@ def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: T
     lengths: [P] int64.
     """
     columns = zip(
-        penalised.places.tolist(),
+        penalised.logit_rows.tolist(),
         penalised.rows.tolist(),
         penalised.num_prompt_tokens.tolist(),
         lengths.tolist(),
         penalised.amounts.T,
         strict=True,
     )
-    for place, row, num_prompt_tokens, length, (presence, frequency, repetition) in columns:
+    for logit_row, row, num_prompt_tokens, length, (presence, frequency, repetition) in columns:
         seen = token_ids[row, :length].long()
         counts = torch.bincount(seen[num_prompt_tokens:], minlength=logits.shape[1])
         ids = seen[seen >= 0].unique()
-        values, counts = logits[place, ids], counts[ids]
+        values, counts = logits[logit_row, ids], counts[ids]
         values = torch.where(values > 0.0, values / repetition, values * repetition)
         values = values - frequency * counts
-        logits[place, ids] = values - presence * (counts > 0)
+        logits[logit_row, ids] = values - presence * (counts > 0)

@@ -37,8 +37,8 @@ def _mix(state: Tensor) -> Tensor:
     return state ^ _logical_shift(state, 31)
 
 
-def _logical_shift(bits: Tensor, places: int) -> Tensor:
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+def _logical_shift(bits: Tensor, num_bits: int) -> Tensor:
+    return (bits >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
 def sample(
@@ -88,8 +88,8 @@ def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     is_cut = (top_p < 1.0)[:, None]
     if is_cut.any():
         kept = _cut(largest, smallest)
-        place = _first_place(kept, _total(kept) * top_p[:, None], torch.lt)
-        smallest = torch.where(is_cut, kept.gather(1, place[:, None]), smallest)
+        index = _first_index(kept, _total(kept) * top_p[:, None], torch.lt)
+        smallest = torch.where(is_cut, kept.gather(1, index[:, None]), smallest)
     return smallest
 
 
@@ -103,7 +103,7 @@ def _sorted(weights: Tensor) -> Tensor:
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """[N] the first token where the running sum of weights exceeds uniform * total."""
-    return _first_place(weights, uniforms[:, None] * _total(weights), torch.le)
+    return _first_index(weights, uniforms[:, None] * _total(weights), torch.le)
 
 
 def _by_chunk(weights: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _total(weights: Tensor) -> Tensor:
     return _by_chunk(weights).sum(-1).cumsum(-1, dtype=torch.float64)[:, -1:]
 
 
-def _first_place(weights: Tensor, target: Tensor, is_before: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _first_index(weights: Tensor, target: Tensor, is_before: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """[N] the first place whose running sum of weights is not before target [N, 1]: by chunk, then inside."""
     chunks = _by_chunk(weights)
     reached = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
@@ -129,10 +129,10 @@ def _first_place(weights: Tensor, target: Tensor, is_before: Callable[[Tensor, T
     inner = chunks[torch.arange(len(weights), device=weights.device), chunk.squeeze(1)].cumsum(
         -1, dtype=torch.float64
     )
-    place = is_before(inner, target - before).sum(-1)
+    index = is_before(inner, target - before).sum(-1)
     # Sums taken in two orders differ by a rounding: never step past the chunk's last token with weight.
     last = (inner < inner[:, -1:]).sum(-1)
-    return chunk.squeeze(1) * _CDF_CHUNK + torch.minimum(place, last)
+    return chunk.squeeze(1) * _CDF_CHUNK + torch.minimum(index, last)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,6 @@ def apply_token_mask(logits: Tensor, mask: Tensor) -> None:
 
     logits: [N, V] fp32.  mask: [N, ceil(V / 32)] int32; bit v % 32 of word v // 32 is 1 where v is allowed.
     """
-    places = torch.arange(32, device=mask.device)
-    is_allowed = ((mask[:, :, None] >> places) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    bits = torch.arange(32, device=mask.device)
+    is_allowed = ((mask[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits.masked_fill_(~is_allowed, float("-inf"))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.ops import Experts
-from triptych_kernels.reference.moe import check_follows, places_of
+from triptych_kernels.reference.moe import check_follows, expert_slice_of
 
 _PAIRS_PER_PASS = 1024
 
@@ -81,19 +81,19 @@ def _gate_up_kernel(
     if expert < num_experts:
         slot = first + tl.arange(0, BLOCK_P)
         feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = tl.arange(0, BLOCK_K)
+        offset = tl.arange(0, BLOCK_K)
         is_slot, is_feature = slot < end, feature < num_features
         token = tl.load(pairs_ptr + slot, mask=is_slot, other=0) // num_pairs_per_token
         gate_row = expert.to(tl.int64) * 2 * num_features + feature
-        x_start = x_ptr + token.to(tl.int64)[:, None] * x_stride + place[None, :]
-        gate_start = gate_up_ptr + gate_row[None, :] * num_inputs + place[:, None]
-        up_start = gate_up_ptr + (gate_row[None, :] + num_features) * num_inputs + place[:, None]
+        x_start = x_ptr + token.to(tl.int64)[:, None] * x_stride + offset[None, :]
+        gate_start = gate_up_ptr + gate_row[None, :] * num_inputs + offset[:, None]
+        up_start = gate_up_ptr + (gate_row[None, :] + num_features) * num_inputs + offset[:, None]
         gate = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
         for start in range(0, num_inputs, BLOCK_K):
-            is_place = place < num_inputs - start
-            x = tl.load(x_start + start, mask=is_slot[:, None] & is_place[None, :], other=0.0)
-            is_weight = is_feature[None, :] & is_place[:, None]
+            is_in_range = offset < num_inputs - start
+            x = tl.load(x_start + start, mask=is_slot[:, None] & is_in_range[None, :], other=0.0)
+            is_weight = is_feature[None, :] & is_in_range[:, None]
             gate_weight = tl.load(gate_start + start, mask=is_weight, other=0.0)
             gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
             up_weight = tl.load(up_start + start, mask=is_weight, other=0.0)
@@ -125,17 +125,17 @@ def _down_kernel(
     if expert < num_experts:
         slot = first + tl.arange(0, BLOCK_P)
         output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = tl.arange(0, BLOCK_K)
+        offset = tl.arange(0, BLOCK_K)
         is_slot, is_output = slot < end, output < num_outputs
         pair = tl.load(pairs_ptr + slot, mask=is_slot, other=0)
         row = expert.to(tl.int64) * num_outputs + output
-        hidden_start = hidden_ptr + slot.to(tl.int64)[:, None] * num_features + place[None, :]
-        weight_start = down_ptr + row[None, :] * num_features + place[:, None]
+        hidden_start = hidden_ptr + slot.to(tl.int64)[:, None] * num_features + offset[None, :]
+        weight_start = down_ptr + row[None, :] * num_features + offset[:, None]
         total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
         for start in range(0, num_features, BLOCK_K):
-            is_place = place < num_features - start
-            hidden = tl.load(hidden_start + start, mask=is_slot[:, None] & is_place[None, :], other=0.0)
-            weight = tl.load(weight_start + start, mask=is_output[None, :] & is_place[:, None], other=0.0)
+            is_in_range = offset < num_features - start
+            hidden = tl.load(hidden_start + start, mask=is_slot[:, None] & is_in_range[None, :], other=0.0)
+            weight = tl.load(weight_start + start, mask=is_output[None, :] & is_in_range[:, None], other=0.0)
             total = tl.dot(hidden, weight, total, input_precision="ieee")
         parts_start = parts_ptr + pair.to(tl.int64)[:, None] * num_outputs + output[None, :]
         is_part = is_slot[:, None] & is_output[None, :]
@@ -200,9 +200,9 @@ class _TritonExperts:
 
     def take(self, first: int, end: int) -> _TritonExperts:
         """See ops.Experts."""
-        places = places_of(self.expert_range, first, end)
+        expert_slice = expert_slice_of(self.expert_range, first, end)
         return _TritonExperts(
-            self._gate_up[places].clone(), self._down[places].clone(), first, self._is_fixed
+            self._gate_up[expert_slice].clone(), self._down[expert_slice].clone(), first, self._is_fixed
         )
 
     def join(self, more: Experts) -> _TritonExperts:

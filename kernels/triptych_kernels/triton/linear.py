@@ -42,15 +42,15 @@ def _linear_kernel(
     # Tiles of rows are neighbours, so that those that read the same weights run together.
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    place = tl.arange(0, BLOCK_K)
+    offset = tl.arange(0, BLOCK_K)
     is_row, is_column = row < num_rows, column < num_outputs
-    x_start = x_ptr + row[:, None] * x_stride + place[None, :]
-    weight_start = weight_ptr + column[None, :] * num_inputs + place[:, None]
+    x_start = x_ptr + row[:, None] * x_stride + offset[None, :]
+    weight_start = weight_ptr + column[None, :] * num_inputs + offset[:, None]
     total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for start in range(0, num_inputs, BLOCK_K):
-        is_place = place < num_inputs - start
-        x = tl.load(x_start + start, mask=is_row[:, None] & is_place[None, :], other=0.0)
-        weight = tl.load(weight_start + start, mask=is_column[None, :] & is_place[:, None], other=0.0)
+        is_in_range = offset < num_inputs - start
+        x = tl.load(x_start + start, mask=is_row[:, None] & is_in_range[None, :], other=0.0)
+        weight = tl.load(weight_start + start, mask=is_column[None, :] & is_in_range[:, None], other=0.0)
         total = tl.dot(x, weight.to(x.dtype), total, input_precision="ieee")
     if HAS_SCALES:
         total *= tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]

@@ -46,14 +46,16 @@ def _lora_shrink_kernel(
     adapter, token, is_led = _led_tokens(adapter_ids_ptr, num_tokens, BLOCK_T)
     if adapter >= 0:
         row = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        place = tl.arange(0, BLOCK_K)
-        x_start = x_ptr + token[:, None] * x_stride + place[None, :]
-        weight_start = weights_ptr + (adapter * rank + row[None, :]) * hidden + place[:, None]
+        offset = tl.arange(0, BLOCK_K)
+        x_start = x_ptr + token[:, None] * x_stride + offset[None, :]
+        weight_start = weights_ptr + (adapter * rank + row[None, :]) * hidden + offset[:, None]
         total = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
         for start in range(0, hidden, BLOCK_K):
-            is_place = place < hidden - start
-            x = tl.load(x_start + start, mask=is_led[:, None] & is_place[None, :], other=0.0)
-            weight = tl.load(weight_start + start, mask=(row < rank)[None, :] & is_place[:, None], other=0.0)
+            is_in_range = offset < hidden - start
+            x = tl.load(x_start + start, mask=is_led[:, None] & is_in_range[None, :], other=0.0)
+            weight = tl.load(
+                weight_start + start, mask=(row < rank)[None, :] & is_in_range[:, None], other=0.0
+            )
             if x.dtype != weight.dtype:
                 x, weight = x.to(tl.float32), weight.to(tl.float32)
             total = tl.dot(x, weight, total, input_precision="ieee")
@@ -81,12 +83,12 @@ def _lora_expand_kernel(
     adapter, token, is_led = _led_tokens(adapter_ids_ptr, num_tokens, BLOCK_T)
     if adapter >= 0:
         column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        place = tl.arange(0, BLOCK_R)
-        is_column, is_place = column < num_outputs, place < rank
-        x_start = x_ptr + token[:, None] * x_stride + place[None, :]
-        x = tl.load(x_start, mask=is_led[:, None] & is_place[None, :], other=0.0)
-        weight_start = weights_ptr + (adapter * num_outputs + column[None, :]) * rank + place[:, None]
-        weight = tl.load(weight_start, mask=is_column[None, :] & is_place[:, None], other=0.0)
+        offset = tl.arange(0, BLOCK_R)
+        is_column, is_in_range = column < num_outputs, offset < rank
+        x_start = x_ptr + token[:, None] * x_stride + offset[None, :]
+        x = tl.load(x_start, mask=is_led[:, None] & is_in_range[None, :], other=0.0)
+        weight_start = weights_ptr + (adapter * num_outputs + column[None, :]) * rank + offset[:, None]
+        weight = tl.load(weight_start, mask=is_column[None, :] & is_in_range[:, None], other=0.0)
         product = tl.dot(x, weight.to(tl.float32), input_precision="ieee") * tl.load(scales_ptr + adapter)
         out_start = out_ptr + token[:, None] * out_stride + column[None, :]
         is_out = is_led[:, None] & is_column[None, :]

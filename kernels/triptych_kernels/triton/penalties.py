@@ -17,12 +17,12 @@ _MAX_COUNTS = 1 << 24
 # Nothing is compiled for particular numbers of rows, which put the columns of one tensor where they lie.
 @triton.jit(
     do_not_specialize=["num_rows", "first"],
-    do_not_specialize_on_alignment=["places_ptr", "rows_ptr", "num_prompt_tokens_ptr"],
+    do_not_specialize_on_alignment=["logit_rows_ptr", "rows_ptr", "num_prompt_tokens_ptr"],
 )
 def _penalise_kernel(
     logits_ptr,
     token_ids_ptr,
-    places_ptr,
+    logit_rows_ptr,
     rows_ptr,
     num_prompt_tokens_ptr,
     lengths_ptr,
@@ -41,17 +41,17 @@ def _penalise_kernel(
     length, prompt = tl.load(lengths_ptr + index), tl.load(num_prompt_tokens_ptr + index)
     presence, frequency = tl.load(amounts_ptr + index), tl.load(amounts_ptr + num_rows + index)
     repetition = tl.load(amounts_ptr + 2 * num_rows + index)
-    logits = logits_ptr + tl.load(places_ptr + index) * logits_stride
+    logits = logits_ptr + tl.load(logit_rows_ptr + index) * logits_stride
     seen = token_ids_ptr + tl.load(rows_ptr + index) * token_stride
     for start in range(0, length, BLOCK_L):
-        place = start + tl.arange(0, BLOCK_L)
-        is_output = (place < length) & (place >= prompt)
-        token = tl.load(seen + place, mask=is_output, other=0)
+        position = start + tl.arange(0, BLOCK_L)
+        is_output = (position < length) & (position >= prompt)
+        token = tl.load(seen + position, mask=is_output, other=0)
         tl.atomic_add(counts + token, 1, mask=is_output)
     tl.debug_barrier()
     for start in range(0, length, BLOCK_L):
-        place = start + tl.arange(0, BLOCK_L)
-        token = tl.load(seen + place, mask=place < length, other=-1)
+        position = start + tl.arange(0, BLOCK_L)
+        token = tl.load(seen + position, mask=position < length, other=-1)
         # Whoever comes to a token first changes its logit, and the others find a count below 0.
         count = tl.atomic_xchg(counts + token, -1, mask=token >= 0)
         is_first = (token >= 0) & (count >= 0)
@@ -62,8 +62,8 @@ def _penalise_kernel(
         tl.store(logits + token, value, mask=is_first)
     tl.debug_barrier()
     for start in range(0, length, BLOCK_L):
-        place = start + tl.arange(0, BLOCK_L)
-        token = tl.load(seen + place, mask=place < length, other=-1)
+        position = start + tl.arange(0, BLOCK_L)
+        token = tl.load(seen + position, mask=position < length, other=-1)
         tl.store(counts + token, 0, mask=token >= 0)
 
 
@@ -97,7 +97,7 @@ def penalise(
         _penalise_kernel[(min(at_once, num_rows - first),)](
             logits,
             token_ids,
-            penalised.places,
+            penalised.logit_rows,
             penalised.rows,
             penalised.num_prompt_tokens,
             lengths,

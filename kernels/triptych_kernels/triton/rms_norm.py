@@ -34,20 +34,20 @@ def _rms_norm_kernel(
 ):
     """BLOCK_T rows, normed; with a residual, x is first added to it, in place and rounded."""
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    place = tl.arange(0, BLOCK_H)
-    is_place = place < HIDDEN
-    is_number = (row < num_rows)[:, None] & is_place[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + place[None, :], mask=is_number, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK_H)
+    is_in_range = column < HIDDEN
+    is_number = (row < num_rows)[:, None] & is_in_range[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=is_number, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        residual_start = residual_ptr + row[:, None] * residual_stride + place[None, :]
+        residual_start = residual_ptr + row[:, None] * residual_stride + column[None, :]
         sums = x + tl.load(residual_start, mask=is_number, other=0.0).to(tl.float32)
         rounded = sums.to(residual_ptr.dtype.element_ty)
         tl.store(residual_start, rounded, mask=is_number)
         x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + place, mask=is_place, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=is_in_range, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / HIDDEN + eps)
     normed = x * scale[:, None] * weight[None, :]
-    out_start = out_ptr + row[:, None] * HIDDEN + place[None, :]
+    out_start = out_ptr + row[:, None] * HIDDEN + column[None, :]
     tl.store(out_start, normed.to(out_ptr.dtype.element_ty), mask=is_number)
 
 

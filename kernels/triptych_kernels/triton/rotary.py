@@ -35,19 +35,19 @@ def _rotary_kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     half: tl.constexpr = ROTARY_DIM // 2
-    half_place = tl.arange(0, BLOCK_HALF)[None, :]
-    rest_place = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
+    half_offset = tl.arange(0, BLOCK_HALF)[None, :]
+    rest_offset = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-    is_half = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (half_place < half)
-    is_rest = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (rest_place < HEAD_DIM)
+    is_half = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (half_offset < half)
+    is_rest = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (rest_offset < HEAD_DIM)
 
     head_start = qkv_ptr + token * qkv_stride + head * HEAD_DIM
     dtype = qkv_ptr.dtype.element_ty
-    first = tl.load(head_start + half_place, mask=is_half, other=0.0).to(tl.float32)
-    second = tl.load(head_start + half + half_place, mask=is_half, other=0.0).to(tl.float32)
-    rest = tl.load(head_start + rest_place, mask=is_rest, other=0.0).to(tl.float32)
+    first = tl.load(head_start + half_offset, mask=is_half, other=0.0).to(tl.float32)
+    second = tl.load(head_start + half + half_offset, mask=is_half, other=0.0).to(tl.float32)
+    rest = tl.load(head_start + rest_offset, mask=is_rest, other=0.0).to(tl.float32)
     first_value, second_value, rest_value = first, second, rest
     if HAS_NORMS:
         squares = (
@@ -57,46 +57,46 @@ def _rotary_kv_write_kernel(
         # Norms of queries or of keys, whichever the head is; rounded as a norm of its own would.
         weight = tl.where(
             is_query,
-            tl.load(query_norm_ptr + half_place, mask=half_place < half, other=0.0).to(tl.float32),
-            tl.load(key_norm_ptr + half_place, mask=half_place < half, other=0.0).to(tl.float32),
+            tl.load(query_norm_ptr + half_offset, mask=half_offset < half, other=0.0).to(tl.float32),
+            tl.load(key_norm_ptr + half_offset, mask=half_offset < half, other=0.0).to(tl.float32),
         )
         first = (first * scale * weight).to(dtype).to(tl.float32)
         weight = tl.where(
             is_query,
-            tl.load(query_norm_ptr + half + half_place, mask=half_place < half, other=0.0).to(tl.float32),
-            tl.load(key_norm_ptr + half + half_place, mask=half_place < half, other=0.0).to(tl.float32),
+            tl.load(query_norm_ptr + half + half_offset, mask=half_offset < half, other=0.0).to(tl.float32),
+            tl.load(key_norm_ptr + half + half_offset, mask=half_offset < half, other=0.0).to(tl.float32),
         )
         second = (second * scale * weight).to(dtype).to(tl.float32)
         weight = tl.where(
             is_query,
-            tl.load(query_norm_ptr + rest_place, mask=rest_place < HEAD_DIM, other=0.0).to(tl.float32),
-            tl.load(key_norm_ptr + rest_place, mask=rest_place < HEAD_DIM, other=0.0).to(tl.float32),
+            tl.load(query_norm_ptr + rest_offset, mask=rest_offset < HEAD_DIM, other=0.0).to(tl.float32),
+            tl.load(key_norm_ptr + rest_offset, mask=rest_offset < HEAD_DIM, other=0.0).to(tl.float32),
         )
         rest = (rest * scale * weight).to(dtype).to(tl.float32)
 
     angle_start = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM
-    cos = tl.load(angle_start + half_place, mask=half_place < half, other=0.0)
-    sin = tl.load(angle_start + half + half_place, mask=half_place < half, other=0.0)
+    cos = tl.load(angle_start + half_offset, mask=half_offset < half, other=0.0)
+    sin = tl.load(angle_start + half + half_offset, mask=half_offset < half, other=0.0)
     first_turned = first * cos - second * sin
     second_turned = second * cos + first * sin
 
-    tl.store(head_start + half_place, first_turned.to(dtype), mask=is_query & is_half)
-    tl.store(head_start + half + half_place, second_turned.to(dtype), mask=is_query & is_half)
+    tl.store(head_start + half_offset, first_turned.to(dtype), mask=is_query & is_half)
+    tl.store(head_start + half + half_offset, second_turned.to(dtype), mask=is_query & is_half)
     if HAS_NORMS:
-        tl.store(head_start + rest_place, rest.to(dtype), mask=is_query & is_rest)
+        tl.store(head_start + rest_offset, rest.to(dtype), mask=is_query & is_rest)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
         first_row = slot // BLOCK_SIZE * NUM_KV_HEADS * BLOCK_SIZE + slot % BLOCK_SIZE
         key_row = first_row + (head - NUM_HEADS) * BLOCK_SIZE
         key_start = key_cache_ptr + key_row * HEAD_DIM
-        tl.store(key_start + half_place, first_turned.to(dtype), mask=is_key & is_half)
-        tl.store(key_start + half + half_place, second_turned.to(dtype), mask=is_key & is_half)
-        tl.store(key_start + rest_place, rest.to(dtype), mask=is_key & is_rest)
+        tl.store(key_start + half_offset, first_turned.to(dtype), mask=is_key & is_half)
+        tl.store(key_start + half + half_offset, second_turned.to(dtype), mask=is_key & is_half)
+        tl.store(key_start + rest_offset, rest.to(dtype), mask=is_key & is_rest)
         value_row = first_row + (head - NUM_HEADS - NUM_KV_HEADS) * BLOCK_SIZE
         value_start = value_cache_ptr + value_row * HEAD_DIM
-        tl.store(value_start + half_place, first_value.to(dtype), mask=is_value & is_half)
-        tl.store(value_start + half + half_place, second_value.to(dtype), mask=is_value & is_half)
-        tl.store(value_start + rest_place, rest_value.to(dtype), mask=is_value & is_rest)
+        tl.store(value_start + half_offset, first_value.to(dtype), mask=is_value & is_half)
+        tl.store(value_start + half + half_offset, second_value.to(dtype), mask=is_value & is_half)
+        tl.store(value_start + rest_offset, rest_value.to(dtype), mask=is_value & is_rest)
 
 
 def rotary_kv_write(

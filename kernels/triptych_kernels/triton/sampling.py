@@ -231,12 +231,12 @@ def _sample_kernel(
     chosen = tl.min(tl.where((reached > target) & (sums > 0.0), tile, last), axis=0)
     before = tl.sum(tl.where(tile < chosen, sums, 0.0), axis=0)
 
-    place = tl.arange(0, BLOCK_V)
-    weights = _weights(logits_start, chosen * BLOCK_V + place, vocab_size, highest, sharpness)
+    offset = tl.arange(0, BLOCK_V)
+    weights = _weights(logits_start, chosen * BLOCK_V + offset, vocab_size, highest, sharpness)
     kept = tl.where(weights >= smallest, weights, 0.0).to(tl.float64)
     reached = tl.cumsum(kept, axis=0) + before
-    last = tl.max(tl.where(kept > 0.0, place, 0), axis=0)
-    inside = tl.min(tl.where((reached > target) & (kept > 0.0), place, last), axis=0)
+    last = tl.max(tl.where(kept > 0.0, offset, 0), axis=0)
+    inside = tl.min(tl.where((reached > target) & (kept > 0.0), offset, last), axis=0)
     tl.store(tokens_ptr + row, (chosen * BLOCK_V + inside).to(tl.int64))
 
 

@@ -17,9 +17,9 @@ class Group:
 
     def join(self, *engine_ids: str, epoch: int = 1, size: int | None = None) -> None:
         for engine_id in engine_ids:
-            place = ord(engine_id) - ord("a")
+            rank = ord(engine_id) - ord("a")
             self.formation.join(
-                Rank(engine_id, epoch, place, size or self.size, f"host-{engine_id}", 7000 + place)
+                Rank(engine_id, epoch, rank, size or self.size, f"host-{engine_id}", 7000 + rank)
             )
         self.step()
 

@@ -94,8 +94,8 @@ class World:
         self.now = 0.0
         self.size = size
         self.engines = [Engine(f"e{rank}", rank) for rank in range(size)]
-        self.told: dict[int, tuple[int, str, int]] = {}  # by generation: its size and where it meets
-        self.places: dict[tuple[int, int], tuple[str, int]] = {}  # by generation and rank: which process
+        self.meetings: dict[int, tuple[int, str, int]] = {}  # by generation: its size and where it meets
+        self.processes: dict[tuple[int, int], tuple[str, int]] = {}  # by generation and rank: which process
         self.met: dict[int, frozenset[tuple[str, int]]] = {}
         self.num_coordinators = 0
         self._lost_at: dict[str, float] = {}
@@ -153,7 +153,7 @@ class World:
                 self._sent.pop(engine.engine_id, None)
             elif engine.session is not None and self._sent.get(engine.engine_id) != order:
                 self._sent[engine.engine_id] = order
-                self._note_told(engine, order)
+                self._note_order(engine, order)
                 engine.session.down.append(order)
 
     def move(self, engine: Engine) -> None:
@@ -194,15 +194,15 @@ class World:
             if not stands or all(one.ready > engine.generation for one in peers):
                 for one in peers if stands else [engine]:
                     one.generation = 0
-        place = engine.waits_at
-        if place is None:
+        order = engine.waits_at
+        if order is None:
             return
-        if place.rank is None:
+        if order.rank is None:
             self._exit(engine)
             return
-        waiting = [one for one in self.engines if one.waits_at is not None and _meet(one.waits_at, place)]
-        if len(waiting) == place.size:
-            self._meet(waiting, place.generation)
+        waiting = [one for one in self.engines if one.waits_at is not None and _meet(one.waits_at, order)]
+        if len(waiting) == order.size:
+            self._meet(waiting, order.generation)
 
     def _exit(self, engine: Engine) -> None:
         engine.is_alive = False
@@ -218,14 +218,14 @@ class World:
             one.generation = one.formed = generation
             one.was_formed = True
 
-    def _note_told(self, engine: Engine, order: Order) -> None:
+    def _note_order(self, engine: Engine, order: Order) -> None:
         if not isinstance(order, Prepare):
             return
         meeting = (order.size, order.host, order.store_port)
-        assert self.told.setdefault(order.generation, meeting) == meeting
+        assert self.meetings.setdefault(order.generation, meeting) == meeting
         if order.rank is not None:
             process = (engine.engine_id, engine.epoch)
-            assert self.places.setdefault((order.generation, order.rank), process) == process
+            assert self.processes.setdefault((order.generation, order.rank), process) == process
 
 
 def _meet(one: Prepare, other: Prepare) -> bool:

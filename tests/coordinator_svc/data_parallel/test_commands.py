@@ -38,7 +38,7 @@ class Engine:
         self.session_id = session_id
         self.commands.open("a", session_id, self._wake)
 
-    def tell(self, command: command_pb2.Command) -> None:
+    def put(self, command: command_pb2.Command) -> None:
         wave = command.start_wave.wave
 
         def on_result(engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
@@ -53,9 +53,9 @@ class Engine:
         self.num_wakes += 1
 
 
-def test_a_command_is_sent_once_and_its_answer_is_told() -> None:
+def test_a_command_is_sent_once_and_its_answer_is_reported() -> None:
     engine = Engine(first_id=70)
-    engine.tell(start(3))
+    engine.put(start(3))
     [command] = engine.read()
     assert (command.command_id, command.start_wave.wave, engine.num_wakes) == (70, 3, 1)
     assert engine.read() == []
@@ -65,9 +65,9 @@ def test_a_command_is_sent_once_and_its_answer_is_told() -> None:
     assert engine.results == [(3, "taken")]
 
 
-def test_a_refusal_is_told_with_its_reason() -> None:
+def test_a_refusal_is_reported_with_its_reason() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     [command] = engine.read()
     engine.commands.take_result("a", nack(command, "too late"))
     assert engine.results == [(3, "too late")]
@@ -76,10 +76,10 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 def test_the_latest_of_a_kind_wins_and_an_answer_to_the_one_before_means_nothing() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     [old] = engine.read()
-    engine.tell(start(4))
-    engine.tell(start(5))
+    engine.put(start(4))
+    engine.put(start(5))
     [new] = engine.read()
     assert new.start_wave.wave == 5
     assert not engine.commands.take_result("a", ack(old))
@@ -89,26 +89,26 @@ def test_the_latest_of_a_kind_wins_and_an_answer_to_the_one_before_means_nothing
 
 def test_commands_of_different_kinds_stand_side_by_side_in_their_order() -> None:
     engine = Engine()
-    engine.tell(drain())
-    engine.tell(start(1))
+    engine.put(drain())
+    engine.put(start(1))
     assert [command.WhichOneof("command") for command in engine.read()] == ["drain", "start_wave"]
     for wave in range(2, 1000):
-        engine.tell(start(wave))
+        engine.put(start(wave))
     assert engine.commands.num_outstanding == 2
 
 
 def test_the_same_command_again_keeps_its_id_and_is_sent_again() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     [first] = engine.read()
-    engine.tell(start(3))
+    engine.put(start(3))
     [again] = engine.read()
     assert again == first
 
 
 def test_what_has_no_answer_is_sent_again_by_the_next_session_under_its_id() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     [first] = engine.read()
     engine.commands.close("a", 1)
     assert engine.read() == []
@@ -120,21 +120,21 @@ def test_an_ended_session_does_not_close_the_one_after_it() -> None:
     engine = Engine()
     engine.open(2)
     engine.commands.close("a", 1)
-    engine.tell(start(3))
+    engine.put(start(3))
     assert len(engine.read()) == 1
     assert engine.commands.take_unsent("a", 1) == []
 
 
 def test_a_dropped_command_is_not_sent() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     engine.commands.drop("a", Kind.WAVE)
     assert engine.read() == []
 
 
-def test_an_engine_that_is_gone_is_told_nothing() -> None:
+def test_an_engine_that_is_gone_is_sent_nothing() -> None:
     engine = Engine()
-    engine.tell(start(3))
+    engine.put(start(3))
     engine.commands.forget("a")
     assert not engine.commands.put("a", start(4))
     assert engine.commands.num_outstanding == 0

@@ -82,7 +82,7 @@ def test_a_lost_session_alone_changes_nothing() -> None:
     assert group.formation.orders() == {}
 
 
-def test_a_member_whose_lease_has_ended_is_left_out_a_while_later_though_nobody_has_run_into_it() -> None:
+def test_a_member_whose_lease_has_ended_is_excluded_later_even_if_no_rank_has_noticed() -> None:
     group = formed("a", "b", "c")
     group.lose("b")
     group.pass_time(3.0)
@@ -159,7 +159,7 @@ def test_a_restarted_member_joins_again_when_it_is_loaded() -> None:
     assert group.change_over("a", "b") == 3
 
 
-def test_nobody_forms_alone_when_all_have_restarted() -> None:
+def test_no_engine_forms_alone_when_all_have_restarted() -> None:
     group = formed("a", "b")
     group.join("a", "b", epoch=2)
     group.load("a")
@@ -250,7 +250,7 @@ def test_a_rank_that_drains_with_the_last_other_one_gone_is_let_go() -> None:
     assert group.formation.orders() == {"a": Commit(3, lost_generation=1)}
 
 
-def test_who_is_to_change_over_hears_of_members_that_have_ended() -> None:
+def test_an_engine_that_is_to_change_over_is_notified_of_members_that_have_ended() -> None:
     group = formed("a", "b", "c")
     group.end("c")
     group.take("a", "b")
@@ -366,7 +366,7 @@ def test_an_answer_to_an_order_that_holds_no_more_means_nothing() -> None:
     assert group.formation.num_answered == 0
 
 
-def test_a_member_that_may_only_be_silent_is_not_told_to_have_ended() -> None:
+def test_a_member_that_may_only_be_silent_is_not_reported_as_ended() -> None:
     group = formed("a", "b", "c")
     group.end("c", has_ended=False)
     group.pass_time(2.0)

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator_svc.data_parallel.commands import Commands
 from coordinator_svc.data_parallel.groups import Groups
-from coordinator_svc.data_parallel.wave import START_RETRY_S, Stand, Start, Wave
+from coordinator_svc.data_parallel.wave import START_RETRY_S, Start, Wave, WaveStatus
 from service_kit.clock import FakeClock
 from service_kit.errors import InvalidArgument
 from tests.coordinator_svc.fakes import registration
@@ -49,14 +49,14 @@ class Engines:
 
     def take(self, *engine_ids: str) -> list[command_pb2.Command]:
         """What these engines are told, which they ack."""
-        told = []
+        taken = []
         for engine_id in engine_ids:
             for command in self.read(engine_id):
-                told.append(command)
+                taken.append(command)
                 ack = command_pb2.CommandResult(command_id=command.command_id, ack=command_pb2.CommandAck())
                 assert self.commands.take_result(engine_id, ack)
                 self.groups.answered(engine_id)
-        return told
+        return taken
 
     @property
     def state(self) -> member_pb2.WaveState:
@@ -72,7 +72,7 @@ def formed(*engine_ids: str, wave: int = 1) -> Engines:
     return engines
 
 
-def test_loaded_engines_are_told_where_to_meet_and_then_to_change_over() -> None:
+def test_loaded_engines_get_the_rendezvous_address_and_then_the_order_to_change_over() -> None:
     engines = Engines("a", "b")
     engines.load("a")
     assert engines.read("a") == []
@@ -113,7 +113,7 @@ def test_a_start_that_is_not_answered_is_sent_again_in_time_and_one_that_is_take
     assert engines.read("c") == []
 
 
-def test_frontends_are_told_that_a_wave_runs_by_an_engine_only() -> None:
+def test_frontends_learn_from_an_engine_only_that_a_wave_runs() -> None:
     engines = formed("a", "b")
     version = engines.groups.version
     hint = coordinator_pb2.FirstRequestWhilePaused(dp_group="g", engine_id="a", wave=1)
@@ -148,7 +148,7 @@ def test_the_wave_number_is_that_of_the_engines_after_a_restart_and_stays_when_a
     assert restarted.state.wave == 41
 
 
-def test_engines_that_lost_their_group_are_told_to_form_the_next() -> None:
+def test_engines_that_lost_their_group_are_ordered_to_form_the_next() -> None:
     engines = formed("a", "b", "c")
     engines.groups.lose("a")
     engines.report("b", generation=0, wave=1)
@@ -167,7 +167,7 @@ def test_an_order_that_holds_no_more_is_not_sent() -> None:
     assert command.WhichOneof("command") == "abort_scale"
 
 
-def test_a_leaver_is_told_to_leave_without_a_place_to_meet() -> None:
+def test_an_order_to_leave_has_no_rendezvous_address() -> None:
     engines = formed("a", "b")
     engines.groups.resize("g", 1, ["b"])
     [command] = engines.read("b")
@@ -189,7 +189,7 @@ def test_operators_see_each_group() -> None:
     assert engines.groups.status()["group.g.phase"] == "preparing"
 
 
-def test_engines_that_are_in_no_group_are_not_told_anything() -> None:
+def test_engines_in_no_group_are_sent_nothing() -> None:
     engines = Engines()
     engines.groups.report("x", coordinator_pb2.EngineReport(start_wave_needed=True, wave=3))
     engines.groups.lose("x")
@@ -216,38 +216,38 @@ def test_no_engine_can_push_its_group_to_where_numbers_end(field: str) -> None:
 # The rules by which engines are told to begin a wave, one by one.
 
 
-def wave_of(**stands: Stand) -> Wave:
+def wave_of(**stands: WaveStatus) -> Wave:
     wave = Wave()
     for engine_id, stand in stands.items():
         wave.report(engine_id, stand)
     return wave
 
 
-def idle(wave: int = 1) -> Stand:
-    return Stand(wave, is_running=False)
+def idle(wave: int = 1) -> WaveStatus:
+    return WaveStatus(wave, is_running=False)
 
 
-def running(wave: int = 1, *, asks: bool = False) -> Stand:
-    return Stand(wave, is_running=True, asks=asks)
+def running(wave: int = 1, *, asks: bool = False) -> WaveStatus:
+    return WaveStatus(wave, is_running=True, asks=asks)
 
 
-def test_nobody_is_told_anything_while_nobody_asks():
+def test_no_engine_is_started_while_none_asks():
     wave = wave_of(a=idle(), b=running())
     assert wave.due(0.0) == []
     assert wave.next_at() is None
 
 
-def test_all_but_those_that_run_are_told_when_one_asks():
+def test_all_engines_but_running_ones_are_started_when_one_asks():
     wave = wave_of(a=running(3, asks=True), b=idle(3), c=running(3), d=idle(2))
     assert wave.due(0.0) == [Start("b", 3, ("a", "c")), Start("d", 3, ("a", "c"))]
 
 
-def test_who_has_no_process_group_is_told_nothing():
-    wave = wave_of(a=running(asks=True), b=Stand(1, is_running=False, is_apart=True))
+def test_an_engine_without_a_process_group_is_not_started():
+    wave = wave_of(a=running(asks=True), b=WaveStatus(1, is_running=False, is_apart=True))
     assert wave.due(0.0) == []
 
 
-def test_who_was_told_is_not_told_again_before_a_while():
+def test_a_start_is_not_sent_again_before_a_while():
     wave = wave_of(a=running(asks=True), b=idle())
     wave.due(0.0)
     assert wave.due(START_RETRY_S / 2) == []
@@ -255,7 +255,7 @@ def test_who_was_told_is_not_told_again_before_a_while():
     assert [start.engine_id for start in wave.due(START_RETRY_S)] == ["b"]
 
 
-def test_who_has_taken_a_start_is_not_told_again():
+def test_an_engine_that_has_accepted_a_start_is_not_started_again():
     wave = wave_of(a=running(asks=True), b=idle())
     wave.due(0.0)
     wave.answer("b", 1, is_taken=True)
@@ -263,7 +263,7 @@ def test_who_has_taken_a_start_is_not_told_again():
     assert wave.due(100.0) == []
 
 
-def test_who_has_refused_is_told_again_after_a_while():
+def test_an_engine_that_has_refused_is_started_again_after_a_while():
     wave = wave_of(a=running(asks=True), b=idle())
     wave.due(0.0)
     wave.answer("b", 1, is_taken=False)
@@ -271,7 +271,7 @@ def test_who_has_refused_is_told_again_after_a_while():
     assert [start.engine_id for start in wave.due(START_RETRY_S)] == ["b"]
 
 
-def test_who_has_taken_a_start_and_does_not_run_is_told_again():
+def test_an_engine_that_has_accepted_a_start_and_does_not_run_is_started_again():
     # It kept the start for after the wave it was in, and changed over to another generation at the end of it.
     wave = wave_of(a=running(3, asks=True), b=running(2))
     wave.report("b", idle(3))
@@ -288,7 +288,7 @@ def test_an_answer_to_another_wave_means_nothing():
     assert len(wave.due(START_RETRY_S)) == 1
 
 
-def test_who_has_another_session_is_told_at_once():
+def test_an_engine_with_another_session_is_started_at_once():
     wave = wave_of(a=running(asks=True), b=idle())
     wave.due(0.0)
     wave.answer("b", 1, is_taken=True)
@@ -296,7 +296,7 @@ def test_who_has_another_session_is_told_at_once():
     assert [start.engine_id for start in wave.due(0.0)] == ["b"]
 
 
-def test_the_next_wave_is_told_anew():
+def test_the_next_wave_is_started_anew():
     wave = wave_of(a=running(asks=True), b=idle())
     wave.due(0.0)
     wave.answer("b", 1, is_taken=True)
@@ -311,7 +311,7 @@ def test_a_late_question_does_not_begin_the_wave_after_it():
     assert wave.due(0.0) == []
 
 
-def test_who_is_beyond_the_wave_that_is_asked_for_is_told_nothing():
+def test_an_engine_beyond_the_requested_wave_is_not_started():
     wave = wave_of(a=running(2, asks=True), b=idle(3), c=idle(2))
     assert [start.engine_id for start in wave.due(0.0)] == ["c"]
 
@@ -334,7 +334,7 @@ def test_a_hint_does_nothing_while_a_wave_runs():
     assert wave.due(0.0) == []
 
 
-def test_a_hint_at_who_is_no_member_does_nothing():
+def test_a_hint_at_an_engine_that_is_no_member_does_nothing():
     wave = wave_of(a=idle(4))
     wave.hint("x", 4)
     assert wave.due(0.0) == []
@@ -384,7 +384,7 @@ def test_it_runs_while_any_engine_says_that_it_does():
     assert not wave.is_running
 
 
-def test_a_start_that_was_sent_makes_nobody_run():
+def test_a_sent_start_alone_does_not_make_the_wave_run():
     wave = wave_of(a=idle(), b=idle())
     wave.hint("a", 1)
     wave.due(0.0)

@@ -74,7 +74,7 @@ async def test_a_thousand_reports_a_second_are_ten_messages_of_which_the_last_ha
         assert one.sent[-1].delta.loads[0].num_running == 1000
 
 
-async def test_a_wave_is_told_at_once() -> None:
+async def test_a_wave_is_published_at_once() -> None:
     async with publishing(num_engines=2) as one:
         one.report(0, 1, generation=3, wave=8)
         await one.turn()
@@ -128,7 +128,7 @@ def test_subscribers_that_have_seen_the_same_get_the_same_delta() -> None:
     assert [load.num_running for load in delta.loads] == [1]
 
 
-def test_a_delta_made_for_somebody_is_not_given_out_when_something_has_changed_since() -> None:
+def test_a_cached_delta_is_not_sent_when_something_has_changed_since() -> None:
     topology = topology_of(2)
     seen = topology.seen()
     report(topology, 0, 1)
@@ -142,7 +142,7 @@ def test_a_delta_made_for_somebody_is_not_given_out_when_something_has_changed_s
     assert not early.removed_engine_ids
 
 
-def test_who_has_seen_less_gets_more() -> None:
+def test_a_frontend_that_has_seen_less_gets_more() -> None:
     topology = topology_of(2)
     old = topology.seen()
     report(topology, 0, 1)
@@ -151,7 +151,7 @@ def test_who_has_seen_less_gets_more() -> None:
     assert [len(topology.delta(seen).loads) for seen in (old, new)] == [2, 1]
 
 
-async def test_loads_wake_only_those_who_wait_for_loads() -> None:
+async def test_loads_wake_only_waiters_for_loads() -> None:
     signal = ChangeSignal()
     anything = asyncio.ensure_future(signal.wait(60.0))
     urgent = asyncio.ensure_future(signal.wait(60.0, loads_too=False))
@@ -179,7 +179,7 @@ def test_a_timer_that_is_a_little_early_does_not_have_the_loads_sent_twice() -> 
     assert wait_s > 0.9 * MIN_PUBLISH_INTERVAL_S
 
 
-def test_members_are_told_at_once_until_they_change_too_often_and_then_together() -> None:
+def test_members_are_published_at_once_until_they_change_too_often_and_then_together() -> None:
     timer = PublishTimer(50.0)
     num_at_once = 0
     while timer.wait_s(50.0, members_changed=True, loads_changed=False) == 0:

@@ -107,7 +107,7 @@ def test_reports_keep_the_lease_and_silence_ends_it_under_an_open_session() -> N
         registry.report("a", 1, MemberState.READY)
 
 
-def test_a_stopped_coordinator_blames_nobody_for_its_own_silence() -> None:
+def test_a_stopped_coordinator_ends_no_lease_for_its_own_silence() -> None:
     clock = FakeClock()
     registry = registry_at(clock)
     registry.register(engine(), session_id=1)
@@ -148,7 +148,7 @@ def test_a_live_rank_is_not_given_twice() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_an_engine_that_stands_alone_takes_no_rank_of_a_group_whoever_comes_first(is_first: bool) -> None:
+def test_an_engine_without_a_group_takes_no_rank_of_one_in_either_order(is_first: bool) -> None:
     registry = registry_at(FakeClock())
     both = [engine("alone", rank=0, size=1), engine("ranked", rank=0, size=2)]
     for session_id, one in enumerate(both if is_first else both[::-1]):
@@ -219,7 +219,7 @@ def test_engines_without_a_group_of_ranks_stand_side_by_side() -> None:
     assert len(registry.members()) == 2
 
 
-def test_a_restarted_engine_takes_the_place_of_the_one_that_lost_its_session() -> None:
+def test_a_restarted_engine_replaces_the_one_that_lost_its_session() -> None:
     registry = registry_at(FakeClock())
     registry.register(engine("a", epoch=1, rank=1, size=2), session_id=1)
     registry.report("a", 1, MemberState.READY)
@@ -368,7 +368,9 @@ def test_only_a_later_epoch_is_refused() -> None:
     assert check.num_refused == 1
 
 
-def test_who_asks_again_and_again_is_logged_once_until_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_sender_that_retries_is_logged_once_until_it_is_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     check = EpochCheck(5)
     with caplog.at_level(logging.ERROR):
         for _ in range(10):
@@ -382,7 +384,7 @@ def test_who_asks_again_and_again_is_logged_once_until_it_is_taken(caplog: pytes
     assert len(caplog.records) == 4
 
 
-def test_who_was_refused_is_noted_within_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_senders_are_noted_within_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     check = EpochCheck(5)
     with caplog.at_level(logging.ERROR):
         for index in range(MAX_NOTED + 1):

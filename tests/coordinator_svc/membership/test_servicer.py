@@ -176,7 +176,7 @@ async def test_a_failed_engine_is_gone_and_its_session_ends() -> None:
         assert await state_of(one, until=None) == []
 
 
-async def test_an_engine_whose_lease_ended_is_told_to_register_again() -> None:
+async def test_an_engine_whose_lease_ended_is_asked_to_register_again() -> None:
     async with coordinator(lease_s=0.6) as one:
         peer = await one.engine()
         await state_of(one, until=None)
@@ -265,7 +265,7 @@ async def test_frontends_are_known_while_they_listen() -> None:
             pass
 
 
-async def test_a_restarted_coordinator_says_nothing_of_engines_it_has_not_heard_yet() -> None:
+async def test_a_restarted_coordinator_reports_nothing_of_engines_that_have_not_registered() -> None:
     """A frontend that knew the coordinator before keeps its engines meanwhile."""
     async with coordinator(lease_s=_SHORT_LEASE_S, epoch=6) as one:
         newcomer = await one.frontend(frontend_id="new")
@@ -289,7 +289,7 @@ async def test_closing_ends_every_session_with_unavailable() -> None:
             assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_closing_also_ends_a_session_that_has_not_said_who_it_is() -> None:
+async def test_closing_also_ends_a_session_that_has_not_registered() -> None:
     async with coordinator() as one:
         silent = [one.stub.EngineSession(timeout=60), one.stub.FrontendSession(timeout=60)]
         # An answer to a later call: the sessions have reached the coordinator.
@@ -316,7 +316,7 @@ async def test_a_thousand_engines_reach_a_frontend_in_few_messages() -> None:
         assert len((await one.topology()).engines) == 1000
 
 
-async def test_many_engines_are_told_to_report_less_often_and_later_ones_at_once() -> None:
+async def test_many_engines_are_asked_to_report_less_often_and_later_ones_at_once() -> None:
     async with coordinator() as one:
         peers = [
             await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
@@ -324,11 +324,11 @@ async def test_many_engines_are_told_to_report_less_often_and_later_ones_at_once
         ]
         # Those who were there are told at 201 engines, which leaves room for 251, and again at 252.
         for peer, intervals in ((peers[0], [126, 158]), (peers[201], [126, 158]), (peers[251], [158])):
-            told = [(await peer.read_command()).update_interval.interval_ms for _ in intervals]
-            assert told == intervals
+            received = [(await peer.read_command()).update_interval.interval_ms for _ in intervals]
+            assert received == intervals
 
 
-async def test_an_engine_that_comes_back_is_told_the_interval_again_and_few_are_told_none() -> None:
+async def test_a_returning_engine_is_sent_the_interval_again_and_few_engines_are_sent_none() -> None:
     async with coordinator() as one:
         first = await one.engine(engine_id="first", endpoint="127.0.0.1:9999")
         for index in range(200):
@@ -373,7 +373,7 @@ async def refusal(peer_call: grpc.aio.StreamStreamCall[object, object]) -> Excep
     return from_rpc_error(failed.value)
 
 
-async def test_two_engines_form_a_group_and_frontends_hear_of_it() -> None:
+async def test_two_engines_form_a_group_and_frontends_are_notified() -> None:
     async with coordinator(epoch=9_000_000_000) as one:
         frontend = await one.frontend()
         await frontend.read()
@@ -411,7 +411,7 @@ async def test_a_command_without_an_answer_is_sent_again_to_the_next_session() -
         assert await back.read_command() == command
 
 
-async def test_dense_engines_are_in_no_group_and_are_told_nothing() -> None:
+async def test_dense_engines_are_in_no_group_and_are_sent_nothing() -> None:
     async with coordinator() as one:
         peers = [await one.engine(**rank(index, lockstep=False)) for index in range(2)]
         for peer in peers:
@@ -450,7 +450,7 @@ async def test_an_engine_that_says_nonsense_loses_its_session_and_the_others_go_
         assert [state.generation for state in (await one.topology()).waves] == [1]
 
 
-async def test_a_coordinator_is_left_by_whoever_knows_a_newer_one() -> None:
+async def test_an_engine_that_knows_a_newer_coordinator_leaves_an_older_one() -> None:
     async with coordinator(epoch=5) as one:
         engine = EnginePeer(one.stub)
         message = registration(highest_coordinator_epoch=6)
@@ -548,7 +548,7 @@ async def _next_or_error(peer: EnginePeer) -> Exception | None:
     return None
 
 
-async def test_who_floods_on_when_the_session_has_ended_is_told_why() -> None:
+async def test_a_peer_that_still_floods_after_the_session_has_ended_gets_the_reason() -> None:
     async with coordinator(clock=FakeClock()) as one:
         statuses = [await asyncio.to_thread(_status_of_a_flood, one.address) for _ in range(4)]
         assert statuses == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 4

@@ -30,7 +30,7 @@ class FakeEngines:
         self.signal = ChangeSignal()
         self.refusals: dict[str, str] = {}
         self.unreachable: set[str] = set()
-        self.told: list[tuple[str, float]] = []
+        self.drained: list[tuple[str, float]] = []
         self.evicted: list[tuple[str, str]] = []
         self.membership: dict[str, tuple[int, frozenset[str]]] = {}
 
@@ -48,7 +48,7 @@ class FakeEngines:
         self.membership[group] = (size, leaving)
 
     async def drain(self, engine_id: str, deadline_s: float) -> str:
-        self.told.append((engine_id, deadline_s))
+        self.drained.append((engine_id, deadline_s))
         if engine_id in self.unreachable:
             raise Unavailable(f"engine {engine_id} has no session")
         if engine_id not in self.refusals:

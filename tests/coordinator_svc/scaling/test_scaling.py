@@ -85,7 +85,7 @@ def test_a_group_that_shrinks_has_its_highest_ranks_drain_and_is_done_when_they_
     assert wanted(scaling) == 2
 
 
-def test_nobody_is_told_to_go_before_the_ranks_that_stay_are_ready() -> None:
+def test_no_engine_is_asked_to_leave_before_the_ranks_that_stay_are_ready() -> None:
     scaling = Scaling()
     operation = scaling.begin(group(1, 2, 3), 2, now=0.0)
     assert look(scaling, group(1, 2, 3)) == []
@@ -100,7 +100,7 @@ def test_a_size_that_is_so_already_is_done_at_once() -> None:
     assert look(scaling, group(0, 1)) == []
 
 
-def test_engines_that_all_say_rank_0_have_places_in_order_of_their_coming() -> None:
+def test_engines_that_all_report_rank_0_have_indexes_in_order_of_registration() -> None:
     scaling = Scaling()
     engines = [engine(0, name=name) for name in ("a", "b", "c")]
     scaling.begin(group(*engines), 1, now=0.0)
@@ -125,7 +125,7 @@ def test_what_cannot_be_meant_is_refused_by_field(size: int, timeout_s: float) -
     assert scaling.operations() == []
 
 
-def test_a_growth_that_takes_too_long_is_taken_back_and_those_who_came_for_it_go() -> None:
+def test_a_growth_that_takes_too_long_is_rolled_back_and_its_new_engines_leave() -> None:
     scaling = Scaling()
     operation = scaling.begin(group(0, 1), 4, now=0.0, timeout_s=5.0)
     assert scaling.next_at() == 5.0
@@ -160,7 +160,7 @@ def test_engines_that_were_there_before_stay_when_a_growth_is_taken_back() -> No
     assert look(scaling, present) == []
 
 
-def test_a_shrink_can_be_cancelled_until_somebody_was_told_to_go() -> None:
+def test_a_shrink_can_be_cancelled_until_an_engine_was_sent_a_drain() -> None:
     scaling = Scaling()
     waits = scaling.begin(group(engine(0, JOINING), 1, 2), 2, now=0.0)
     assert scaling.cancel(waits.operation_id, group(1, 2), now=0.0).state is OperationState.CANCELLED
@@ -169,7 +169,7 @@ def test_a_shrink_can_be_cancelled_until_somebody_was_told_to_go() -> None:
         scaling.cancel(drains.operation_id, group(0, 1, 2), now=0.0)
 
 
-def test_a_shrink_that_takes_too_long_names_who_is_still_there_and_its_size_holds() -> None:
+def test_a_shrink_that_takes_too_long_names_the_remaining_engines_and_its_size_holds() -> None:
     scaling = Scaling()
     operation = scaling.begin(group(0, 1, 2), 1, now=0.0, timeout_s=5.0)
     assert look(scaling, group(0, engine(2, DRAINING)), now=5.0) == []
@@ -178,7 +178,7 @@ def test_a_shrink_that_takes_too_long_names_who_is_still_there_and_its_size_hold
     assert str(failed.error).endswith("still there are e2")
 
 
-def test_an_engine_that_does_not_say_that_it_drains_is_told_again() -> None:
+def test_an_engine_that_does_not_report_draining_is_asked_again() -> None:
     scaling = Scaling()
     scaling.begin(group(0, 1), 1, now=0.0)
     assert look(scaling, group(0, 1), now=0.0) == ["e1"]
@@ -187,7 +187,7 @@ def test_an_engine_that_does_not_say_that_it_drains_is_told_again() -> None:
     assert look(scaling, group(0, 1), now=DRAIN_RETRY_S) == ["e1"]
 
 
-def test_an_engine_that_has_taken_the_order_is_not_told_again() -> None:
+def test_an_engine_that_has_accepted_the_drain_is_not_asked_again() -> None:
     scaling = Scaling()
     operation = scaling.begin(group(0, 1), 1, now=0.0)
     look(scaling, group(0, 1), now=0.0)
@@ -207,7 +207,7 @@ def test_an_engine_that_will_not_drain_fails_its_operation() -> None:
     assert look(scaling, group(0, 1), now=9.0) == []
 
 
-def test_who_comes_back_as_another_process_has_gone_and_is_not_told_to_go() -> None:
+def test_an_engine_that_returns_as_another_process_counts_as_gone_and_is_not_drained() -> None:
     scaling = Scaling()
     operation = scaling.begin(group(0, 1), 1, now=0.0)
     assert look(scaling, group(0, engine(1, epoch=2))) == []
@@ -217,8 +217,8 @@ def test_who_comes_back_as_another_process_has_gone_and_is_not_told_to_go() -> N
 def lockstep(*engines: GroupEngine | int, **formed: object) -> Group:
     """A lockstep group whose ranks are all in one generation, but for what `formed` says."""
     members = group(*engines)
-    told = Formed(**{"generation": 1, "size": len(engines), "is_settled": True, **formed})  # type: ignore[arg-type]
-    return Group(members.name, members.engines, told)
+    formation = Formed(**{"generation": 1, "size": len(engines), "is_settled": True, **formed})  # type: ignore[arg-type]
+    return Group(members.name, members.engines, formation)
 
 
 def test_a_lockstep_group_grows_when_its_ranks_have_changed_over() -> None:
@@ -358,14 +358,14 @@ async def test_a_growth_is_watched_from_its_beginning_to_its_end() -> None:
         assert list(listed.operations) == [got.operation]
 
 
-async def test_a_shrink_tells_the_highest_ranks_to_drain_and_ends_when_they_are_gone() -> None:
+async def test_a_shrink_drains_the_highest_ranks_and_ends_when_they_are_gone() -> None:
     async with scaling_service(dense("", 0, 1, 2)) as served, asking(served) as stub:
         begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
         watching = asyncio.ensure_future(ended(stub, begun.operation_id))
         for engine_id in ("e1", "e2"):
             served.engines.move(engine_id, MemberState.GONE)
         assert (await watching)[-1].state == scaling_pb2.OPERATION_STATE_DONE
-        assert sorted(served.engines.told) == [("e1", LEAVE_DEADLINE_S), ("e2", LEAVE_DEADLINE_S)]
+        assert sorted(served.engines.drained) == [("e1", LEAVE_DEADLINE_S), ("e2", LEAVE_DEADLINE_S)]
 
 
 async def test_an_engine_that_refuses_to_drain_fails_the_operation_with_its_reason() -> None:
@@ -395,7 +395,7 @@ async def test_an_operation_that_is_cancelled_says_so_and_the_old_size_is_wanted
         assert cancelled.error.code == grpc.StatusCode.CANCELLED.value[0]
 
 
-async def test_whoever_starts_engines_is_told_every_change_of_the_sizes() -> None:
+async def test_the_group_watcher_receives_every_change_of_the_sizes() -> None:
     async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
         watch = aiter(stub.WatchGroups(scaling_pb2.WatchGroupsRequest(), timeout=_S))
         first = await anext(watch)
@@ -408,7 +408,7 @@ async def test_whoever_starts_engines_is_told_every_change_of_the_sizes() -> Non
         assert list((await anext(watch)).groups) == [scaling_pb2.GroupState(size=3, wanted_size=3)]
 
 
-async def test_a_lockstep_group_is_told_its_members_until_it_has_changed_over() -> None:
+async def test_members_of_a_lockstep_group_are_listed_until_it_has_changed_over() -> None:
     formed = Formed(generation=1, size=2, is_settled=True)
     async with scaling_service(dense("moe", 0, 1, formed=formed)) as served, asking(served) as stub:
         begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
@@ -446,12 +446,12 @@ async def test_a_coordinator_that_has_just_started_changes_nothing() -> None:
         await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)
 
 
-async def test_one_engine_is_drained_and_told_again_where_it_gets_a_deadline() -> None:
+async def test_one_engine_is_drained_and_again_where_it_gets_a_deadline() -> None:
     async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
         for deadline_ms in (0, 0, 1500):
             request = scaling_pb2.DrainEngineRequest(engine_id="e1", deadline_ms=deadline_ms)
             assert (await stub.DrainEngine(request, timeout=_S)).num_in_flight == 7
-        assert served.engines.told == [("e1", 0.0), ("e1", 1.5)]
+        assert served.engines.drained == [("e1", 0.0), ("e1", 1.5)]
 
 
 async def test_why_one_engine_is_not_drained_is_said() -> None:
@@ -593,7 +593,7 @@ async def test_a_lockstep_group_says_how_far_its_ranks_are_and_takes_another_siz
     assert members.topology.groups.formations()["moe"].target_size == 1
 
 
-async def test_an_engine_is_told_to_drain_with_its_deadline_and_answers() -> None:
+async def test_an_engine_is_sent_a_drain_with_its_deadline_and_answers() -> None:
     members = Members()
     members.join("a")
     async with draining(members, "a") as drained:
@@ -611,7 +611,7 @@ async def test_the_reason_of_a_refusal_is_handed_on() -> None:
         assert await drained == "not now"
 
 
-async def test_two_who_have_one_engine_drained_both_get_its_answer() -> None:
+async def test_two_callers_that_drain_one_engine_both_get_its_answer() -> None:
     members = Members()
     members.join("a")
     async with draining(members, "a") as first:

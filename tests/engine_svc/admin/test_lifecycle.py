@@ -45,12 +45,12 @@ def test_only_the_moves_of_the_table_are_possible(start, end):
 
 
 def test_subscribers_hear_of_every_change_in_order():
-    lifecycle, heard = Lifecycle(), []
-    lifecycle.subscribe(lambda state: heard.append(("first", state)))
-    lifecycle.subscribe(lambda state: heard.append(("second", state)))
+    lifecycle, notified = Lifecycle(), []
+    lifecycle.subscribe(lambda state: notified.append(("first", state)))
+    lifecycle.subscribe(lambda state: notified.append(("second", state)))
     lifecycle.move_to(EngineState.READY)
     lifecycle.move_to(EngineState.DRAINING)
-    assert heard == [
+    assert notified == [
         ("first", EngineState.READY),
         ("second", EngineState.READY),
         ("first", EngineState.DRAINING),

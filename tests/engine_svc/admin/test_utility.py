@@ -11,7 +11,7 @@ import pytest
 
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.utility import Role, UtilityDesk
+from engine_svc.admin.utility import Role, UtilityService
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.runner.control import Refused
 from engine_svc.runner.sleep import WeightsLost
@@ -71,7 +71,7 @@ async def test_a_wait_past_its_time_is_taken_back_and_the_engine_goes_on():
         assert not (await engine.call(is_paused={})).is_paused
 
 
-async def test_a_call_that_nobody_waits_for_any_more_is_not_begun():
+async def test_a_cancelled_call_is_not_started():
     async with controlled() as engine:
         await running(engine, 1, num_tokens=10)
         with pytest.raises(DeadlineExceeded, match="nothing was changed"):
@@ -82,7 +82,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_begun():
         assert (await engine.call(get_weight_version={})).weight_version == ""
 
 
-async def test_what_the_ranks_refuse_is_told_and_the_engine_goes_on():
+async def test_a_refusal_by_the_ranks_is_reported_and_the_engine_continues():
     async with controlled() as engine:
         engine.runners.error = Refused("nothing to load them from")
         with pytest.raises(FailedPrecondition, match=r"^call to sleep failed: nothing to load them from$"):
@@ -102,7 +102,7 @@ async def test_an_error_of_ours_is_internal_without_its_text_and_the_engine_goes
         await engine.frontend.until_ended(1)
 
 
-async def test_the_state_is_told_with_every_sign_of_life():
+async def test_the_state_is_in_every_heartbeat():
     async with controlled() as engine:
         await engine.pause(KEEP)
         await engine.frontend.add(make_entry(1))
@@ -120,12 +120,12 @@ async def test_the_state_is_told_with_every_sign_of_life():
 
 async def heartbeat_with(engine: Controlled, state: session_pb2.EngineState) -> None:
     """Wait for a heartbeat that says so, and that nothing is to be done."""
-    start = len(engine.frontend.heard)
+    start = len(engine.frontend.received)
     engine.rig.servicer.beat()
     await engine.frontend.until(
         lambda: any(
             message.heartbeat.state == state and not message.heartbeat.has_work
-            for message in engine.frontend.heard[start:]
+            for message in engine.frontend.received[start:]
             if message.HasField("heartbeat")
         )
     )
@@ -148,7 +148,7 @@ class Stepping(NoLockstep):
 
     steps = True
 
-    def check_still(self, *, or_apart: bool = False) -> None:
+    def check_quiet(self, *, or_apart: bool = False) -> None:
         assert or_apart
         if self.steps:
             raise FailedPrecondition("pause all of them first", reason="RANKS_NOT_QUIET")
@@ -285,7 +285,7 @@ async def test_an_engine_that_loads_or_drains_takes_no_calls():
     rig = ServiceRig()
     async with serving(rig, load=False):
         with pytest.raises(Unavailable, match="engine is loading"):
-            await UtilityDesk(rig.engine).answer(call_named("resume"), Role.ADMIN)
+            await UtilityService(rig.engine).answer(call_named("resume"), Role.ADMIN)
     async with controlled() as engine:
         await running(engine, 1, num_tokens=10)
         engine.rig.engine.lifecycle.move_to(EngineState.DRAINING)
@@ -355,7 +355,7 @@ async def test_abort_ends_what_runs_and_waits_and_what_comes_waits_for_resume():
     assert engine.frontend.tokens[30] == tokens_of(30, 5)
 
 
-async def test_wait_returns_when_the_ten_tokens_are_done_and_admits_nobody_meanwhile():
+async def test_wait_returns_when_the_ten_tokens_are_done_and_admits_no_request_meanwhile():
     async with controlled() as engine:
         await running(engine, 1, num_tokens=10)
         pausing = asyncio.create_task(engine.pause(WAIT))
@@ -422,7 +422,7 @@ async def test_the_hit_rate_is_0_after_a_pause_that_clears_the_cache():
             await engine.resume()
             await engine.frontend.add(make_entry(handle, prompt=prompt))
             await engine.frontend.until_ended(handle)
-    firsts = [first for message in engine.frontend.heard for first in message.step.first]
+    firsts = [first for message in engine.frontend.received for first in message.step.first]
     assert [first.num_cached_tokens for first in firsts] == [0, 0, 36]
 
 
@@ -482,12 +482,12 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "reason", "told"), LOSSES)
-async def test_without_weights_requests_wait_until_they_are_woken(error, reason, told):
+@pytest.mark.parametrize(("error", "reason", "message_pattern"), LOSSES)
+async def test_without_weights_requests_wait_until_they_are_woken(error, reason, message_pattern):
     async with controlled() as engine:
         failure = await lose_weights(engine, error)
         assert failure.reason == reason
-        assert re.search(told, failure.message)
+        assert re.search(message_pattern, failure.message)
         engine.runners.error = Refused("/models/first cannot be read")
         with pytest.raises(FailedPrecondition, match="cannot be read"):
             await engine.call(wake={})

@@ -61,7 +61,7 @@ class Built:
 
     def __init__(self, config: EngineConfig) -> None:
         served = build_served_engine(config)
-        self.inbox, self.board = served.inbox, served.board
+        self.inbox, self.stats_snapshot = served.inbox, served.stats_snapshot
         self.kv_event_log = served.kv_event_log
         self.progress: list[LoadProgress] = []
         self.deferred: list[object] = []
@@ -135,7 +135,7 @@ def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_h
     answers = built.generate(prompts, 24)
     assert answers == [transformers_greedy(llama, prompt, 24) for prompt in prompts]
     assert len(set(answers[0])) >= 10
-    stats = built.board.read().scheduler
+    stats = built.stats_snapshot.read().scheduler
     assert stats.num_chunked_prefills > 0
     assert stats.num_preemptions > 0
     assert stats.prefix_hits > 0
@@ -161,7 +161,7 @@ def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
     ]
     answers = built.generate(prompts, 32)
     assert answers == [transformers_greedy(llama, prompt, 32) for prompt in prompts]
-    stats = built.board.read().scheduler
+    stats = built.stats_snapshot.read().scheduler
     assert (stats.num_preemptions > 0) == (choices["num_kv_blocks"] < 100)
     assert stats.num_used_blocks == 0
 
@@ -184,20 +184,20 @@ def test_facts_tell_what_was_built(llama):
     assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest
 
 
-def test_what_the_prefix_cache_holds_is_told_where_that_is_asked_for(llama):
+def test_prefix_cache_contents_are_published_where_enabled(llama):
     config = EngineConfig(model=str(llama), num_kv_blocks=40, block_size=4, num_threads=1, max_model_len=64)
     prompt = list(range(20, 40))
     silent = Built(config)
     silent.generate([prompt], 5)
     assert silent.kv_event_log is None
-    told = Built(replace(config, enable_kv_events=True))
-    answer = told.generate([prompt], 5)[0]
-    log = told.kv_event_log
+    publishing = Built(replace(config, enable_kv_events=True))
+    answer = publishing.generate([prompt], 5)[0]
+    log = publishing.kv_event_log
     assert log is not None
     _, blocks = log.open_with_snapshot(lambda: None)
     # The last token has no KV yet, so all but it is in full blocks.
     assert [token for block in blocks for token in block.token_ids] == (prompt + answer)[:24]
-    hasher = BlockHasher(4, bytes.fromhex(told.core.facts.fingerprint.digest))
+    hasher = BlockHasher(4, bytes.fromhex(publishing.core.facts.fingerprint.digest))
     request = Request("same", prompt + answer, 20, SamplingParams(max_tokens=5))
     hasher.extend(request)
     assert [block.block_hashes[0] for block in blocks] == request.block_hashes
@@ -208,7 +208,7 @@ def test_a_longer_context_than_the_models_is_refused(llama):
         Built(EngineConfig(model=str(llama), max_model_len=1000, num_threads=1))
 
 
-def test_the_context_is_fitted_to_the_memory_only_where_nobody_chose_it(llama):
+def test_the_context_is_fitted_to_the_memory_only_where_it_is_unset(llama):
     assert (
         Built(EngineConfig(model=str(llama), num_kv_blocks=10, num_threads=1)).core.facts.max_model_len == 160
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine_svc.build.fingerprint import (
+    declares_experts,
     main_eos_first,
     make_fingerprint,
     read_sampling_defaults,
-    says_experts,
 )
 from engine_svc.core.artifacts import read_artifacts
 from engine_svc.core.facts import SamplingDefaults
@@ -101,4 +101,4 @@ def test_the_id_that_the_configuration_names_first_is_the_main_end(folder):
 )
 def test_a_mixture_of_experts_is_known_before_it_is_loaded(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(config)
-    assert says_experts(tmp_path) is expected
+    assert declares_experts(tmp_path) is expected

@@ -9,41 +9,45 @@ import torch
 
 from engine_svc.build import rank_main
 from engine_svc.config import EngineConfig
-from engine_svc.model.process_parallel import Place, ProcessParallel
-from engine_svc.ranks.control_pipe import RankLine
+from engine_svc.model.process_parallel import ProcessParallel, RankPosition
+from engine_svc.ranks.control_pipe import RankConnection
 from engine_svc.ranks.process_group import GroupLimits
-from engine_svc.ranks.progress_board import ProgressBoard
+from engine_svc.ranks.progress_board import RankHeartbeats
 
 
-class EndedLine:
+class ClosedConnection:
     """A line whose engine ends the rank as soon as it listens."""
 
     def __init__(self) -> None:
-        self.said: list[dict[str, object]] = []
+        self.sent: list[dict[str, object]] = []
 
-    def say(self, message: dict[str, object]) -> None:
-        self.said.append(message)
+    def send(self, message: dict[str, object]) -> None:
+        self.sent.append(message)
 
-    def hear(self) -> dict[str, object]:
+    def receive(self) -> dict[str, object]:
         raise EOFError
 
 
 def test_the_engine_gives_an_exchange_up_before_the_ranks_do(monkeypatch):
     timeouts = []
 
-    def meet(place: Place, *, timeout_s: float, **options: Any) -> None:
+    def meet(position: RankPosition, *, timeout_s: float, **options: Any) -> None:
         timeouts.append(timeout_s)
         raise EOFError
 
     monkeypatch.setattr(rank_main, "ProcessParallel", meet)
-    limits, board = GroupLimits(), ProgressBoard.create(2)
+    limits, heartbeats = GroupLimits(), RankHeartbeats.create(2)
     spec = {"store_fd": 0}
     rank = rank_main._Rank(
-        EngineConfig("folder", device="cpu"), Place(0, 2, 1), spec, cast(RankLine, EndedLine()), board
+        EngineConfig("folder", device="cpu"),
+        RankPosition(0, 2, 1),
+        spec,
+        cast(RankConnection, ClosedConnection()),
+        heartbeats,
     )
     with pytest.raises(EOFError):
         rank_main._serve(rank)
-    board.close()
+    heartbeats.close()
     assert timeouts[0] > 100 * max(limits.step_s, limits.start_s)
 
 
@@ -61,10 +65,12 @@ def test_what_people_can_mend_is_refused_in_words(error, words, monkeypatch):
         raise error
 
     monkeypatch.setattr(rank_main, "load_model", load_model)
-    line, board = EndedLine(), ProgressBoard.create(2)
-    rank = rank_main._Rank(EngineConfig("folder"), Place(0, 2, 1), {}, cast(RankLine, line), board)
+    connection, heartbeats = ClosedConnection(), RankHeartbeats.create(2)
+    rank = rank_main._Rank(
+        EngineConfig("folder"), RankPosition(0, 2, 1), {}, cast(RankConnection, connection), heartbeats
+    )
     with pytest.raises(EOFError):
         rank_main._prepare(rank, cast(ProcessParallel, None))
-    board.close()
-    [message] = line.said
+    heartbeats.close()
+    [message] = connection.sent
     assert str(message["refused"]).startswith(words)

@@ -313,7 +313,7 @@ def test_lookups_without_tokens_are_no_lookups():
     assert rate.value == 0.25
 
 
-def test_the_last_thousand_count_unless_told_otherwise():
+def test_the_last_thousand_count_by_default():
     rate = HitRate()
     rate.add(1, 1, 1)
     for _ in range(999):

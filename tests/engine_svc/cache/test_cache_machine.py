@@ -135,9 +135,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kept)
     @rule()
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         """Blocks that were kept are not needed any more."""
-        self.cache.let_go(self.kept.pop(0))
+        self.cache.release_held(self.kept.pop(0))
 
     @rule()
     def reset(self) -> None:
@@ -162,7 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request in self.holders:
             self.cache.release(request)
         for block_ids in self.kept:
-            self.cache.let_go(block_ids)
+            self.cache.release_held(block_ids)
         if hasattr(self, "cache"):
             assert self.cache.num_used_blocks == 0
             assert self.cache.reset()

@@ -103,7 +103,7 @@ def test_54_every_group_tells_of_its_own_blocks():
 
 
 @pytest.mark.parametrize(("num_reserved", "num_gone"), [(4, 0), (5, 1), (10, 3)])
-def test_54_what_a_window_passed_before_it_was_registered_is_not_told_of(num_reserved: int, num_gone: int):
+def test_54_blocks_a_window_passed_before_registration_are_not_reported(num_reserved: int, num_gone: int):
     log = EventLog()
     small = SmallCache(30, groups=(SlidingWindow(2, 4),), observers=(log,))
     loaded = request("a", tokens(14), skips_lookup=True)
@@ -118,7 +118,7 @@ def test_54_what_a_window_passed_before_it_was_registered_is_not_told_of(num_res
     assert loaded.registers_at == 16
 
 
-def test_54_a_group_that_stores_nothing_is_not_told_of():
+def test_54_a_group_that_stores_nothing_is_not_reported():
     log = EventLog()
     groups = FullAttention(8), SlidingWindow(4, 8)
     small = SmallCache(30, groups=groups, drop_last_matched_block=True, observers=(log,))
@@ -130,7 +130,7 @@ def test_54_a_group_that_stores_nothing_is_not_told_of():
     assert _stores(log) == [StoredBlocks(hashes[2:], hashes[1], tokens(4, 8), 4, 1)]
 
 
-def test_54_twins_are_told_of_one_by_one():
+def test_54_twins_are_reported_one_by_one():
     log = EventLog()
     pool = BlockPool(3, observers=(log,))
     key = content_key(bytes(32), 2)
@@ -143,7 +143,7 @@ def test_54_twins_are_told_of_one_by_one():
     assert evictions == [("evict", 2, bytes(32), 2), ("evict", 1, bytes(32), 2)]
 
 
-def test_without_prefix_caching_only_blocks_are_told_of():
+def test_without_prefix_caching_only_blocks_are_reported():
     log = EventLog()
     small = SmallCache(4, enable_prefix_caching=False, observers=(log,))
     for name in ("a", "b"):
@@ -152,13 +152,13 @@ def test_without_prefix_caching_only_blocks_are_told_of():
     assert log.take() == [("allocate", [1, 2, 3]), ("allocate", [3, 2, 1])]
 
 
-def test_every_observer_is_told_everything():
+def test_every_observer_is_notified_of_everything():
     logs = EventLog(), EventLog()
     small = SmallCache(4, observers=logs)
     for first in (0, 0, 500):
         holder = small.admitted(request(f"from {first}", tokens(48, first)))
         small.cache.release(holder)
     assert small.cache.reset()
-    told = logs[0].take()
-    assert {event[0] for event in told} == {"allocate", "hold", "store", "evict", "clear"}
-    assert logs[1].take() == told
+    notifications = logs[0].take()
+    assert {event[0] for event in notifications} == {"allocate", "hold", "store", "evict", "clear"}
+    assert logs[1].take() == notifications

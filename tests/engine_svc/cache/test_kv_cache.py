@@ -53,7 +53,7 @@ def test_46_a_refused_admission_changes_nothing():
     assert small.cache.prefix_queries == 96
 
 
-def test_matched_blocks_that_nobody_holds_count_as_taken():
+def test_matched_blocks_without_a_holder_count_as_taken():
     small = SmallCache(5)
     first = small.admitted(request("a", tokens(32)))
     small.cache.release(first)
@@ -667,7 +667,7 @@ def test_not_more_tokens_are_kept_than_are_computed():
     kept = small.cache.hold(first)
     first.num_computed_tokens = 11
     assert small.cache.cost_of_release(first) == (0, 0)
-    small.cache.let_go(kept)
+    small.cache.release_held(kept)
 
 
 def test_every_group_frees_its_blocks_and_the_shortest_share_counts():
@@ -733,7 +733,7 @@ def test_66_held_blocks_stay_after_the_end_and_come_back_in_the_order_of_their_r
     assert [small.pool.ref_count(block_id) for block_id in kept] == [1] * 4
     assert small.cache.num_used_blocks == 4
     assert not small.cache.reset()
-    small.cache.let_go(kept)
+    small.cache.release_held(kept)
     assert small.pool.free_block_ids == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
     assert small.cache.reset()
 
@@ -745,7 +745,7 @@ def test_66_held_content_is_found_and_shared():
     small.cache.release(ended)
     second = small.admitted(request("b", tokens(49)))
     assert table_of(second) == [1, 2, 3, 5]
-    small.cache.let_go(kept)
+    small.cache.release_held(kept)
     assert small.ref_counts_of(second) == [1] * 4
     assert small.pool.free_block_ids == [4, 6, 7, 8, 9, 10]
 

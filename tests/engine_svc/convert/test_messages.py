@@ -13,9 +13,9 @@ from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import RepetitionLimits, ThinkingBudget
-from engine_svc.core.step import PromptPlaces, TokenLogprobs
+from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
-from engine_svc.loop.step_output import FinishedRow, StepOutput, Told
+from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts
@@ -147,7 +147,7 @@ def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, wor
     assert all(word in caught.value.message for word in words)
 
 
-def test_every_wish_for_the_sampler_arrives():
+def test_every_sampling_option_arrives():
     sampling = to_request(
         make_entry(
             1,
@@ -170,7 +170,7 @@ def test_every_wish_for_the_sampler_arrives():
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids) == (20, 0, (9, 0))
 
 
-def test_wishes_that_are_not_made_change_nothing():
+def test_unset_options_change_nothing():
     sampling = to_request(make_entry(1)).sampling
     assert (sampling.min_p, sampling.allowed_token_ids, sampling.logit_bias) == (0.0, None, ())
     assert (sampling.logprobs, sampling.prompt_logprobs) == (None, None)
@@ -187,17 +187,17 @@ def test_47_a_request_with_prompt_logprobs_reads_no_cached_prefix():
 def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
     facts = replace(make_facts(), max_model_len=20_000)
 
-    def ask(num_tokens: int, **wishes: object) -> None:
-        entry = make_entry(1, prompt=[1] * num_tokens, **wishes)
+    def ask(num_tokens: int, **options: object) -> None:
+        entry = make_entry(1, prompt=[1] * num_tokens, **options)
         messages.to_request(entry, session_number=1, facts=facts, now=0.0)
 
     ask(10_000, prompt_logprobs=20)
     ask(10_000, prompt_logprobs=19, logprob_token_ids=[5])
-    for wishes in ({"prompt_logprobs": 20, "logprob_token_ids": [5]}, {"prompt_logprobs": 20}):
+    for options in ({"prompt_logprobs": 20, "logprob_token_ids": [5]}, {"prompt_logprobs": 20}):
         with pytest.raises(
             InvalidArgument, match=r"prompt_logprobs is 2\d+, it takes at most 200000 entries"
         ):
-            ask(10_001, **wishes)
+            ask(10_001, **options)
 
 
 @pytest.mark.parametrize(
@@ -421,26 +421,26 @@ def ints(column: bytes) -> list[int]:
     return array("I", column).tolist()
 
 
-def step_of(output: StepOutput, told: Told) -> step_pb2.Step:
-    output.tell(told)
+def step_of(output: StepOutput, token_logprobs: LogprobDeltas) -> step_pb2.Step:
+    output.add_logprobs(token_logprobs)
     return messages.to_step(output, {})
 
 
-def test_116_without_wishes_the_columns_are_empty():
+def test_116_columns_are_empty_unless_requested():
     step = messages.to_step(StepOutput(1, [5], [1], [9]), {})
     assert (step.sampled_logprobs, step.sampled_ranks, step.HasField("top_logprobs")) == (b"", b"", False)
     assert not step.extras
 
 
 def test_116_rows_that_asked_for_more_or_less_share_the_columns():
-    told = Told(
+    token_logprobs = LogprobDeltas(
         {
             6: TokenLogprobs([-0.5, -1.5], [1, 3], 2, [7, 8, 3, 4], [-0.5, -2.0, -0.25, -1.0]),
             8: TokenLogprobs([-3.0], [9], 1, [2], [-0.125]),
             9: TokenLogprobs([-4.0], [12]),
         }
     )
-    step = step_of(StepOutput(1, [5, 6, 8, 9], [2, 2, 1, 1], [1, 2, 7, 4, 5, 6]), told)
+    step = step_of(StepOutput(1, [5, 6, 8, 9], [2, 2, 1, 1], [1, 2, 7, 4, 5, 6]), token_logprobs)
     assert floats(step.sampled_logprobs) == [None, None, -0.5, -1.5, -3.0, -4.0]
     assert ints(step.sampled_ranks) == [0, 0, 1, 3, 9, 12]
     top = step.top_logprobs
@@ -450,17 +450,17 @@ def test_116_rows_that_asked_for_more_or_less_share_the_columns():
 
 
 def test_116_who_asks_for_no_other_token_gets_no_further_columns():
-    step = step_of(StepOutput(1, [5], [1], [9]), Told({5: TokenLogprobs([-0.5], [1])}))
+    step = step_of(StepOutput(1, [5], [1], [9]), LogprobDeltas({5: TokenLogprobs([-0.5], [1])}))
     assert floats(step.sampled_logprobs) == [-0.5]
     assert not step.HasField("top_logprobs")
 
 
 def test_116_the_first_prompt_entry_is_none():
     places = [
-        PromptPlaces(1, TokenLogprobs([-0.5, -1.0], [1, 2], 1, [3, 4], [-0.25, -0.75])),
-        PromptPlaces(3, TokenLogprobs([-2.0], [5], 1, [6], [-0.5])),
+        PromptTokenLogprobs(1, TokenLogprobs([-0.5, -1.0], [1, 2], 1, [3, 4], [-0.25, -0.75])),
+        PromptTokenLogprobs(3, TokenLogprobs([-2.0], [5], 1, [6], [-0.5])),
     ]
-    step = step_of(StepOutput(1, [5, 6], [1, 1], [8, 9]), Told(prompts={6: places}))
+    step = step_of(StepOutput(1, [5, 6], [1, 1], [8, 9]), LogprobDeltas(prompts={6: places}))
     assert [extra.row for extra in step.extras] == [1, 1]
     first, second = (extra.prompt_logprobs for extra in step.extras)
     assert (first.first_position, second.first_position) == (0, 3)
@@ -470,8 +470,8 @@ def test_116_the_first_prompt_entry_is_none():
 
 
 def test_116_a_prompt_that_yields_no_token_yet_has_a_row_of_its_own():
-    told = Told(prompts={9: [PromptPlaces(1, TokenLogprobs([], []))]})
-    step = step_of(StepOutput(1, [5], [1], [8]), told)
+    token_logprobs = LogprobDeltas(prompts={9: [PromptTokenLogprobs(1, TokenLogprobs([], []))]})
+    step = step_of(StepOutput(1, [5], [1], [8]), token_logprobs)
     assert ints(step.handles) == [5, 9]
     assert step.num_tokens == b"\x01\x00"
     extra = step.extras[0]
@@ -487,15 +487,15 @@ def to_limited_request(entry: add_pb2.AddEntry, **facts: int) -> Request:
 
 
 def test_an_engine_tells_as_many_logprobs_as_it_is_configured_to():
-    for wish in ("logprobs", "prompt_logprobs"):
-        asked = make_entry(1, **{wish: 25})
-        with pytest.raises(InvalidArgument, match=f"{wish} is 25, it takes 0 to 20"):
+    for field in ("logprobs", "prompt_logprobs"):
+        asked = make_entry(1, **{field: 25})
+        with pytest.raises(InvalidArgument, match=f"{field} is 25, it takes 0 to 20"):
             to_limited_request(asked)
-        assert getattr(to_limited_request(asked, max_logprobs=25).sampling, wish) == 25
-        everything = make_entry(1, **{wish: -1})
-        assert getattr(to_limited_request(everything, max_logprobs=-1).sampling, wish) == -1
-        with pytest.raises(InvalidArgument, match=f"{wish} is -2, it takes -1 to"):
-            to_limited_request(make_entry(1, **{wish: -2}), max_logprobs=-1)
+        assert getattr(to_limited_request(asked, max_logprobs=25).sampling, field) == 25
+        everything = make_entry(1, **{field: -1})
+        assert getattr(to_limited_request(everything, max_logprobs=-1).sampling, field) == -1
+        with pytest.raises(InvalidArgument, match=f"{field} is -2, it takes -1 to"):
+            to_limited_request(make_entry(1, **{field: -2}), max_logprobs=-1)
 
 
 def thinking_entry(budget: int, start: list[int], end: list[int]) -> add_pb2.AddEntry:

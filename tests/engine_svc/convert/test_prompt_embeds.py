@@ -9,7 +9,7 @@ import pytest
 
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.convert import messages
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.tensors.source import TensorReceiver
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.fakes import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts
@@ -38,7 +38,7 @@ def entry_of(
 
 
 def to_request(entry: add_pb2.AddEntry, facts=FACTS):
-    source = TensorDoor(is_open=True).source("frontend", "session")
+    source = TensorReceiver(is_open=True).source("frontend", "session")
     try:
         return messages.to_request(entry, session_number=1, facts=facts, now=0.0, tensors=source)
     finally:
@@ -55,14 +55,14 @@ def test_a_prompt_of_embeddings_alone_has_a_place_for_each():
     request = to_request(entry_of(embeds(1.0, 2.0, 3.0)))
     assert (request.num_prompt_tokens, request.token_ids) == (3, [0, 0, 0])
     assert request.prompt_embeds is not None
-    assert request.prompt_embeds.places == (0, 1, 2)
+    assert request.prompt_embeds.positions == (0, 1, 2)
 
 
 def test_tokens_and_embeddings_stand_where_is_token_says():
     request = to_request(entry_of(embeds(1.0, 2.0), [5, 6, 7, 8, 9], b"\1\1\0\0\1"))
     assert request.token_ids == [5, 6, 0, 0, 9]
     assert request.prompt_embeds is not None
-    assert request.prompt_embeds.places == (2, 3)
+    assert request.prompt_embeds.positions == (2, 3)
     # What a sender leaves in the ids of those places is no content.
     assert hashes_of(entry_of(embeds(1.0, 2.0), [5, 6, 7, 8], b"\1\1\0\0")) == hashes_of(
         entry_of(embeds(1.0, 2.0), [5, 6, 3, 3], b"\1\1\0\0")
@@ -158,7 +158,7 @@ def test_embeddings_and_what_went_out_before_fit_the_model_together():
         to_request(entry)
 
 
-def test_an_engine_that_was_not_told_to_takes_no_embeddings():
+def test_an_engine_takes_no_embeddings_unless_enabled():
     with pytest.raises(Unimplemented, match="prompt_embeds"):
         to_request(entry_of(embeds(1.0)), facts=make_facts())
     with pytest.raises(Unimplemented, match="prompt_embeds"):

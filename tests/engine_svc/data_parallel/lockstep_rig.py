@@ -14,13 +14,13 @@ from engine_svc.core.errors import PeersLost
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.data_parallel.driver import LockstepDriver, Prepared, Standing
+from engine_svc.data_parallel.driver import LockstepDriver, Prepared, RankStatus
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.wave import Vote, WaveMachine
 from engine_svc.loop.answer import give
 from engine_svc.loop.controls import EngineControls
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Board, Call, Figures, Inbox, Stop
+from engine_svc.loop.mailbox import Add, Call, Inbox, LoopStats, StatsSnapshot, Stop
 from engine_svc.loop.pause import PauseMode
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import FakeClock
@@ -105,7 +105,7 @@ class FakeGroup:
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         point = ("numbers", 0)
         self.shared.come(point, self.meeting.rank, list(numbers))
-        return [list(said) for said in self.shared.wait(point) if isinstance(said, list)]
+        return [list(values) for values in self.shared.wait(point) if isinstance(values, list)]
 
     def count(self, vote: Vote) -> Vote:
         self._meetings.on_count(self.meeting.rank, vote)
@@ -122,19 +122,19 @@ class FakeGroup:
         self.shared.close()
 
 
-class PostedBoard(Board):
+class NotifyingStatsSnapshot(StatsSnapshot):
     """Tells of every post."""
 
     def __init__(self) -> None:
         super().__init__()
         self._posted = threading.Condition()
 
-    def post(self, figures: Figures) -> None:
+    def post(self, stats: LoopStats) -> None:
         with self._posted:
-            super().post(figures)
+            super().post(stats)
             self._posted.notify_all()
 
-    def until(self, condition: Callable[[Figures], bool]) -> Figures:
+    def until(self, condition: Callable[[LoopStats], bool]) -> LoopStats:
         """The first figures that make it true, these or later ones."""
         with self._posted:
             assert self._posted.wait_for(lambda: condition(self.read()), PATIENCE_S)
@@ -215,7 +215,7 @@ class Rank:
         self.meetings = meetings
         self.groups, self.shards = FakeGroups(meetings), FakeShards()
         self.executor = LockstepExecutor(self.groups)
-        self.inbox, self.board, self.clock = Inbox(1000), PostedBoard(), FakeClock()
+        self.inbox, self.stats_snapshot, self.clock = Inbox(1000), NotifyingStatsSnapshot(), FakeClock()
         self.frontend = Frontend()
         self.error: Exception | None = None
         self.is_alive = True
@@ -239,7 +239,7 @@ class Rank:
             scheduler=scheduler,
             executor=self.executor,
             inbox=self.inbox,
-            board=self.board,
+            stats_snapshot=self.stats_snapshot,
             clock=self.clock,
             lockstep=self.driver,
             max_in_flight=max_in_flight,
@@ -271,16 +271,16 @@ class Rank:
 
     def pause(self, mode: PauseMode = PauseMode.KEEP) -> Future[None]:
         answer: Future[None] = Future()
-        self.post(lambda: self.controls.serve(lambda: self.controls.standstill.pause(mode, answer)))
+        self.post(lambda: self.controls.serve(lambda: self.controls.pause_controller.pause(mode, answer)))
         return answer
 
     def resume(self) -> None:
-        self.post(lambda: self.controls.serve(self.controls.standstill.resume))
+        self.post(lambda: self.controls.serve(self.controls.pause_controller.resume))
 
     def sleep(self, level: int) -> Future[None]:
         answer: Future[None] = Future()
-        standstill = self.controls.standstill
-        self.post(lambda: self.controls.serve(lambda: standstill.sleep(level, PauseMode.KEEP, answer)))
+        pause_controller = self.controls.pause_controller
+        self.post(lambda: self.controls.serve(lambda: pause_controller.sleep(level, PauseMode.KEEP, answer)))
         return answer
 
     def update_weights(self) -> None:
@@ -309,12 +309,12 @@ class Cluster:
         self._is_over = False
         self._coordinator = threading.Thread(target=self._coordinate, daemon=True)
         for rank in self.ranks:
-            rank.driver.subscribe(self._on_standing)
+            rank.driver.subscribe(self._on_rank_status)
             rank.thread.start()
 
     def __enter__(self) -> Cluster:
         self._coordinator.start()
-        self.until(lambda: all(rank.driver.standing.generation for rank in self.ranks))
+        self.until(lambda: all(rank.driver.rank_status.generation for rank in self.ranks))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -352,7 +352,7 @@ class Cluster:
             rank.post(partial(rank.driver.commit, prepared, answers[-1], lost_generation))
         return answers
 
-    def _on_standing(self, standing: Standing) -> None:
+    def _on_rank_status(self, rank_status: RankStatus) -> None:
         with self._changed:
             self._num_changes += 1
             self._changed.notify_all()
@@ -369,10 +369,10 @@ class Cluster:
                 seen = self._num_changes
             alive = [rank for rank in self.ranks if rank.is_alive]
             for asking in alive:
-                standing = asking.driver.standing
-                if standing.asks:
+                rank_status = asking.driver.rank_status
+                if rank_status.asks:
                     for rank in alive:
-                        if rank is not asking and not rank.driver.standing.is_in_wave:
-                            rank.post(partial(rank.driver.hear, standing.wave))
-            if self.reforms and all(rank.driver.standing.generation == 0 for rank in alive):
+                        if rank is not asking and not rank.driver.rank_status.is_in_wave:
+                            rank.post(partial(rank.driver.on_wake_signal, rank_status.wave))
+            if self.reforms and all(rank.driver.rank_status.generation == 0 for rank in alive):
                 wait(self.form(alive), PATIENCE_S)

@@ -16,7 +16,7 @@ from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.wave import VOTE_INTERVAL, LockstepState, Vote, WaveMachine
 from engine_svc.data_parallel.weights_check import WEIGHTS_MISMATCH
 from engine_svc.loop.mailbox import Abort
-from engine_svc.loop.pause import PauseMode, StandstillState
+from engine_svc.loop.pause import PauseMode, RunState
 from service_kit.errors import Aborted, FailedPrecondition
 from tests.engine_svc.data_parallel.lockstep_rig import (
     PATIENCE_S,
@@ -43,7 +43,7 @@ def test_one_busy_rank_gets_its_thousand_tokens_and_the_other_takes_part(depth):
         busy, idle = cluster.ranks
         busy.add(1, max_tokens=1000)
         busy.frontend.read_until_ended(1)
-        cluster.until(lambda: not any(rank.driver.standing.is_in_wave for rank in cluster.ranks))
+        cluster.until(lambda: not any(rank.driver.rank_status.is_in_wave for rank in cluster.ranks))
         assert_exact(busy, range(1, 2), 1000)
         assert busy.executor.num_launched == idle.executor.num_launched
         assert idle.executor.num_idle == idle.driver.num_idle_steps == idle.executor.num_launched >= 1000
@@ -57,7 +57,7 @@ def test_ranks_without_requests_neither_step_nor_vote():
             rank.inbox.put(Abort("nobody"))
             rank.ask(lambda: None)
             assert (rank.executor.num_launched, rank.driver.num_votes) == (0, 0)
-            assert rank.driver.standing.state is LockstepState.PAUSED
+            assert rank.driver.rank_status.state is LockstepState.PAUSED
 
 
 def test_requests_on_all_ranks_share_the_waves():
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_in_a_wave_is_left_and_the_others_go_on_without_it():
         left.frontend.read_until_ended(1)
         assert_exact(left, range(1, 2), 200)
         assert left.executor.num_drops == 1
-        assert left.driver.standing.generation > 1
+        assert left.driver.rank_status.generation > 1
         dead.executor.gate.set()
 
 
@@ -131,11 +131,11 @@ def test_what_waits_for_a_group_ends_at_its_deadline_and_looks_like_no_hang():
     with Cluster(2) as cluster:
         first = cluster.ranks[0]
         cluster.reforms = False
-        first.ask(lambda: first.driver.lose(ValueError("left")))
+        first.ask(lambda: first.driver.leave_group(ValueError("left")))
         first.add(1, deadline_at=5.0)
         # The figures of a loop that has come to rest, and not those of the call before.
-        figures = first.board.until(lambda figures: not figures.is_in_call and figures.scheduler.num_waiting)
-        assert figures.step_started_at is None
+        stats = first.stats_snapshot.until(lambda stats: not stats.is_in_call and stats.scheduler.num_waiting)
+        assert stats.step_started_at is None
         assert first.executor.num_launched == 0
         first.clock.advance(10.0)
         first.ask(lambda: None)
@@ -153,14 +153,14 @@ def test_ranks_are_quiet_when_all_have_paused_and_move_when_all_have_resumed():
         assert not first.driver.is_quiet
         second.pause().result(10)
         cluster.until(
-            lambda: all(rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks)
+            lambda: all(rank.driver.rank_status.state is LockstepState.QUIET for rank in cluster.ranks)
         )
-        wave = first.driver.standing.wave
+        wave = first.driver.rank_status.wave
         assert [rank.ask(lambda rank=rank: rank.driver.start(wave)) for rank in cluster.ranks] == [False] * 2
         first.resume()
         second.add(3, max_tokens=4)
         first.ask(lambda: None)
-        assert first.driver.standing.state is LockstepState.QUIET
+        assert first.driver.rank_status.state is LockstepState.QUIET
         assert not first.driver.is_quiet
         second.resume()
         first.frontend.read_until_ended(1)
@@ -179,14 +179,14 @@ def test_only_quiet_ranks_give_memory_or_weights_up():
         for answer in sleep:
             with pytest.raises(FailedPrecondition, match="pause all of them"):
                 answer.result(10)
-        assert first.controls.standstill.state is StandstillState.PAUSED
+        assert first.controls.pause_controller.state is RunState.PAUSED
         second.pause().result(10)
         cluster.until(
-            lambda: all(rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks)
+            lambda: all(rank.driver.rank_status.state is LockstepState.QUIET for rank in cluster.ranks)
         )
         first.sleep(1).result(10)
-        assert first.controls.standstill.state is StandstillState.ASLEEP
-        first.post(first.controls.standstill.wake)
+        assert first.controls.pause_controller.state is RunState.ASLEEP
+        first.post(first.controls.pause_controller.wake)
         for rank in cluster.ranks:
             rank.resume()
         second.add(1)
@@ -208,7 +208,9 @@ def test_no_order_of_pauses_resumes_and_requests_ends_in_a_deadlock():
     with Cluster(2) as cluster:
         num_added, quiet = [0, 0], list[int]()
         cluster.ranks[0].driver.subscribe(
-            lambda standing: quiet.append(standing.wave) if standing.state is LockstepState.QUIET else None
+            lambda rank_status: (
+                quiet.append(rank_status.wave) if rank_status.state is LockstepState.QUIET else None
+            )
         )
         for seed in range(200):
             chance = random.Random(seed)
@@ -225,7 +227,7 @@ def test_no_order_of_pauses_resumes_and_requests_ends_in_a_deadlock():
                             other.pause(PauseMode.KEEP)
                         cluster.until(
                             lambda: all(
-                                rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks
+                                rank.driver.rank_status.state is LockstepState.QUIET for rank in cluster.ranks
                             )
                         )
                     case _:
@@ -260,18 +262,18 @@ def test_ranks_change_over_together_and_keep_what_runs():
             assert rank.shards.asked[-2:] == [(rank.groups.group.meeting.rank, 2), "adopt"]
         assert first.frontend.tokens[1] == expected_tokens(prompt_of(1), 1, 1000)
         assert second.frontend.tokens[2] == expected_tokens(prompt_of(2), 2, 1000)
-        assert third.driver.standing.generation == 0
+        assert third.driver.rank_status.generation == 0
 
 
 def test_a_wave_number_never_goes_back_over_generations():
     with Cluster(2) as cluster:
         first, second = cluster.ranks
         waves: list[int] = []
-        first.driver.subscribe(lambda standing: waves.append(standing.wave))
+        first.driver.subscribe(lambda rank_status: waves.append(rank_status.wave))
         for handle in range(4):
             first.add(handle, max_tokens=3)
             first.frontend.read_until_ended(handle + 1)
-            second.ask(lambda: second.driver.lose(ValueError("left")))
+            second.ask(lambda: second.driver.leave_group(ValueError("left")))
         assert waves == sorted(waves)
         assert waves[-1] > 3
 
@@ -292,12 +294,12 @@ def test_a_rank_whose_peer_has_ended_meanwhile_changes_over_without_a_wave():
         prepared = prepare_alone(left, 2)
         left.post(lambda: left.driver.commit(prepared, answer, lost_generation=1))
         answer.result(PATIENCE_S)
-        assert (left.driver.standing.generation, left.driver.meeting) == (2, prepared.meeting)
+        assert (left.driver.rank_status.generation, left.driver.meeting) == (2, prepared.meeting)
         assert (left.executor.num_launched, left.driver.num_votes) == (0, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_rank_that_waits_for_one_that_has_ended_is_told_so_from_outside(depth):
+def test_a_rank_waiting_for_an_ended_rank_is_released_from_outside(depth):
     with Cluster(2, max_in_flight=depth) as cluster:
         cluster.reforms = False
         left, dead = cluster.ranks
@@ -328,7 +330,7 @@ def test_who_has_ended_before_a_generation_was_formed_is_no_loss_to_it():
         assert (stays.executor.num_drops, stays.driver.num_votes) == (0, 2)
 
 
-def test_ranks_that_have_agreed_to_stand_still_do_so_whoever_has_ended():
+def test_ranks_that_have_agreed_to_pause_do_so_even_if_a_rank_has_ended():
     with Cluster(2) as cluster:
         cluster.reforms = False
         first, _ = cluster.ranks
@@ -347,12 +349,12 @@ def test_ranks_that_have_agreed_to_stand_still_do_so_whoever_has_ended():
 OLD, NEW = "ab" * 32, "12" * 32
 
 
-def put_in_place(rank: Rank, digest: str) -> None:
+def replace_weights(rank: Rank, digest: str) -> None:
     rank.update_weights()
     rank.ask(lambda: rank.driver.note_weights(digest))
 
 
-def stand_still(cluster: Cluster) -> None:
+def pause_ranks(cluster: Cluster) -> None:
     for rank in cluster.ranks:
         rank.pause().result(PATIENCE_S)
     cluster.until(lambda: all(rank.driver.is_quiet for rank in cluster.ranks))
@@ -362,10 +364,10 @@ def test_ranks_with_other_weights_do_not_meet_and_do_once_they_have_the_same(cap
     with Cluster(2) as cluster:
         cluster.reforms = False
         first, second = cluster.ranks
-        second.ask(lambda: second.driver.lose(ValueError("left")))
-        cluster.until(lambda: not second.driver.standing.generation)
-        first.ask(lambda: first.driver.lose(ValueError("left")))
-        put_in_place(second, NEW)
+        second.ask(lambda: second.driver.leave_group(ValueError("left")))
+        cluster.until(lambda: not second.driver.rank_status.generation)
+        first.ask(lambda: first.driver.leave_group(ValueError("left")))
+        replace_weights(second, NEW)
         with caplog.at_level(logging.ERROR):
             for _ in range(2):
                 serving, odd = cluster.form(cluster.ranks)
@@ -376,8 +378,8 @@ def test_ranks_with_other_weights_do_not_meet_and_do_once_they_have_the_same(cap
                     serving.result(PATIENCE_S)
         errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
         assert errors == ["ranks with different weights do not meet"]
-        assert [rank.driver.standing.state for rank in cluster.ranks] == [LockstepState.APART] * 2
-        put_in_place(first, NEW)
+        assert [rank.driver.rank_status.state for rank in cluster.ranks] == [LockstepState.APART] * 2
+        replace_weights(first, NEW)
         for answer in cluster.form(cluster.ranks):
             answer.result(PATIENCE_S)
         first.add(1)
@@ -388,25 +390,25 @@ def test_ranks_with_other_weights_do_not_meet_and_do_once_they_have_the_same(cap
 def test_ranks_that_resume_with_other_weights_come_apart_and_step_no_more():
     with Cluster(2) as cluster:
         cluster.reforms = False
-        stand_still(cluster)
-        put_in_place(cluster.ranks[0], NEW)
+        pause_ranks(cluster)
+        replace_weights(cluster.ranks[0], NEW)
         num_launched = [rank.executor.num_launched for rank in cluster.ranks]
         for rank in cluster.ranks:
             rank.add(1)
             rank.resume()
-        cluster.until(lambda: all(not rank.driver.standing.generation for rank in cluster.ranks))
+        cluster.until(lambda: all(not rank.driver.rank_status.generation for rank in cluster.ranks))
         assert [rank.executor.num_launched for rank in cluster.ranks] == num_launched
 
 
 def test_all_ranks_resume_with_the_same_new_weights():
     with Cluster(2) as cluster:
-        stand_still(cluster)
+        pause_ranks(cluster)
         for rank in cluster.ranks:
-            put_in_place(rank, NEW)
+            replace_weights(rank, NEW)
             rank.resume()
         cluster.ranks[0].add(1)
         cluster.ranks[0].frontend.read_until_ended(1)
-        assert [rank.driver.standing.generation for rank in cluster.ranks] == [1, 1]
+        assert [rank.driver.rank_status.generation for rank in cluster.ranks] == [1, 1]
 
 
 def test_a_rank_in_no_group_says_so_and_gives_nothing_up():
@@ -414,7 +416,7 @@ def test_a_rank_in_no_group_says_so_and_gives_nothing_up():
         cluster.reforms = False
         (rank,) = cluster.ranks
         rank.pause().result(PATIENCE_S)
-        rank.ask(lambda: rank.driver.lose(ValueError("left")))
+        rank.ask(lambda: rank.driver.leave_group(ValueError("left")))
         with pytest.raises(FailedPrecondition, match="in no group at present") as refused:
             rank.sleep(1).result(PATIENCE_S)
         assert refused.value.reason == "RANKS_APART"
@@ -466,9 +468,11 @@ def bare() -> Iterator[Bare]:
 
 def test_what_a_rank_asks_for_can_be_seen_before_it_waits_for_the_others(bare):
     driver, seen = bare.driver, []
-    bare.meetings.on_count = lambda rank, vote: seen.append((driver.standing.asks, driver.standing.wave))
+    bare.meetings.on_count = lambda rank, vote: seen.append(
+        (driver.rank_status.asks, driver.rank_status.wave)
+    )
     assert driver.may_step(True)
-    driver.launched(is_idle=False, has_work=True)
+    driver.on_step_launched(is_idle=False, has_work=True)
     assert seen == [(True, 1)]
 
 
@@ -477,16 +481,16 @@ def test_a_group_is_lost_only_when_all_that_was_launched_in_it_has_come_back(bar
     driver.pause()
     for has_work in (True, True, False):
         assert driver.may_step(has_work)
-        driver.launched(is_idle=not has_work, has_work=has_work)
+        driver.on_step_launched(is_idle=not has_work, has_work=has_work)
     assert driver.is_quiet
     driver.resume()
     bare.do_posted()
     for _ in range(3):
-        assert driver.standing.generation == 1
-        driver.came_back()
-    assert driver.standing.generation == 0
+        assert driver.rank_status.generation == 1
+        driver.on_step_done()
+    assert driver.rank_status.generation == 0
     bare.form(2)
     assert driver.may_step(True)
-    driver.launched(is_idle=False, has_work=True)
-    driver.came_back()
-    assert (driver.standing.generation, driver.standing.asks) == (2, False)
+    driver.on_step_launched(is_idle=False, has_work=True)
+    driver.on_step_done()
+    assert (driver.rank_status.generation, driver.rank_status.asks) == (2, False)

@@ -15,7 +15,7 @@ import torch
 from engine_svc.core.errors import PeersLost
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.torch_group import ProcessRankGroup, ProcessRankGroups, reach_store
-from engine_svc.data_parallel.wake_signal import reach_bell
+from engine_svc.data_parallel.wake_signal import connect_signal_store
 from engine_svc.data_parallel.wave import Vote
 from engine_svc.model.expert_exchange import GroupExchange
 from tests.engine_svc.ranks.shared_rig import HOST, TIMEOUT_S, in_threads, outcomes, vote
@@ -73,14 +73,14 @@ def test_all_ranks_find_the_verdict_of_all_votes(ranks):
         assert verdicts == [Vote.count(votes)] * len(groups)
 
 
-def test_all_are_told_when_the_last_has_resumed_and_then_vote(ranks):
+def test_all_ranks_are_notified_when_the_last_has_resumed_and_then_vote(ranks):
     groups = ranks.form()
     done = [threading.Event() for _ in groups]
-    for group, told in zip(groups[1:], done[1:], strict=True):
-        group.when_all_resumed(5, told.set, pytest.fail)
-    assert not any(told.is_set() for told in done)
+    for group, event in zip(groups[1:], done[1:], strict=True):
+        group.when_all_resumed(5, event.set, pytest.fail)
+    assert not any(event.is_set() for event in done)
     groups[0].when_all_resumed(5, done[0].set, pytest.fail)
-    assert all(told.wait(TIMEOUT_S) for told in done)
+    assert all(event.wait(TIMEOUT_S) for event in done)
     assert votes_of(groups, vote(2)) == [vote(2)] * len(groups)
 
 
@@ -101,9 +101,11 @@ def test_one_process_forms_one_group_after_the_other_and_keeps_nothing_of_them(p
 def test_words_about_waves_of_earlier_generations_are_taken_out_of_the_store(pair):
     store = reach_store(HOST, pair.makers[0].store_port, TIMEOUT_S)
     for generation in (1, 2):
-        bell = reach_bell(Meeting(generation, 0, 2, HOST, pair.makers[0].store_port), TIMEOUT_S)
+        signal_store = connect_signal_store(
+            Meeting(generation, 0, 2, HOST, pair.makers[0].store_port), TIMEOUT_S
+        )
         pair.form(generation)
-        bell.ring(5)
+        signal_store.signal(5)
         for group in pair.groups:
             group.close()
     assert [key for key in store.list_keys() if "generation" in key or "doorbell" in key] == ["doorbell-2/5"]
@@ -190,15 +192,15 @@ def test_a_number_that_no_message_holds_is_a_lost_rank_and_ends_the_wait_of_the_
 
 def test_ranks_hear_each_others_numbers(ranks):
     groups = ranks.form()
-    said = in_threads([partial(group.swap_numbers, (group.meeting.rank, -7)) for group in groups])
-    assert said == [[[rank, -7] for rank in range(len(groups))]] * len(groups)
+    results = in_threads([partial(group.swap_numbers, (group.meeting.rank, -7)) for group in groups])
+    assert results == [[[rank, -7] for rank in range(len(groups))]] * len(groups)
 
 
 def test_ranks_that_resume_with_other_weights_are_lost_to_each_other(pair):
     lost = [threading.Event() for _ in pair.form()]
-    for group, told, weights in zip(pair.groups, lost, (5, -6), strict=True):
-        group.when_all_resumed(weights, pytest.fail, told.set)
-    assert all(told.wait(TIMEOUT_S) for told in lost)
+    for group, event, weights in zip(pair.groups, lost, (5, -6), strict=True):
+        group.when_all_resumed(weights, pytest.fail, event.set)
+    assert all(event.wait(TIMEOUT_S) for event in lost)
 
 
 def votes_of(groups: list[ProcessRankGroup], own: Vote | None = None) -> list[Vote]:

@@ -17,8 +17,8 @@ def formed(*, interval: int = 1, wave: int = 1) -> WaveMachine:
 def step(machine: WaveMachine, *, has_work: bool = True) -> Vote:
     """Launch a step after which a vote is due, and take it back."""
     assert machine.may_step(has_work)
-    vote = machine.launched(has_work)
-    machine.came_back()
+    vote = machine.on_step_launched(has_work)
+    machine.on_step_done()
     assert vote is not None
     return vote
 
@@ -67,9 +67,9 @@ def test_a_rank_that_has_begun_asks_until_all_have_taken_part_in_a_step():
     machine = formed(interval=8)
     machine.may_step(True)
     assert machine.asks
-    machine.launched(True)
+    machine.on_step_launched(True)
     assert machine.asks
-    machine.came_back()
+    machine.on_step_done()
     assert not machine.asks
 
 
@@ -82,21 +82,21 @@ def test_a_rank_that_was_started_asks_as_well_for_the_one_that_began_may_be_none
 def test_a_step_of_the_wave_before_does_not_end_the_asking():
     machine = formed()
     assert machine.may_step(True)
-    vote = machine.launched(False)
+    vote = machine.on_step_launched(False)
     assert vote is not None
     machine.take(vote)
     assert machine.may_step(True)
-    machine.launched(False)
-    machine.came_back()
+    machine.on_step_launched(False)
+    machine.on_step_done()
     assert machine.asks
-    machine.came_back()
+    machine.on_step_done()
     assert not machine.asks
 
 
 def test_the_verdict_ends_the_asking():
     machine = formed()
     machine.may_step(True)
-    machine.launched(True)
+    machine.on_step_launched(True)
     machine.take(verdict(has_work=True))
     assert not machine.asks
 
@@ -106,8 +106,8 @@ def test_ranks_vote_every_32_steps_of_a_wave():
     votes = []
     for _ in range(3 * VOTE_INTERVAL):
         machine.may_step(True)
-        votes.append(machine.launched(True))
-        machine.came_back()
+        votes.append(machine.on_step_launched(True))
+        machine.on_step_done()
         if votes[-1] is not None:
             machine.take(votes[-1])
     assert [number for number, vote in enumerate(votes, 1) if vote is not None] == [32, 64, 96]
@@ -116,12 +116,12 @@ def test_ranks_vote_every_32_steps_of_a_wave():
 def test_steps_are_counted_from_the_beginning_of_each_wave():
     machine = formed(interval=2)
     machine.may_step(True)
-    assert machine.launched(True) is None
-    machine.lose()
+    assert machine.on_step_launched(True) is None
+    machine.leave_group()
     machine.form(2, machine.wave)
     machine.may_step(True)
-    assert machine.launched(True) is None
-    assert machine.launched(True) is not None
+    assert machine.on_step_launched(True) is None
+    assert machine.on_step_launched(True) is not None
 
 
 def test_a_verdict_counts_all_votes():
@@ -228,7 +228,7 @@ def test_a_late_start_after_an_agreed_pause_does_nothing(wave: int):
     assert not machine.may_step(True)
 
 
-def test_nobody_steps_before_all_have_resumed():
+def test_no_rank_steps_before_all_have_resumed():
     machine = quiet()
     assert machine.resume()
     assert not machine.may_step(True)
@@ -236,7 +236,7 @@ def test_nobody_steps_before_all_have_resumed():
     assert machine.may_step(True)
 
 
-def test_a_resume_without_an_agreement_waits_for_nobody():
+def test_a_resume_without_an_agreement_does_not_wait():
     machine = formed()
     machine.pause()
     assert not machine.resume()
@@ -287,7 +287,7 @@ def test_a_rank_that_is_apart_changes_over_at_once():
 
 def test_a_generation_that_was_lost_is_not_formed_again():
     machine = formed()
-    machine.lose()
+    machine.leave_group()
     assert machine.switch_to == 0
     machine.get_ready(2)
     assert machine.switch_to == 2
@@ -296,20 +296,20 @@ def test_a_generation_that_was_lost_is_not_formed_again():
 def test_a_rank_that_loses_its_group_leaves_the_wave():
     machine = formed()
     machine.may_step(True)
-    machine.launched(True)
-    machine.lose()
+    machine.on_step_launched(True)
+    machine.leave_group()
     assert machine.state is LockstepState.APART
     assert machine.generation == 0
     assert not machine.asks
     assert not machine.may_step(True)
-    machine.lose()
+    machine.leave_group()
     assert machine.wave == 2
 
 
-def test_a_pause_that_is_wished_for_outlives_the_group():
+def test_a_requested_pause_outlives_the_group():
     machine = formed()
     machine.pause()
-    machine.lose()
+    machine.leave_group()
     machine.form(2, machine.wave)
     assert step(machine, has_work=False).is_pausing
 
@@ -317,7 +317,7 @@ def test_a_pause_that_is_wished_for_outlives_the_group():
 def test_a_group_begins_at_the_greatest_wave_of_its_ranks():
     machine = formed(wave=9)
     assert machine.wave == 9
-    machine.lose()
+    machine.leave_group()
     with pytest.raises(InvalidTransition, match="wave 3 cannot follow wave 10"):
         machine.form(2, 3)
 
@@ -327,6 +327,6 @@ def test_a_group_is_formed_only_by_who_is_apart():
         formed().form(2, 1)
 
 
-def test_only_who_has_agreed_to_stand_still_can_be_told_that_all_have_resumed():
+def test_all_resumed_is_valid_only_after_an_agreed_pause():
     with pytest.raises(InvalidTransition, match="paused cannot become paused"):
         formed().all_resumed()

@@ -49,11 +49,11 @@ def test_a_digest_begins_with_the_number_that_stands_for_it(digest):
     ],
 )
 def test_the_weights_of_a_group_are_those_that_it_serves_by(ranks, verdicts):
-    told = [RankWeights(*rank) for rank in ranks]
-    assert [verdict(told, own) for own in range(len(told))] == verdicts
+    weights = [RankWeights(*rank) for rank in ranks]
+    assert [verdict(weights, own) for own in range(len(weights))] == verdicts
 
 
-def test_both_digests_are_told():
+def test_both_digests_are_reported():
     with pytest.raises(FailedPrecondition) as raised:
         check_weights([RankWeights(NEW, True), RankWeights(OLD, False)], 1)
     assert raised.value.message == (

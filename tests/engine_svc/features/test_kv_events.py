@@ -58,7 +58,7 @@ class Replica:
             parent = block_hash
 
 
-class Told:
+class PublishingCore:
     """A core whose events go into a log and a replica."""
 
     def __init__(self, *, max_batch_blocks: int = 1000, **stage) -> None:
@@ -147,19 +147,19 @@ class Workload:
 def test_events_add_up_to_what_can_be_found_after_every_step(groups, depth):
     seen: Counter[str] = Counter()
     for seed in range(4):
-        told = Told(groups=groups, max_num_batched_tokens=24, async_scheduling=depth == 2)
-        workload = Workload(seed, told.stage, depth)
+        core = PublishingCore(groups=groups, max_num_batched_tokens=24, async_scheduling=depth == 2)
+        workload = Workload(seed, core.stage, depth)
         for _ in range(NUM_ROUNDS):
             is_withdrawn = workload.rng.random() < 0.05
             is_updated = workload.lose_steps() if is_withdrawn else workload.play()
-            told.read()
+            core.read()
             if is_updated:
-                assert set(told.replica.blocks) == told.findable(), seed
+                assert set(core.replica.blocks) == core.findable(), seed
                 seen["withdrawals" if is_withdrawn else "updates"] += 1
-        assert max(told.batch_sizes) <= NUM_BLOCKS + 24
-        seen += told.replica.seen
-        seen["preemptions"] += told.stage.scheduler.stats().num_preemptions
-        seen["hits"] += told.stage.scheduler.stats().prefix_hits
+        assert max(core.batch_sizes) <= NUM_BLOCKS + 24
+        seen += core.replica.seen
+        seen["preemptions"] += core.stage.scheduler.stats().num_preemptions
+        seen["hits"] += core.stage.scheduler.stats().prefix_hits
     assert seen["updates"] > 500 and seen["withdrawals"] > 20
     for name in ("StoredBlocks", "RemovedBlocks", "AllBlocksRemoved", "preemptions", "hits"):
         assert seen[name] > 0, name
@@ -169,23 +169,23 @@ def test_events_add_up_to_what_can_be_found_after_every_step(groups, depth):
 def test_a_snapshot_and_the_batches_behind_it_add_up_to_the_same(groups):
     num_checked = 0
     for seed in range(3):
-        told = Told(groups=groups, max_num_batched_tokens=24)
-        workload = Workload(seed + 50, told.stage, 1)
-        followers: list[Told] = []
+        core = PublishingCore(groups=groups, max_num_batched_tokens=24)
+        workload = Workload(seed + 50, core.stage, 1)
+        followers: list[PublishingCore] = []
         for index in range(NUM_ROUNDS):
             workload.play()
             if index % 25 == 24:
-                followers.append(_late_follower(told.log))
-            told.read()
+                followers.append(_late_follower(core.log))
+            core.read()
             for follower in followers:
                 follower.read()
-                assert follower.replica.blocks == told.replica.blocks
+                assert follower.replica.blocks == core.replica.blocks
                 num_checked += bool(follower.replica.blocks)
     assert num_checked > 1000
 
 
-def _late_follower(log: KVEventLog) -> Told:
-    follower = Told()
+def _late_follower(log: KVEventLog) -> PublishingCore:
+    follower = PublishingCore()
     follower.log = log
     follower.reader, snapshot = log.open_with_snapshot(lambda: None)
     held = {(block.block_hashes[0], block.group) for block in snapshot}
@@ -210,75 +210,75 @@ def _request(request_id: str, prompt: list[int], *, max_tokens: int = 1, reads: 
     return Request(request_id, prompt, len(prompt), sampling)
 
 
-def test_blocks_are_told_once_their_step_is_computed():
-    told = Told()
-    told.stage.add(_request("a", list(range(10, 19))))
-    plan = told.stage.schedule()
-    assert told.findable()
-    assert told.read() == []
-    told.stage.update(plan)
-    ((stored,),) = told.read()
+def test_blocks_are_reported_once_their_step_is_computed():
+    core = PublishingCore()
+    core.stage.add(_request("a", list(range(10, 19))))
+    plan = core.stage.schedule()
+    assert core.findable()
+    assert core.read() == []
+    core.stage.update(plan)
+    ((stored,),) = core.read()
     assert isinstance(stored, StoredBlocks)
     assert (len(stored.block_hashes), stored.token_ids) == (2, list(range(10, 18)))
     assert (stored.block_size, stored.group) == (4, 0)
-    assert stored.parent_hash == told.stage.cache.hasher.root()
+    assert stored.parent_hash == core.stage.cache.hasher.root()
 
 
 def test_a_run_continues_where_the_one_before_it_ended():
-    told = Told(max_num_batched_tokens=8)
-    told.stage.add(_request("a", list(range(10, 27))))
-    told.stage.step_until_idle()
-    (first,), (second,) = told.read()
+    core = PublishingCore(max_num_batched_tokens=8)
+    core.stage.add(_request("a", list(range(10, 27))))
+    core.stage.step_until_idle()
+    (first,), (second,) = core.read()
     assert isinstance(first, StoredBlocks)
     assert isinstance(second, StoredBlocks)
     assert second.parent_hash == first.block_hashes[-1]
     assert first.token_ids + second.token_ids == list(range(10, 26))
 
 
-def test_steps_that_change_nothing_are_not_told():
-    told = Told()
-    told.stage.add(_request("a", [9], max_tokens=7))
-    told.stage.step_until_idle()
-    assert len(told.read()) == 1
-    assert told.stage.scheduler.stats().step_number >= 7
+def test_steps_that_change_nothing_are_not_reported():
+    core = PublishingCore()
+    core.stage.add(_request("a", [9], max_tokens=7))
+    core.stage.step_until_idle()
+    assert len(core.read()) == 1
+    assert core.stage.scheduler.stats().step_number >= 7
 
 
-def test_equal_content_is_told_once_and_removed_with_its_last_block():
-    told = Told(num_blocks=7)
+def test_equal_content_is_reported_once_and_removed_with_its_last_block():
+    core = PublishingCore(num_blocks=7)
     prompt = list(range(10, 18))
     for name in ("a", "b"):
         # The last of three blocks has one token only, so it is never found.
-        told.stage.add(_request(name, [*prompt, ord(name)], reads=False))
-        told.stage.step_until_idle()
-    ((stored,),) = told.read()
+        core.stage.add(_request(name, [*prompt, ord(name)], reads=False))
+        core.stage.step_until_idle()
+    ((stored,),) = core.read()
     assert isinstance(stored, StoredBlocks)
     # Of six blocks two are without content, then come those of "a", then those of "b".
     removed = []
     for first, num_tokens in ((30, 4 * 4), (50, 6 * 4)):
-        told.stage.add(_request(f"new {first}", list(range(first, first + num_tokens - 1))))
-        told.stage.step_until_idle()
-        events = [event for batch in told.read() for event in batch]
+        core.stage.add(_request(f"new {first}", list(range(first, first + num_tokens - 1))))
+        core.stage.step_until_idle()
+        events = [event for batch in core.read() for event in batch]
         removed.append({name for event in events for name in _removed_by(event)})
-        assert set(told.replica.blocks) == told.findable()
+        assert set(core.replica.blocks) == core.findable()
     assert not removed[0] & set(stored.block_hashes)
     assert removed[1] >= set(stored.block_hashes)
 
 
-def test_a_cleared_cache_is_told_at_once():
-    told = Told()
-    told.stage.add(_request("a", list(range(10, 19))))
-    told.stage.step_until_idle()
-    told.read()
-    assert told.stage.scheduler.reset_prefix_cache(1.0)
-    assert told.read() == [[AllBlocksRemoved()]]
-    assert told.replica.blocks == {}
-    told.stage.add(_request("b", list(range(10, 19))))
-    told.stage.step_until_idle()
-    told.read()
-    assert set(told.replica.blocks) == told.findable() != set()
+def test_a_cleared_cache_is_reported_at_once():
+    core = PublishingCore()
+    core.stage.add(_request("a", list(range(10, 19))))
+    core.stage.step_until_idle()
+    core.read()
+    assert core.stage.scheduler.reset_prefix_cache(1.0)
+    assert core.read() == [[AllBlocksRemoved()]]
+    assert core.replica.blocks == {}
+    core.stage.add(_request("b", list(range(10, 19))))
+    core.stage.step_until_idle()
+    core.read()
+    assert set(core.replica.blocks) == core.findable() != set()
 
 
-def test_what_is_left_of_a_plan_without_rows_is_told_at_the_end_of_the_last_request():
+def test_evictions_of_a_plan_without_rows_are_reported_when_the_last_request_ends():
     published: list[Sequence[KVEvent]] = []
     events = KVEvents(lambda batch, num_blocks: published.append(batch))
     events.on_store(StoredBlocks([b"a"], b"root", [1], 1, 0))
@@ -293,7 +293,7 @@ def test_what_is_left_of_a_plan_without_rows_is_told_at_the_end_of_the_last_requ
     assert published[1:] == [[RemovedBlocks([b"a"], 0)]]
 
 
-def test_after_a_failed_step_what_the_end_of_the_last_request_evicts_is_told_at_once():
+def test_after_a_failed_step_evictions_by_the_last_request_are_reported_at_once():
     published: list[Sequence[KVEvent]] = []
     events = KVEvents(lambda batch, num_blocks: published.append(batch))
     events.on_store(StoredBlocks([b"a"], b"root", [1], 1, 0))
@@ -307,14 +307,14 @@ def test_after_a_failed_step_what_the_end_of_the_last_request_evicts_is_told_at_
 
 
 def test_a_batch_is_bounded_and_numbers_have_no_gaps():
-    told = Told(max_batch_blocks=3, max_num_batched_tokens=64)
+    core = PublishingCore(max_batch_blocks=3, max_num_batched_tokens=64)
     for name in "abcd":
-        told.stage.add(_request(name, [ord(name)] * 9))
-    told.stage.step_until_idle()
-    told.read()
-    assert told.batch_sizes == [4, 4]
-    assert set(told.replica.blocks) == told.findable()
-    assert told.reader.seq == 2
+        core.stage.add(_request(name, [ord(name)] * 9))
+    core.stage.step_until_idle()
+    core.read()
+    assert core.batch_sizes == [4, 4]
+    assert set(core.replica.blocks) == core.findable()
+    assert core.reader.seq == 2
 
 
 def _removed_by(event: KVEvent) -> list[bytes]:

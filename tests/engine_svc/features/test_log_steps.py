@@ -28,8 +28,10 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         hook.on_update(plan, StepResult(7, [[], [1], [8, 2], [3]]))
     (record,) = caplog.records
-    told = {name: value for name, value in vars(record).items() if name.startswith(("num_", "step_", "dur"))}
-    assert told == {
+    fields = {
+        name: value for name, value in vars(record).items() if name.startswith(("num_", "step_", "dur"))
+    }
+    assert fields == {
         "step_number": 7,
         "num_prefills": 1,
         "num_prefill_tokens": 40,

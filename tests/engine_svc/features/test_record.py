@@ -25,7 +25,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.record import RecordedScheduler
 from engine_svc.features.recorded_case import CaseFile, case_config, create_case
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Board, Inbox, Outbox, Stop
+from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from service_kit.clock import FakeClock
@@ -212,9 +212,9 @@ def test_what_the_format_cannot_say_ends_the_recording_by_name_and_not_the_engin
     recording = Recording(tmp_path)
     recording.scheduler.add(request("r0"))
     recording.step()
-    told = request("r1")
-    wishes = {"num_prompt_tokens": 6, "sampling": told.sampling} | UNRECORDABLE[reason]
-    recording.scheduler.add(Request("r1", told.token_ids, **wishes))
+    original = request("r1")
+    arguments = {"num_prompt_tokens": 6, "sampling": original.sampling} | UNRECORDABLE[reason]
+    recording.scheduler.add(Request("r1", original.token_ids, **arguments))
     recording.core.scheduler.unblock("r1", "somebody")
     recording.step()
     assert recording.scheduler.running_ids == ["r0", "r1"]
@@ -289,7 +289,7 @@ def test_the_file_is_complete_however_the_loop_ends(ending: str, tmp_path: Path)
         scheduler=recording.scheduler,
         executor=FakeExecutor(command),
         inbox=inbox,
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=FakeClock(),
         lockstep=NoLockstep(),
         at_end=(recording.scheduler.close,),

@@ -101,12 +101,12 @@ class Controlled:
         loop, turned = asyncio.get_running_loop(), asyncio.Event()
         await self.frontend.flush()
 
-        def tell() -> None:
+        def work() -> None:
             loop.call_soon_threadsafe(turned.set)
 
         for _ in range(2):
             turned.clear()
-            self.rig.engine.inbox.put(Call(tell))
+            self.rig.engine.inbox.put(Call(work))
             await turned.wait()
         # An answer goes out before a step that waits with it, and the next answer behind it.
         for _ in range(2):

@@ -10,23 +10,23 @@ from typing import Any
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 
 # What is told of one token of a request, by its id; None: nothing.
-Teller = Callable[[str], TokenLogprobs | None]
+LogprobSource = Callable[[str], TokenLogprobs | None]
 
 
-def telling(executor: Any, tell: Teller) -> None:
-    """Let `executor` tell of each sampled token what `tell` makes of its request's id."""
+def emit_logprobs(executor: Any, source: LogprobSource) -> None:
+    """Let `executor` tell of each sampled token what `source` makes of its request's id."""
     launch = executor.launch
 
-    def launch_and_tell(plan: StepPlan) -> Any:
+    def launch_with_logprobs(plan: StepPlan) -> Any:
         pending = launch(plan)
-        return SimpleNamespace(result=lambda: _told(plan, pending.result(), tell))
+        return SimpleNamespace(result=lambda: _with_logprobs(plan, pending.result(), source))
 
-    executor.launch = launch_and_tell
+    executor.launch = launch_with_logprobs
 
 
-def _told(plan: StepPlan, result: StepResult, tell: Teller) -> StepResult:
+def _with_logprobs(plan: StepPlan, result: StepResult, source: LogprobSource) -> StepResult:
     logprobs: Mapping[int, TokenLogprobs | None] = {
-        row: tell(request_id)
+        row: source(request_id)
         for row, (request_id, sampled) in enumerate(zip(plan.request_ids, result.sampled, strict=True))
         if sampled
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
-from engine_svc.loop.pause import Part, PauseMode, Standstill, StandstillState
+from engine_svc.loop.pause import Part, PauseController, PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
 from service_kit.errors import FailedPrecondition
 
-RUNNING, PAUSING, PAUSED, ASLEEP = StandstillState
+RUNNING, PAUSING, PAUSED, ASLEEP = RunState
 ALL = frozenset(Part)
 
 
@@ -29,7 +29,7 @@ class FakeLoop:
     def has_running(self) -> bool:
         return self.num_running > 0
 
-    def check_still(self) -> None:
+    def check_quiet(self) -> None:
         if self.is_wanted:
             raise FailedPrecondition("another rank steps")
 
@@ -93,7 +93,7 @@ class Rig:
 
     def __init__(self, num_running: int = 0) -> None:
         self.loop, self.runner = FakeLoop(num_running), FakeRunner()
-        self.machine = Standstill(self.loop, self.runner)
+        self.machine = PauseController(self.loop, self.runner)
 
     def pause(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = False) -> Future[None]:
         answer: Future[None] = Future()
@@ -106,7 +106,7 @@ class Rig:
         return answer
 
 
-def in_state(state: StandstillState) -> Rig:
+def in_state(state: RunState) -> Rig:
     """A rig in this state; where nothing has ended them, two requests run."""
     rig = Rig(num_running=2)
     if state is PAUSING:

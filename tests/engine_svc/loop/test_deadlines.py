@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_svc.loop.deadlines import Deadlines
 
 
-def test_each_request_whose_time_is_over_is_told_once_and_in_order():
+def test_each_expired_request_is_returned_once_and_in_order():
     running = dict.fromkeys("abcd")
     deadlines = Deadlines(running)
     for at, name in ((3.0, "a"), (1.0, "b"), (2.0, "c"), (9.0, "d")):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.loop.failure_bisection import MAX_FAILURES, Inquiry, Ruling
+from engine_svc.loop.failure_bisection import MAX_FAILURES, BisectionDecision, FailureBisector
 
 WORKED = StepResult(1, [])
 
@@ -16,49 +16,49 @@ def plan_of(request_ids: list[str], *, samples: bool = True) -> StepPlan:
     return StepPlan(1, request_ids=request_ids, samples=[samples] * len(request_ids))
 
 
-def hear(
-    inquiry: Inquiry, suspects: list[str], fails: Callable[[frozenset[str]], bool]
+def bisect(
+    bisector: FailureBisector, suspects: list[str], fails: Callable[[frozenset[str]], bool]
 ) -> tuple[set[str], bool, int]:
     """Go on as a loop would until the inquiry is over: offenders, whether it is fatal, how many steps."""
-    ruling: Ruling | None = inquiry.failed(suspects, 100)
-    offenders: set[str] = set()
+    decision: BisectionDecision | None = bisector.failed(suspects, 100)
+    culprits: set[str] = set()
     num_steps = 0
-    while ruling is not None:
-        offenders |= set(ruling.offenders)
-        if ruling.is_fatal or ruling.only is None:
-            return offenders, ruling.is_fatal, num_steps
+    while decision is not None:
+        culprits |= set(decision.culprits)
+        if decision.is_fatal or decision.only is None:
+            return culprits, decision.is_fatal, num_steps
         num_steps += 1
-        group = ruling.only - offenders
+        group = decision.only - culprits
         if fails(group):
-            ruling = inquiry.failed([name for name in suspects if name in group], 10)
+            decision = bisector.failed([name for name in suspects if name in group], 10)
             continue
-        answer = inquiry.came_back(plan_of(sorted(group)), WORKED)
-        ruling = answer if answer is not None else Ruling(only=ruling.only)
+        answer = bisector.on_step_done(plan_of(sorted(group)), WORKED)
+        decision = answer if answer is not None else BisectionDecision(only=decision.only)
     raise AssertionError("an inquiry has an end")
 
 
 @pytest.mark.parametrize("num_suspects", [1, 2, 3, 64])
 @pytest.mark.parametrize("place", [0, 1, -1])
-def test_one_offender_is_found_in_few_steps(num_suspects, place):
+def test_one_culprit_is_found_in_few_steps(num_suspects, place):
     suspects = [f"r{index}" for index in range(num_suspects)]
-    offender = suspects[place % num_suspects]
-    found, is_fatal, num_steps = hear(Inquiry(), suspects, lambda group: offender in group)
-    assert (found, is_fatal) == ({offender}, False)
+    culprit = suspects[place % num_suspects]
+    found, is_fatal, num_steps = bisect(FailureBisector(), suspects, lambda group: culprit in group)
+    assert (found, is_fatal) == ({culprit}, False)
     assert num_steps <= 2 * num_suspects.bit_length() + 2
 
 
 def test_who_fails_alone_is_heard_again_behind_all_others_and_ended_if_that_fails_too():
-    inquiry = Inquiry()
-    assert inquiry.failed(["c", "b", "a"], 30).only == {"c"}
-    assert inquiry.failed(["c"], 10) == Ruling(only=frozenset({"b", "a"}))
-    assert inquiry.came_back(plan_of(["a", "b"]), WORKED) == Ruling(only=frozenset({"c"}))
-    assert inquiry.failed(["c"], 10) == Ruling(offenders=("c",))
-    assert not inquiry.is_open
+    bisector = FailureBisector()
+    assert bisector.failed(["c", "b", "a"], 30).only == {"c"}
+    assert bisector.failed(["c"], 10) == BisectionDecision(only=frozenset({"b", "a"}))
+    assert bisector.on_step_done(plan_of(["a", "b"]), WORKED) == BisectionDecision(only=frozenset({"c"}))
+    assert bisector.failed(["c"], 10) == BisectionDecision(culprits=("c",))
+    assert not bisector.is_open
 
 
 @pytest.mark.parametrize("num_suspects", [1, 2, 3, 16])
 @pytest.mark.parametrize("failing_step", range(6))
-def test_an_error_that_hits_somebody_alone_once_ends_nobody(num_suspects, failing_step):
+def test_a_single_lone_failure_ends_no_request(num_suspects, failing_step):
     steps: list[frozenset[str]] = []
 
     def fails(group: frozenset[str]) -> bool:
@@ -67,75 +67,75 @@ def test_an_error_that_hits_somebody_alone_once_ends_nobody(num_suspects, failin
         return len(steps) == failing_step + 1 and num_suspects > 1
 
     suspects = [f"r{index}" for index in range(num_suspects)]
-    assert hear(Inquiry(), suspects, fails)[:2] == (set(), False)
+    assert bisect(FailureBisector(), suspects, fails)[:2] == (set(), False)
 
 
-@pytest.mark.parametrize("offenders", [{"r0", "r1"}, {"r0", "r7", "r15"}, {"r3", "r6", "r9", "r12"}])
-def test_offenders_are_ended_however_many_they_are_while_others_work_in_between(offenders):
-    num_suspects = 2 if len(offenders) == 2 else 16
+@pytest.mark.parametrize("culprits", [{"r0", "r1"}, {"r0", "r7", "r15"}, {"r3", "r6", "r9", "r12"}])
+def test_all_culprits_are_ended_while_other_steps_succeed_in_between(culprits):
+    num_suspects = 2 if len(culprits) == 2 else 16
     suspects = [f"r{index}" for index in range(num_suspects)]
-    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: not offenders.isdisjoint(group))
-    assert (found, is_fatal) == (offenders, False)
+    found, is_fatal, _ = bisect(FailureBisector(), suspects, lambda group: not culprits.isdisjoint(group))
+    assert (found, is_fatal) == (culprits, False)
 
 
-def test_an_accused_that_is_gone_is_not_heard_again():
-    inquiry = Inquiry()
-    assert inquiry.failed(["b", "a"], 20).only == {"b"}
-    assert inquiry.failed(["b"], 10).only == {"a"}
-    assert inquiry.review({"a": 1}) is None
-    assert inquiry.review({}) == Ruling()
-    assert not inquiry.is_open
+def test_a_lone_suspect_that_is_gone_is_not_rerun():
+    bisector = FailureBisector()
+    assert bisector.failed(["b", "a"], 20).only == {"b"}
+    assert bisector.failed(["b"], 10).only == {"a"}
+    assert bisector.review({"a": 1}) is None
+    assert bisector.review({}) == BisectionDecision()
+    assert not bisector.is_open
 
 
 def test_the_newer_half_is_heard_first_and_alone():
-    ruling = Inquiry().failed(["d", "c", "b", "a"], 40)
-    assert ruling == Ruling(only=frozenset({"d", "c"}))
+    decision = FailureBisector().failed(["d", "c", "b", "a"], 40)
+    assert decision == BisectionDecision(only=frozenset({"d", "c"}))
 
 
 def test_an_error_that_does_not_come_back_is_nobodys():
-    assert hear(Inquiry(), ["b", "a"], lambda group: False) == (set(), False, 2)
+    assert bisect(FailureBisector(), ["b", "a"], lambda group: False) == (set(), False, 2)
 
 
 def test_an_error_of_company_alone_is_fatal_at_its_third_time():
-    inquiry = Inquiry()
-    ends = [hear(inquiry, ["b", "a"], lambda group: False)[1] for _ in range(MAX_FAILURES)]
+    bisector = FailureBisector()
+    ends = [bisect(bisector, ["b", "a"], lambda group: False)[1] for _ in range(MAX_FAILURES)]
     assert ends == [False, False, True]
 
 
 def test_failures_far_apart_have_nothing_to_do_with_each_other():
-    inquiry = Inquiry()
+    bisector = FailureBisector()
     for _ in range(2 * MAX_FAILURES):
-        assert hear(inquiry, ["b", "a"], lambda group: False) == (set(), False, 2)
+        assert bisect(bisector, ["b", "a"], lambda group: False) == (set(), False, 2)
         for _ in range(200):
-            assert inquiry.came_back(plan_of(["a", "b"]), WORKED) is None
+            assert bisector.on_step_done(plan_of(["a", "b"]), WORKED) is None
 
 
-def test_nobody_is_ended_where_everybody_fails():
+def test_no_request_is_ended_where_all_fail():
     suspects = [f"r{index}" for index in range(16)]
-    found, is_fatal, _ = hear(Inquiry(), suspects, lambda group: True)
+    found, is_fatal, _ = bisect(FailureBisector(), suspects, lambda group: True)
     assert (found, is_fatal) == (set(), True)
 
 
-def test_a_chunk_that_samples_nothing_clears_nobody():
-    inquiry = Inquiry()
-    assert inquiry.failed(["a"], 5).only == {"a"}
-    assert inquiry.came_back(plan_of(["a"], samples=False), WORKED) is None
-    assert inquiry.is_open
-    assert inquiry.came_back(plan_of(["a"]), WORKED) == Ruling()
-    assert not inquiry.is_open
+def test_a_chunk_that_samples_nothing_clears_no_suspect():
+    bisector = FailureBisector()
+    assert bisector.failed(["a"], 5).only == {"a"}
+    assert bisector.on_step_done(plan_of(["a"], samples=False), WORKED) is None
+    assert bisector.is_open
+    assert bisector.on_step_done(plan_of(["a"]), WORKED) == BisectionDecision()
+    assert not bisector.is_open
 
 
 def test_suspects_that_are_gone_are_not_waited_for():
-    inquiry = Inquiry()
-    assert inquiry.failed(["d", "c", "b", "a"], 40).only == {"d", "c"}
-    assert inquiry.review({"c": 1, "b": 1}) is None
-    assert inquiry.review({"b": 1}) == Ruling(only=frozenset({"b"}))
-    assert inquiry.review({}) == Ruling()
+    bisector = FailureBisector()
+    assert bisector.failed(["d", "c", "b", "a"], 40).only == {"d", "c"}
+    assert bisector.review({"c": 1, "b": 1}) is None
+    assert bisector.review({"b": 1}) == BisectionDecision(only=frozenset({"b"}))
+    assert bisector.review({}) == BisectionDecision()
 
 
-def test_steps_of_nobody_that_fail_end_the_engine_at_the_third():
-    inquiry = Inquiry()
-    assert [inquiry.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
+def test_failing_steps_without_requests_end_the_engine_at_the_third():
+    bisector = FailureBisector()
+    assert [bisector.failed([], 0).is_fatal for _ in range(3)] == [False, False, True]
 
 
 Steps = list[tuple[list[str], list[int], list[int]]]
@@ -143,12 +143,12 @@ Steps = list[tuple[list[str], list[int], list[int]]]
 
 def broken(steps: Steps) -> bool:
     """Whether steps of these requests, with these rows broken and these barred, are the device's fault."""
-    inquiry = Inquiry()
-    rulings = []
+    bisector = FailureBisector()
+    decisions = []
     for request_ids, non_finite, barred in steps:
         result = StepResult(1, [[] for _ in request_ids], non_finite=non_finite, barred=barred)
-        rulings.append(inquiry.came_back(plan_of(request_ids), result))
-    return any(ruling is not None and ruling.is_fatal for ruling in rulings)
+        decisions.append(bisector.on_step_done(plan_of(request_ids), result))
+    return any(decision is not None and decision.is_fatal for decision in decisions)
 
 
 def steps_of(*steps: str) -> Steps:
@@ -189,14 +189,14 @@ def test_very_many_requests_in_a_row_without_a_finite_logit_are_the_devices_faul
 
 
 def test_a_step_that_samples_nothing_is_no_sign_of_health():
-    inquiry = Inquiry()
+    bisector = FailureBisector()
     for plan in (plan_of([*"abcd"]), plan_of(["chunk"])):
         plan.samples = [name != "chunk" for name in plan.request_ids]
-        inquiry.came_back(plan, StepResult(1, [[] for _ in plan.request_ids]))
+        bisector.on_step_done(plan, StepResult(1, [[] for _ in plan.request_ids]))
     result = StepResult(1, [[]] * 4, non_finite=[0, 1, 2, 3])
-    inquiry.came_back(plan_of([*"abcd"]), result)
-    ruling = inquiry.came_back(plan_of([*"abcd"]), result)
-    assert ruling is not None and ruling.is_fatal
+    bisector.on_step_done(plan_of([*"abcd"]), result)
+    decision = bisector.on_step_done(plan_of([*"abcd"]), result)
+    assert decision is not None and decision.is_fatal
 
 
 def test_who_was_in_two_steps_when_the_first_came_back_counts_once():

@@ -149,7 +149,7 @@ def test_the_reader_is_woken_once_per_look():
     assert len(wakes) == 2
 
 
-def test_an_outbox_nobody_reads_overflows_at_its_size_and_says_so():
+def test_an_unread_outbox_overflows_at_its_limit_and_reports_it():
     wakes = []
     outbox = Outbox(max_bytes=400, wake=lambda: wakes.append(1))
     for number in range(1000):
@@ -191,7 +191,7 @@ def test_a_closed_outbox_keeps_no_piece_either():
     assert outbox.take() is None
 
 
-def test_a_closed_outbox_keeps_nothing_and_wakes_nobody():
+def test_a_closed_outbox_drops_steps_and_does_not_wake_its_reader():
     wakes = []
     outbox = Outbox(max_bytes=1000, wake=lambda: wakes.append(1))
     outbox.publish(make_step(1, {1: [1]}))

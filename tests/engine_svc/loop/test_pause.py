@@ -12,7 +12,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.loop.pause import Part, PauseMode, StandstillState
+from engine_svc.loop.pause import Part, PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
 from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, ServiceError
 from tests.engine_svc.fakes import LIMIT_S
@@ -171,7 +171,7 @@ def test_waking_leads_back_into_the_pause_that_was_there_before() -> None:
 
 
 @pytest.mark.parametrize("before", [RUNNING, PAUSED])
-def test_a_sleep_that_is_refused_leaves_the_state_it_found(before: StandstillState) -> None:
+def test_a_sleep_that_is_refused_leaves_the_state_it_found(before: RunState) -> None:
     rig = in_state(before)
     rig.runner.error = FailedPrecondition("no folder to load weights from again")
     error = rig.sleep(2).exception(0)
@@ -198,7 +198,7 @@ def test_a_wake_that_is_refused_can_be_tried_again() -> None:
     assert rig.machine.state is RUNNING
 
 
-def test_after_an_error_that_nobody_has_foreseen_nothing_runs_before_a_wake() -> None:
+def test_after_an_unexpected_error_nothing_runs_before_a_wake() -> None:
     rig = Rig(num_running=1)
     rig.runner.error = RuntimeError("device error")
     assert isinstance(rig.sleep(2).exception(0), RuntimeError)

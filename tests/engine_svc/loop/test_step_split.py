@@ -10,26 +10,26 @@ import pytest
 
 from engine_svc.convert import messages
 from engine_svc.core.request import FinishReason
-from engine_svc.core.step import PromptPlaces, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.step_output import (
     MAX_PIECE_BYTES,
     FinishedRow,
+    LogprobDeltas,
+    LogprobRouter,
     StepOutput,
-    Teller,
-    Told,
     UnreadSteps,
     pieces,
 )
 from service_kit.server import INTERNAL
 
 
-def told_of(num_places: int, k: int, *, first: int = 0) -> TokenLogprobs:
+def logprobs_of(num_positions: int, k: int, *, first: int = 0) -> TokenLogprobs:
     """What is told of places, each different from the others."""
-    entries = [place * 1000 + entry for place in range(first, first + num_places) for entry in range(k)]
+    entries = [place * 1000 + entry for place in range(first, first + num_positions) for entry in range(k)]
     return TokenLogprobs(
-        [-1.0 - place for place in range(first, first + num_places)],
-        list(range(first + 1, first + num_places + 1)),
+        [-1.0 - place for place in range(first, first + num_positions)],
+        list(range(first + 1, first + num_positions + 1)),
         k,
         entries,
         [-0.5 - entry for entry in entries],
@@ -50,7 +50,7 @@ def joined(found: list[StepOutput]) -> StepOutput:
 
 
 def test_a_step_that_fits_is_left_as_it_is():
-    output = StepOutput(3, [1, 2], [1, 1], [8, 9], told=Told({1: told_of(1, 2)}))
+    output = StepOutput(3, [1, 2], [1, 1], [8, 9], token_logprobs=LogprobDeltas({1: logprobs_of(1, 2)}))
     assert pieces(output, MAX_PIECE_BYTES) == [output]
     assert pieces(output, MAX_PIECE_BYTES)[0] is output
 
@@ -59,9 +59,9 @@ def test_a_piece_is_far_below_what_a_frontend_takes():
     assert INTERNAL.max_receive_bytes >= 8 * MAX_PIECE_BYTES
 
 
-def test_one_row_that_is_told_of_the_whole_vocabulary_does_not_make_the_others_as_large():
-    told = Told({5: told_of(1, 900)})
-    output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), told=told)
+def test_one_row_with_logprobs_of_the_whole_vocabulary_does_not_widen_the_others():
+    token_logprobs = LogprobDeltas({5: logprobs_of(1, 900)})
+    output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), token_logprobs=token_logprobs)
     assert messages.to_step(output, {}).ByteSize() > 64 * 7200
     found = pieces(output, 10_000)
     assert [(len(piece.handles), piece.step_number) for piece in found] == [(63, 3), (1, 3)]
@@ -94,28 +94,47 @@ def sizes_with_stop(found: list[StepOutput]) -> list[int]:
 
 
 def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
-    found = pieces(StepOutput(9, [4], [100], list(range(100)), told=Told({4: told_of(100, 3)})), 400)
+    found = pieces(
+        StepOutput(9, [4], [100], list(range(100)), token_logprobs=LogprobDeltas({4: logprobs_of(100, 3)})),
+        400,
+    )
     assert max(sizes(found)) <= 400
     assert [token for piece in found for token in piece.token_ids] == list(range(100))
-    assert joined(found).told == Told({4: told_of(100, 3)})
+    assert joined(found).token_logprobs == LogprobDeltas({4: logprobs_of(100, 3)})
 
 
-def test_a_prompt_is_told_of_before_the_tokens_that_follow_it():
-    runs = [PromptPlaces(1, told_of(60, 4, first=1)), PromptPlaces(61, told_of(3, 4, first=61))]
-    output = StepOutput(2, [8, 9], [0, 2], [1, 2], first=[(1, 0)], told=Told(prompts={8: runs[1:], 9: runs}))
+def test_prompt_logprobs_precede_the_tokens_that_follow_the_prompt():
+    runs = [
+        PromptTokenLogprobs(1, logprobs_of(60, 4, first=1)),
+        PromptTokenLogprobs(61, logprobs_of(3, 4, first=61)),
+    ]
+    output = StepOutput(
+        2,
+        [8, 9],
+        [0, 2],
+        [1, 2],
+        first=[(1, 0)],
+        token_logprobs=LogprobDeltas(prompts={8: runs[1:], 9: runs}),
+    )
     found = pieces(output, 800)
     assert max(sizes(found)) <= 800
     (begins,) = [index for index, piece in enumerate(found) if piece.first]
-    prompts = [run for piece in found if piece.told for run in piece.told.prompts.get(9, [])]
+    prompts = [
+        run for piece in found if piece.token_logprobs for run in piece.token_logprobs.prompts.get(9, [])
+    ]
     assert [run.first_position for run in prompts] == sorted(run.first_position for run in prompts)
-    assert [rank for run in prompts for rank in run.told.ranks] == list(range(2, 65))
+    assert [rank for run in prompts for rank in run.token_logprobs.ranks] == list(range(2, 65))
     assert all(9 not in piece.handles for piece in found[begins + 1 :])
-    assert [run for piece in found if piece.told for run in piece.told.prompts.get(8, [])] == runs[1:]
+    assert [
+        run for piece in found if piece.token_logprobs for run in piece.token_logprobs.prompts.get(8, [])
+    ] == runs[1:]
 
 
 def test_a_place_that_is_too_large_by_itself_comes_alone():
-    told = Told({4: told_of(3, 100)}, {5: [PromptPlaces(1, TokenLogprobs([], []))]})
-    found = pieces(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], told=told), 500)
+    token_logprobs = LogprobDeltas(
+        {4: logprobs_of(3, 100)}, {5: [PromptTokenLogprobs(1, TokenLogprobs([], []))]}
+    )
+    found = pieces(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], token_logprobs=token_logprobs), 500)
     assert [piece.handles for piece in found] == [[5, 6], [4], [4], [4]]
 
 
@@ -125,13 +144,13 @@ def test_whatever_a_step_has_its_pieces_say_the_same_and_none_is_too_large(seed)
     output, max_bytes = any_output(rng), rng.randrange(600, 3000)
     found = pieces(output, max_bytes)
     assert max(sizes(found)) <= max_bytes
-    assert said(found) == said([output])
+    assert contents(found) == contents([output])
 
 
 def any_output(rng: random.Random) -> StepOutput:
     """A step of several rows with anything that a row may have."""
-    output = StepOutput(7, told=Told())
-    assert output.told is not None
+    output = StepOutput(7, token_logprobs=LogprobDeltas())
+    assert output.token_logprobs is not None
     for row, handle in enumerate(rng.sample(range(1000), 20)):
         counts = [rng.randrange(1, 9) for _ in range(rng.randrange(8))]
         num_tokens = sum(counts)
@@ -145,40 +164,41 @@ def any_output(rng: random.Random) -> StepOutput:
         if rng.random() < 0.3:
             output.finished.append(FinishedRow(row, FinishReason.ERROR, message="x" * rng.randrange(40)))
         if num_tokens and rng.random() < 0.5:
-            output.told.sampled[handle] = told_of(num_tokens, rng.randrange(5))
+            output.token_logprobs.sampled[handle] = logprobs_of(num_tokens, rng.randrange(5))
         if rng.random() < 0.3:
             ends = [1, *sorted(rng.sample(range(2, 90), 3))]
             k = rng.randrange(5)
-            output.told.prompts[handle] = [
-                PromptPlaces(first, told_of(end - first, k, first=first)) for first, end in pairwise(ends)
+            output.token_logprobs.prompts[handle] = [
+                PromptTokenLogprobs(first, logprobs_of(end - first, k, first=first))
+                for first, end in pairwise(ends)
             ]
     return output
 
 
-def said(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
+def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
     """By handle, all that its request hears, in order."""
-    heard: dict[int, dict[str, list[object]]] = {}
+    by_handle: dict[int, dict[str, list[object]]] = {}
     for piece in found:
-        start, told = 0, piece.told or Told()
-        rows = [heard.setdefault(handle, defaultdict(list)) for handle in piece.handles]
+        start, token_logprobs = 0, piece.token_logprobs or LogprobDeltas()
+        rows = [by_handle.setdefault(handle, defaultdict(list)) for handle in piece.handles]
         for handle, row, num_tokens in zip(piece.handles, rows, piece.num_tokens, strict=True):
-            for run in told.prompts.get(handle, []):
+            for run in token_logprobs.prompts.get(handle, []):
                 assert not row["tokens"], "a prompt is told of before its request begins"
                 first = run.first_position
-                row["places"] += range(first, first + len(run.told.ranks))
-                row["prompt ranks"] += run.told.ranks
-                row["prompt others"] += run.told.top_token_ids
+                row["places"] += range(first, first + len(run.token_logprobs.ranks))
+                row["prompt ranks"] += run.token_logprobs.ranks
+                row["prompt others"] += run.token_logprobs.top_token_ids
             row["tokens"] += piece.token_ids[start : start + num_tokens]
             start += num_tokens
-            if handle in told.sampled:
-                assert len(told.sampled[handle].ranks) == num_tokens
-                row["ranks"] += told.sampled[handle].ranks
-                row["others"] += told.sampled[handle].top_token_ids
+            if handle in token_logprobs.sampled:
+                assert len(token_logprobs.sampled[handle].ranks) == num_tokens
+                row["ranks"] += token_logprobs.sampled[handle].ranks
+                row["others"] += token_logprobs.sampled[handle].top_token_ids
         for finished in piece.finished:
             rows[finished.row]["ends"].append((finished.reason, finished.message))
         for first_row, num_cached_tokens in piece.first:
             rows[first_row]["cached"].append(num_cached_tokens)
-    return heard
+    return by_handle
 
 
 # What a step tells reaches those who asked, once, and keeps its order when steps are merged.
@@ -188,80 +208,90 @@ def one(logprob: float) -> TokenLogprobs:
     return TokenLogprobs([logprob], [1], 1, [5], [logprob])
 
 
-def places(first: int, num: int) -> PromptPlaces:
+def places(first: int, num: int) -> PromptTokenLogprobs:
     logprobs = [-float(place) for place in range(first, first + num)]
-    return PromptPlaces(first, TokenLogprobs(logprobs, list(range(first, first + num))))
+    return PromptTokenLogprobs(first, TokenLogprobs(logprobs, list(range(first, first + num))))
 
 
-def tell(teller: Teller, routes: dict, **told: object) -> dict[str, Told]:
+def route_logprobs(router: LogprobRouter, routes: dict, **token_logprobs: object) -> dict[str, LogprobDeltas]:
     plan = StepPlan(1, request_ids=["a", "b", "c"])
-    return teller.tell(plan, StepResult(1, [[], [], []], **told), routes)
+    return router.route(plan, StepResult(1, [[], [], []], **token_logprobs), routes)
 
 
 ROUTES = {"a": ("first", 7), "b": ("second", 7), "c": ("first", 8)}
 
 
-def test_each_session_is_told_of_its_own_requests_by_handle():
-    told = tell(Teller(), ROUTES, logprobs={0: one(-1.0), 1: one(-2.0), 2: one(-3.0)})
-    assert {name: part.sampled for name, part in told.items()} == {
+def test_each_session_gets_the_logprobs_of_its_own_requests_by_handle():
+    token_logprobs = route_logprobs(
+        LogprobRouter(), ROUTES, logprobs={0: one(-1.0), 1: one(-2.0), 2: one(-3.0)}
+    )
+    assert {name: part.sampled for name, part in token_logprobs.items()} == {
         "first": {7: one(-1.0), 8: one(-3.0)},
         "second": {7: one(-2.0)},
     }
 
 
-def test_nobody_is_told_of_a_request_that_is_gone_and_nothing_is_kept_of_it():
-    teller = Teller()
-    assert tell(teller, {}, logprobs={0: one(-1.0)}, prompt_logprobs={1: places(1, 3)}) == {}
+def test_logprobs_of_an_ended_request_are_dropped():
+    router = LogprobRouter()
+    assert route_logprobs(router, {}, logprobs={0: one(-1.0)}, prompt_logprobs={1: places(1, 3)}) == {}
     # Its id comes again, and is told all of its prompt.
-    assert tell(teller, ROUTES, prompt_logprobs={1: places(1, 2)})["second"].prompts == {7: [places(1, 2)]}
+    assert route_logprobs(router, ROUTES, prompt_logprobs={1: places(1, 2)})["second"].prompts == {
+        7: [places(1, 2)]
+    }
 
 
-def test_places_that_a_preempted_request_computes_again_are_told_once():
-    teller = Teller()
+def test_recomputed_prompt_positions_are_routed_once():
+    router = LogprobRouter()
     steps = [(1, 4), (5, 2), (1, 3), (4, 5), (1, 8)]
-    told = [tell(teller, ROUTES, prompt_logprobs={0: places(*step)}) for step in steps]
-    assert told[0]["first"].prompts == {7: [places(1, 4)]}
-    assert told[1]["first"].prompts == {7: [places(5, 2)]}
-    assert told[2] == {}
-    assert told[3]["first"].prompts == {7: [places(7, 2)]}
-    assert told[4] == {}
-    teller.forget("a")
-    assert tell(teller, ROUTES, prompt_logprobs={0: places(1, 1)})["first"].prompts == {7: [places(1, 1)]}
+    token_logprobs = [route_logprobs(router, ROUTES, prompt_logprobs={0: places(*step)}) for step in steps]
+    assert token_logprobs[0]["first"].prompts == {7: [places(1, 4)]}
+    assert token_logprobs[1]["first"].prompts == {7: [places(5, 2)]}
+    assert token_logprobs[2] == {}
+    assert token_logprobs[3]["first"].prompts == {7: [places(7, 2)]}
+    assert token_logprobs[4] == {}
+    router.forget("a")
+    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 1)})["first"].prompts == {
+        7: [places(1, 1)]
+    }
 
 
-def test_a_prompt_of_one_token_is_told_of_once_too():
-    teller = Teller()
-    assert tell(teller, ROUTES, prompt_logprobs={0: places(1, 0)})["first"].prompts == {7: [places(1, 0)]}
-    assert tell(teller, ROUTES, prompt_logprobs={0: places(1, 0)}) == {}
+def test_empty_prompt_logprobs_are_routed_once_too():
+    router = LogprobRouter()
+    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 0)})["first"].prompts == {
+        7: [places(1, 0)]
+    }
+    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 0)}) == {}
 
 
-def test_a_step_keeps_what_is_told_of_the_tokens_that_it_has():
+def test_a_step_keeps_the_logprobs_of_its_own_tokens():
     output = StepOutput(1, [5, 6, 7], [1, 0, 2], [9, 9, 9])
     several = TokenLogprobs([-1.0, -2.0, -3.0], [1, 2, 3], 2, [1, 2, 3, 4, 5, 6], [0.0] * 6)
-    output.tell(Told({5: several, 6: one(-1.0), 7: several, 8: one(-2.0)}))
-    assert output.told.sampled == {
+    output.add_logprobs(LogprobDeltas({5: several, 6: one(-1.0), 7: several, 8: one(-2.0)}))
+    assert output.token_logprobs.sampled == {
         5: TokenLogprobs([-1.0], [1], 2, [1, 2], [0.0] * 2),
         7: TokenLogprobs([-1.0, -2.0], [1, 2], 2, [1, 2, 3, 4], [0.0] * 4),
     }
 
 
-def test_steps_that_are_merged_tell_what_all_told_in_order():
+def test_merged_steps_keep_all_logprobs_in_order():
     outbox = Outbox(max_bytes=1_000_000, wake=lambda: None)
     for number in range(40):
         output = StepOutput(number, [5, 6], [1, 1], [number, number])
-        output.tell(Told({5: one(-float(number))}, {6: [places(number + 1, 1)]}))
+        output.add_logprobs(LogprobDeltas({5: one(-float(number))}, {6: [places(number + 1, 1)]}))
         outbox.publish(output)
     merged = outbox.take()
-    assert merged.told.sampled[5].logprobs == [-float(number) for number in range(40)]
-    assert merged.told.sampled[5].top_logprobs == merged.told.sampled[5].logprobs
-    assert [part.first_position for part in merged.told.prompts[6]] == list(range(1, 41))
+    assert merged.token_logprobs.sampled[5].logprobs == [-float(number) for number in range(40)]
+    assert merged.token_logprobs.sampled[5].top_logprobs == merged.token_logprobs.sampled[5].logprobs
+    assert [part.first_position for part in merged.token_logprobs.prompts[6]] == list(range(1, 41))
     assert dict(zip(merged.handles, merged.num_tokens, strict=True)) == {5: 40, 6: 40}
 
 
-def test_what_is_told_counts_for_the_size_of_what_is_unread():
+def test_logprobs_count_towards_the_size_of_unread_steps():
     outbox = Outbox(max_bytes=10_000, wake=lambda: None)
     for number in range(30):
         output = StepOutput(number, [5], [0], [])
-        output.tell(Told(prompts={5: [PromptPlaces(1, TokenLogprobs([-1.0] * 50, [1] * 50))]}))
+        output.add_logprobs(
+            LogprobDeltas(prompts={5: [PromptTokenLogprobs(1, TokenLogprobs([-1.0] * 50, [1] * 50))]})
+        )
         outbox.publish(output)
     assert outbox.has_overflowed

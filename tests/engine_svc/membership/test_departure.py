@@ -12,7 +12,7 @@ import pytest
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.core.facts import EngineIdentity
-from engine_svc.data_parallel.driver import Standing
+from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.data_parallel.wave import LockstepState
 from engine_svc.membership.departure import Departure
 from service_kit.clock import MonotonicClock
@@ -32,18 +32,18 @@ class Leaver:
             artifacts=(),
             lifecycle=Lifecycle(),
             inbox=rank.inbox,
-            board=rank.board,
+            stats_snapshot=rank.stats_snapshot,
             clock=MonotonicClock(),
         )
         loop = asyncio.get_running_loop()
 
-        def tell(standing: Standing) -> None:
-            loop.call_soon_threadsafe(lambda: self.engine.note_standing(standing))
+        def on_status(rank_status: RankStatus) -> None:
+            loop.call_soon_threadsafe(lambda: self.engine.note_rank_status(rank_status))
 
-        rank.driver.subscribe(tell)
+        rank.driver.subscribe(on_status)
         core = LoadedCore(make_facts(), refusal=lambda request: None, prepare=lambda request: None)
         self.engine.become_ready(replace(core, lockstep=rank.driver))
-        self.engine.note_standing(rank.driver.standing)
+        self.engine.note_rank_status(rank.driver.rank_status)
         self.engine.note_member(True)
         self.is_dry = asyncio.Event()
         self.is_dry.set()
@@ -63,7 +63,7 @@ class Leaver:
         await self.is_dry.wait()
 
     async def _end_sessions(self) -> None:
-        self.was_awaited = self.rank.driver.standing.is_awaited
+        self.was_awaited = self.rank.driver.rank_status.is_awaited
         if self.state is EngineState.DRAINING:
             self.engine.lifecycle.move_to(EngineState.STOPPED)
         self.is_over.set()
@@ -86,7 +86,7 @@ def _cluster(size: int) -> Iterator[Cluster]:
 
 
 def _are_quiet(cluster: Cluster) -> bool:
-    return all(rank.driver.standing.state is LockstepState.QUIET for rank in cluster.ranks)
+    return all(rank.driver.rank_status.state is LockstepState.QUIET for rank in cluster.ranks)
 
 
 async def _turns() -> None:
@@ -130,7 +130,7 @@ async def _lose_the_coordinator(cluster: Cluster, leaver: Leaver) -> None:
 
 
 async def _come_apart(cluster: Cluster, leaver: Leaver) -> None:
-    leaver.rank.post(lambda: leaver.rank.driver.lose(ValueError("left")))
+    leaver.rank.post(lambda: leaver.rank.driver.leave_group(ValueError("left")))
 
 
 async def _cut_it_short(cluster: Cluster, leaver: Leaver) -> None:
@@ -139,7 +139,7 @@ async def _cut_it_short(cluster: Cluster, leaver: Leaver) -> None:
 
 @pytest.mark.parametrize("cause", [_lose_the_coordinator, _come_apart, _cut_it_short])
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before", "meanwhile"])
-async def test_nobody_is_waited_for_who_cannot_come(cause, comes_first):
+async def test_ranks_that_cannot_come_are_not_waited_for(cause, comes_first):
     async with a_leaver() as (cluster, leaver), asyncio.timeout(PATIENCE_S):
         if cause is _cut_it_short and comes_first:
             leaver.engine.lifecycle.move_to(EngineState.DRAINING)
@@ -166,7 +166,7 @@ async def test_a_rank_ends_at_once_where_all_have_agreed_to_stand_still():
         await leaver.end()
 
 
-async def test_a_process_that_ends_is_not_told_so_again_and_does_not_stay():
+async def test_a_process_that_is_ending_is_not_stopped_again_and_does_not_stay():
     async with a_leaver() as (_, leaver), asyncio.timeout(PATIENCE_S):
         await leaver.departure.run_dry()
         ending = leaver.end()
@@ -180,7 +180,7 @@ async def test_a_process_that_ends_is_not_told_so_again_and_does_not_stay():
         await ending
 
 
-async def test_a_process_is_told_once_to_end_however_many_reasons_there_are():
+async def test_a_process_is_stopped_once_however_many_reasons_there_are():
     async with a_leaver(1) as (_, leaver), asyncio.timeout(PATIENCE_S):
         leaver.departure.drain(None)
         await _turns()

@@ -16,11 +16,11 @@ import pytest
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.core.facts import EngineIdentity
-from engine_svc.data_parallel.driver import Standing
-from engine_svc.loop.mailbox import Board, Figures, Inbox
+from engine_svc.data_parallel.driver import RankStatus
+from engine_svc.loop.mailbox import Inbox, LoopStats, StatsSnapshot
 from engine_svc.membership.commands import EXIT_MISMATCH
 from engine_svc.membership.departure import Departure
-from engine_svc.membership.membership import MISMATCH, Fence, Membership, ReportPace
+from engine_svc.membership.membership import MISMATCH, Fence, Membership, ReportSchedule
 from service_kit.clock import FakeClock, MonotonicClock
 from service_kit.errors import FailedPrecondition, InvalidArgument
 from service_kit.server import INTERNAL, Registration, Server
@@ -39,7 +39,7 @@ def make_engine() -> ServedEngine:
         artifacts=(),
         lifecycle=Lifecycle(),
         inbox=Inbox(10),
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=MonotonicClock(),
     )
 
@@ -104,7 +104,7 @@ async def test_an_engine_registers_reports_and_says_more_when_it_is_loaded():
 async def test_loads_are_reported_on_change_and_leases_renewed_without():
     engine, coordinator = make_engine(), FakeCoordinator(renew_after_ms=300)
     async with serve(coordinator) as address, member(engine, address, []):
-        engine.board.post(Figures(step_number=5, scheduler=make_scheduler().stats()))
+        engine.stats_snapshot.post(LoopStats(step_number=5, scheduler=make_scheduler().stats()))
         await coordinator.until(lambda: any(report.step_number == 5 for report in coordinator.reports))
         load = coordinator.reports[-1].load
         assert (load.engine_id, load.engine_epoch, load.step_number) == ("engine-a", 7, 5)
@@ -290,7 +290,7 @@ async def test_the_interval_of_a_session_ends_with_it():
         coordinator.refusal = None
         num_reports = len(coordinator.reports)
         await coordinator.until(lambda: len(coordinator.reports) > num_reports)
-        engine.board.post(Figures(step_number=8))
+        engine.stats_snapshot.post(LoopStats(step_number=8))
         await coordinator.until(lambda: coordinator.reports[-1].step_number == 8)
 
 
@@ -305,9 +305,9 @@ async def test_ranks_say_where_they_stand_and_where_others_meet_them():
         assert (first.lockstep, first.parallel_config_hash, first.store_port) == (True, "", 0)
         engine.become_ready(core)
         await coordinator.until(lambda: len(coordinator.registrations) == 2)
-        told = coordinator.registrations[1]
-        assert (told.lockstep, told.parallel_config_hash, told.wave) == (True, "ab12", 1)
-        assert (told.host, told.store_port) == ("10.0.0.1", 7000)
+        registered = coordinator.registrations[1]
+        assert (registered.lockstep, registered.parallel_config_hash, registered.wave) == (True, "ab12", 1)
+        assert (registered.host, registered.store_port) == ("10.0.0.1", 7000)
         loaded = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY
         await coordinator.until(lambda: coordinator.reports[-1].scaling_notice.kind == loaded)
         assert coordinator.reports[-1].state == member_pb2.MEMBER_STATE_LOADING
@@ -320,7 +320,7 @@ async def test_every_generation_is_reported_even_one_that_is_lost_at_once():
     async with serve(coordinator) as address, member(engine, address, []):
         await coordinator.until(lambda: len(coordinator.reports) > 0)
         for generation in (1, 0, 2, 0):
-            engine.note_standing(Standing(generation=generation, wave=3, asks=generation == 2))
+            engine.note_rank_status(RankStatus(generation=generation, wave=3, asks=generation == 2))
         await coordinator.until(
             lambda: [report.generation for report in coordinator.reports if report.wave == 3] == [1, 0, 2, 0]
         )
@@ -329,28 +329,28 @@ async def test_every_generation_is_reported_even_one_that_is_lost_at_once():
     assert engine.lifecycle.state is EngineState.READY
 
 
-async def test_what_an_operator_says_of_an_engine_is_told():
+async def test_the_labels_of_an_engine_are_registered():
     engine, coordinator = make_engine(), FakeCoordinator()
     engine.identity = replace(engine.identity, labels=(("zone", "a"), ("rack", "7")))
     async with serve(coordinator) as address, member(engine, address, []):
         await coordinator.until(lambda: bool(coordinator.registrations))
-        told = {label.key: label.value for label in coordinator.registrations[0].labels}
-        assert told == {"zone": "a", "rack": "7"}
+        registered = {label.key: label.value for label in coordinator.registrations[0].labels}
+        assert registered == {"zone": "a", "rack": "7"}
 
 
 # How often an engine reports, and that no interval keeps it from renewing its lease in time.
 
 
-def reported(at: float, *, renew_after_s: float | None = None) -> ReportPace:
-    pace = ReportPace()
+def reported(at: float, *, renew_after_s: float | None = None) -> ReportSchedule:
+    schedule = ReportSchedule()
     if renew_after_s is not None:
-        pace.set_renewal(renew_after_s)
-    pace.note_report(at)
-    return pace
+        schedule.set_renewal(renew_after_s)
+    schedule.note_report(at)
+    return schedule
 
 
 def test_the_first_report_is_due_at_once():
-    assert ReportPace().must_renew(0.0)
+    assert ReportSchedule().must_renew(0.0)
 
 
 @pytest.mark.parametrize(("has_work", "wait_s"), [(True, 0.1), (False, 0.5)])
@@ -359,19 +359,19 @@ def test_an_engine_without_work_looks_less_often(has_work, wait_s):
 
 
 def test_no_interval_is_shorter_than_the_least():
-    pace = reported(7.0)
-    pace.set_interval(0.0)
-    assert pace.wait_s(7.0, has_work=True) == 0.1
+    schedule = reported(7.0)
+    schedule.set_interval(0.0)
+    assert schedule.wait_s(7.0, has_work=True) == 0.1
 
 
 @pytest.mark.parametrize("interval_s", [0.1, 0.7, 3600.0])
 @pytest.mark.parametrize("renew_after_s", [0.2, 1.0])
 @pytest.mark.parametrize("has_work", [True, False])
 def test_a_lease_is_renewed_in_time_however_long_the_interval_is(interval_s, renew_after_s, has_work):
-    pace, now = reported(0.0, renew_after_s=renew_after_s), 0.0
-    pace.set_interval(interval_s)
-    while not pace.must_renew(now):
-        now += pace.wait_s(now, has_work=has_work)
+    schedule, now = reported(0.0, renew_after_s=renew_after_s), 0.0
+    schedule.set_interval(interval_s)
+    while not schedule.must_renew(now):
+        now += schedule.wait_s(now, has_work=has_work)
     assert now == pytest.approx(renew_after_s)
 
 
@@ -385,10 +385,10 @@ def test_what_was_late_is_not_waited_for():
 def test_only_the_highest_epoch_is_obeyed_within_its_lease():
     clock = FakeClock()
     fence = Fence(clock)
-    assert fence.hear(5, 3.0)
-    assert fence.hear(7, 3.0)
+    assert fence.observe(5, 3.0)
+    assert fence.observe(7, 3.0)
     clock.advance(2.9)
-    assert not fence.hear(5, 3.0)
+    assert not fence.observe(5, 3.0)
     assert fence.epoch == 7
 
 
@@ -396,19 +396,19 @@ def test_each_word_of_the_highest_renews_its_lease():
     clock = FakeClock()
     fence = Fence(clock)
     for _ in range(3):
-        assert fence.hear(7, 3.0)
+        assert fence.observe(7, 3.0)
         clock.advance(2.0)
-    assert not fence.hear(5, 3.0)
+    assert not fence.observe(5, 3.0)
 
 
 def test_a_lower_epoch_is_obeyed_after_a_lease_without_the_highest():
     clock = FakeClock()
     fence = Fence(clock)
-    assert fence.hear(7, 3.0)
+    assert fence.observe(7, 3.0)
     assert fence.least == 7
     clock.advance(3.0)
     assert fence.least == 0
-    assert fence.hear(5, 3.0)
+    assert fence.observe(5, 3.0)
     # What comes back then is newer again.
-    assert fence.hear(7, 3.0)
-    assert not fence.hear(5, 3.0)
+    assert fence.observe(7, 3.0)
+    assert not fence.observe(5, 3.0)

@@ -35,12 +35,12 @@ def run_step(exchange: GroupExchange) -> None:
         exchange.add_up(exchange.gather(torch.ones(2, 4), is_last_layer=is_last), is_last_layer=is_last)
 
 
-def test_each_exchange_is_told_and_what_is_computed_alone_is_not():
-    exchange, told = GroupExchange(0, 1), []
+def test_each_exchange_is_reported_but_local_computation_is_not():
+    exchange, notifications = GroupExchange(0, 1), []
     exchange.enter(LoneMesh())
-    exchange.subscribe(lambda: told.append(1))
+    exchange.subscribe(lambda: notifications.append(1))
     run_step(exchange)
-    assert len(told) == 1 + 2 * 2
+    assert len(notifications) == 1 + 2 * 2
     with exchange.alone():
         run_step(exchange)
-    assert len(told) == 1 + 2 * 2
+    assert len(notifications) == 1 + 2 * 2

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from engine_svc.model.facts import KVShape, LayerGroup, group_layers, groups_of_stage
-from engine_svc.model.process_parallel import Place
+from engine_svc.model.process_parallel import RankPosition
 
 FULL, NEAR = KVShape(2, 8, 8), KVShape(2, 8, 8, window=16)
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    places = [Place(rank, tp_size=2, pp_size=3) for rank in range(6)]
-    assert [(place.pp_rank, place.tp_rank) for place in places] == [
+    positions = [RankPosition(rank, tp_size=2, pp_size=3) for rank in range(6)]
+    assert [(position.pp_rank, position.tp_rank) for position in positions] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
-    assert [place.is_last_stage for place in places] == [False] * 4 + [True] * 2
+    assert [position.is_last_stage for position in positions] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 4), (2, 3)])
 def test_one_rank_of_the_last_stage_reports(tp_size: int, pp_size: int) -> None:
-    places = [Place(rank, tp_size, pp_size) for rank in range(tp_size * pp_size)]
-    assert [place.rank for place in places if place.reports] == [tp_size * (pp_size - 1)]
+    positions = [RankPosition(rank, tp_size, pp_size) for rank in range(tp_size * pp_size)]
+    assert [position.rank for position in positions if position.reports] == [tp_size * (pp_size - 1)]
 
 
 def test_every_stage_has_the_groups_of_all_layers_with_its_own_layers_in_them() -> None:
@@ -38,10 +38,10 @@ def test_every_stage_has_the_groups_of_all_layers_with_its_own_layers_in_them() 
 
 EXCHANGE = """
 import sys, torch
-from engine_svc.model.process_parallel import Place, ProcessParallel
+from engine_svc.model.process_parallel import RankPosition, ProcessParallel
 rank, fd = int(sys.argv[1]), sys.argv[2]
 parallel = ProcessParallel(
-    Place(rank, 2, 2), store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0
+    RankPosition(rank, 2, 2), store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0
 )
 with torch.inference_mode():
     for dtype in (torch.float32, torch.bfloat16):
@@ -61,10 +61,11 @@ parallel.close()
 
 ADD_UP = """
 import sys, torch
-from engine_svc.model.process_parallel import Place, ProcessParallel
+from engine_svc.model.process_parallel import RankPosition, ProcessParallel
 rank, fd, num_ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 parallel = ProcessParallel(
-    Place(rank, num_ranks, 1), store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0
+    RankPosition(rank, num_ranks, 1),
+    store_path=f"/proc/self/fd/{fd}", device=torch.device("cpu"), timeout_s=60.0,
 )
 with torch.inference_mode():
     for dtype in (torch.float32, torch.bfloat16):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from engine_svc.core.step import StepPlan
-from engine_svc.loop.mailbox import Board, Figures
-from engine_svc.loop.step_time import StepPace
+from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
+from engine_svc.loop.step_time import StepTimeEstimator
 from engine_svc.process.watchdog import EXIT_HUNG, StepWatch, Watchdog
 from service_kit.clock import FakeClock, MonotonicClock
 from tests.engine_svc.session.unread import exit_code_unread
@@ -21,53 +21,53 @@ TICK_S = 0.25
 LIMIT_S = 5.0
 
 
-def seconds_until_seen(watch: StepWatch, figures: Figures, *, start_s: float, most_s: float) -> float | None:
+def seconds_until_seen(watch: StepWatch, stats: LoopStats, *, start_s: float, most_s: float) -> float | None:
     """How long the watch looks at the same figures before it says that the step hangs."""
     for number in range(int(most_s / TICK_S)):
-        if watch.look(figures, start_s + number * TICK_S) is not None:
+        if watch.look(stats, start_s + number * TICK_S) is not None:
             return number * TICK_S
     return None
 
 
 def test_a_hung_step_is_seen_within_half_a_second_of_the_limit():
-    figures = Figures(step_number=3, step_started_at=100.0, has_work=True)
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), figures, start_s=100.0, most_s=20)
+    stats = LoopStats(step_number=3, step_started_at=100.0, has_work=True)
+    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=100.0, most_s=20)
     assert seen is not None
     assert LIMIT_S < seen <= LIMIT_S + 0.5
 
 
 def test_a_step_that_goes_on_in_pace_with_others_does_not_hang_before_they_stand_still():
-    board, watch = Board(), StepWatch(LIMIT_S, TICK_S)
-    board.post(Figures(step_number=3, step_started_at=0.0, has_work=True))
+    stats_snapshot, watch = StatsSnapshot(), StepWatch(LIMIT_S, TICK_S)
+    stats_snapshot.post(LoopStats(step_number=3, step_started_at=0.0, has_work=True))
     for number in range(240):
         now = number * TICK_S
         if number % 16 == 0:
-            board.note_progress(now)
-        assert watch.look(board.read(), now) is None
-    seen = seconds_until_seen(watch, board.read(), start_s=60.0, most_s=20)
+            stats_snapshot.note_progress(now)
+        assert watch.look(stats_snapshot.read(), now) is None
+    seen = seconds_until_seen(watch, stats_snapshot.read(), start_s=60.0, most_s=20)
     assert seen is not None
     assert LIMIT_S - 4.0 < seen <= LIMIT_S + 0.5
 
 
 def test_progress_of_an_earlier_step_makes_none_of_a_later_one_younger():
-    board = Board()
-    board.note_progress(7.0)
-    board.post(Figures(step_number=4, step_started_at=8.0))
-    assert board.read().step_started_at == 8.0
-    board.post(Figures(step_number=4))
-    assert board.read().step_started_at is None
+    stats_snapshot = StatsSnapshot()
+    stats_snapshot.note_progress(7.0)
+    stats_snapshot.post(LoopStats(step_number=4, step_started_at=8.0))
+    assert stats_snapshot.read().step_started_at == 8.0
+    stats_snapshot.post(LoopStats(step_number=4))
+    assert stats_snapshot.read().step_started_at is None
 
 
 def test_a_step_has_the_time_that_was_announced():
-    figures = Figures(step_number=3, step_started_at=0.0, step_budget_s=30.0)
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), figures, start_s=0.0, most_s=60)
+    stats = LoopStats(step_number=3, step_started_at=0.0, step_budget_s=30.0)
+    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=0.0, most_s=60)
     assert seen is not None
     assert 30.0 < seen <= 30.5
 
 
 def test_an_idle_engine_never_hangs():
     watch = StepWatch(LIMIT_S, TICK_S)
-    assert seconds_until_seen(watch, Figures(step_number=3), start_s=0.0, most_s=600) is None
+    assert seconds_until_seen(watch, LoopStats(step_number=3), start_s=0.0, most_s=600) is None
 
 
 def test_steps_that_follow_each_other_are_not_added_up():
@@ -75,23 +75,23 @@ def test_steps_that_follow_each_other_are_not_added_up():
     for number in range(4000):
         now = number * TICK_S
         started_at = now - now % 4.0
-        assert watch.look(Figures(step_number=int(now // 4), step_started_at=started_at), now) is None
+        assert watch.look(LoopStats(step_number=int(now // 4), step_started_at=started_at), now) is None
 
 
 @pytest.mark.parametrize("stopped_s", [5.0, 60.0, 100_000.0])
 def test_time_in_which_the_process_was_stopped_is_no_steps_fault(stopped_s):
     watch = StepWatch(LIMIT_S, TICK_S)
-    figures = Figures(step_number=1, step_started_at=0.0)
+    stats = LoopStats(step_number=1, step_started_at=0.0)
     now = 0.0
     for _ in range(12):
         now += TICK_S
-        assert watch.look(figures, now) is None
+        assert watch.look(stats, now) is None
     now += stopped_s
     # Three seconds of the step before it, and one after it.
     for _ in range(4):
-        assert watch.look(figures, now) is None
+        assert watch.look(stats, now) is None
         now += TICK_S
-    assert watch.look(Figures(step_number=2, step_started_at=now), now) is None
+    assert watch.look(LoopStats(step_number=2, step_started_at=now), now) is None
 
 
 def plan_of(num_tokens: list[int], num_computed_tokens: list[int]) -> StepPlan:
@@ -106,7 +106,7 @@ def plan_of(num_tokens: list[int], num_computed_tokens: list[int]) -> StepPlan:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_thousand_long_steps_whose_cost_grows_with_their_tokens_raise_no_alarm(seed):
     rng = random.Random(seed)
-    pace, watch, now, num_long = StepPace(LIMIT_S), StepWatch(LIMIT_S, TICK_S), 0.0, 0
+    estimator, watch, now, num_long = StepTimeEstimator(LIMIT_S), StepWatch(LIMIT_S, TICK_S), 0.0, 0
     s_per_token, s_per_read = rng.uniform(0.002, 0.01), rng.uniform(1e-7, 1e-6)
     number = 0
     while num_long < 1000:
@@ -124,77 +124,81 @@ def test_a_thousand_long_steps_whose_cost_grows_with_their_tokens_raise_no_alarm
         )
         seconds = (0.02 + s_per_token * plan.total_num_tokens + s_per_read * reads) * rng.uniform(0.8, 1.25)
         num_long += seconds > LIMIT_S
-        pace.begin(plan, now)
-        figures = Figures(step_number=number, step_started_at=pace.running_since, step_budget_s=pace.budget_s)
+        estimator.begin(plan, now)
+        stats = LoopStats(
+            step_number=number, step_started_at=estimator.running_since, step_budget_s=estimator.budget_s
+        )
         for tick in range(int(seconds / TICK_S)):
-            assert watch.look(figures, now + tick * TICK_S) is None, (seconds, figures)
+            assert watch.look(stats, now + tick * TICK_S) is None, (seconds, stats)
         now += seconds
-        pace.end(now)
+        estimator.end(now)
 
 
 def test_usual_steps_are_not_announced_and_a_hang_among_them_is_seen_at_the_limit():
-    pace, now = StepPace(LIMIT_S), 0.0
+    estimator, now = StepTimeEstimator(LIMIT_S), 0.0
     for number in range(500):
-        pace.begin(plan_of([1] * 32, [100 + number] * 32), now)
+        estimator.begin(plan_of([1] * 32, [100 + number] * 32), now)
         now += 0.04
-        pace.end(now)
-    pace.begin(plan_of([1] * 32, [600] * 32), now)
-    assert pace.budget_s is None
-    assert pace.running_since == now
+        estimator.end(now)
+    estimator.begin(plan_of([1] * 32, [600] * 32), now)
+    assert estimator.budget_s is None
+    assert estimator.running_since == now
 
 
 def test_the_first_step_has_time_to_compile():
-    pace = StepPace(LIMIT_S)
-    pace.begin(plan_of([1], [0]), 0.0)
-    assert pace.budget_s is not None
-    assert pace.budget_s >= 60.0
+    estimator = StepTimeEstimator(LIMIT_S)
+    estimator.begin(plan_of([1], [0]), 0.0)
+    assert estimator.budget_s is not None
+    assert estimator.budget_s >= 60.0
 
 
 def test_slow_steps_are_announced_as_ten_times_the_slowest_in_a_hundred():
-    pace, now = StepPace(LIMIT_S), 0.0
+    estimator, now = StepTimeEstimator(LIMIT_S), 0.0
     for _ in range(128):
-        pace.begin(plan_of([64], [0]), now)
+        estimator.begin(plan_of([64], [0]), now)
         now += 2.0
-        pace.end(now)
-    pace.begin(plan_of([64], [0]), now)
-    assert pace.budget_s == pytest.approx(20.0)
+        estimator.end(now)
+    estimator.begin(plan_of([64], [0]), now)
+    assert estimator.budget_s == pytest.approx(20.0)
 
 
 def test_the_oldest_of_two_steps_runs_since_the_one_before_it_was_over():
-    pace = StepPace(LIMIT_S)
-    pace.begin(plan_of([4], [0]), 1.0)
-    pace.begin(plan_of([1], [4]), 1.5)
-    assert pace.running_since == 1.0
-    pace.end(3.0)
-    assert pace.running_since == 3.0
-    pace.end(4.0)
-    assert pace.running_since is None
+    estimator = StepTimeEstimator(LIMIT_S)
+    estimator.begin(plan_of([4], [0]), 1.0)
+    estimator.begin(plan_of([1], [4]), 1.5)
+    assert estimator.running_since == 1.0
+    estimator.end(3.0)
+    assert estimator.running_since == 3.0
+    estimator.end(4.0)
+    assert estimator.running_since is None
 
 
 def test_what_is_done_between_two_steps_is_not_their_time_and_has_a_budget_of_its_own():
-    pace = StepPace(LIMIT_S)
-    pace.begin(plan_of([4], [0]), 1.0)
-    of_step = pace.budget_s
-    pace.begin_call(2.0)
-    assert (pace.is_in_call, pace.running_since, pace.budget_s) == (True, 2.0, 600.0)
-    pace.end_call(50.0)
-    assert (pace.is_in_call, pace.running_since, pace.budget_s) == (False, 50.0, of_step)
-    pace.drop()
-    assert (pace.running_since, pace.budget_s) == (None, None)
+    estimator = StepTimeEstimator(LIMIT_S)
+    estimator.begin(plan_of([4], [0]), 1.0)
+    of_step = estimator.budget_s
+    estimator.begin_call(2.0)
+    assert (estimator.is_in_call, estimator.running_since, estimator.budget_s) == (True, 2.0, 600.0)
+    estimator.end_call(50.0)
+    assert (estimator.is_in_call, estimator.running_since, estimator.budget_s) == (False, 50.0, of_step)
+    estimator.drop()
+    assert (estimator.running_since, estimator.budget_s) == (None, None)
 
 
 def test_a_call_on_an_engine_without_steps_leaves_nothing_running():
-    pace = StepPace(LIMIT_S)
-    pace.begin_call(2.0)
-    pace.end_call(50.0)
-    assert (pace.running_since, pace.budget_s) == (None, None)
+    estimator = StepTimeEstimator(LIMIT_S)
+    estimator.begin_call(2.0)
+    estimator.end_call(50.0)
+    assert (estimator.running_since, estimator.budget_s) == (None, None)
 
 
 def test_a_call_that_hangs_is_seen_when_its_budget_is_over():
-    pace = StepPace(LIMIT_S)
-    pace.begin_call(0.0)
-    figures = Figures(step_number=3, step_started_at=pace.running_since, step_budget_s=pace.budget_s)
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), figures, start_s=0.0, most_s=700)
+    estimator = StepTimeEstimator(LIMIT_S)
+    estimator.begin_call(0.0)
+    stats = LoopStats(
+        step_number=3, step_started_at=estimator.running_since, step_budget_s=estimator.budget_s
+    )
+    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=0.0, most_s=700)
     assert seen is not None
     assert 600.0 < seen <= 600.5
 
@@ -206,26 +210,26 @@ class Notes:
         self.words: list[str] = []
         self.ended = threading.Event()
         self.when_dumped: Callable[[], object] = lambda: None
-        self.when_told: Callable[[], None] = lambda: None
+        self.on_reported: Callable[[], None] = lambda: None
 
     def dump(self) -> None:
         self.words.append("dump")
         self.when_dumped()
 
-    def hear(self, reason: str) -> None:
+    def on_hang(self, reason: str) -> None:
         self.words.append(reason)
-        self.when_told()
+        self.on_reported()
 
     def end(self, exit_code: int) -> None:
         self.words.append(f"exit {exit_code}")
         self.ended.set()
 
 
-def make_watchdog(notes: Notes, board: Board, *, limit_s: float, grace_s: float) -> Watchdog:
+def make_watchdog(notes: Notes, stats_snapshot: StatsSnapshot, *, limit_s: float, grace_s: float) -> Watchdog:
     return Watchdog(
-        board,
+        stats_snapshot,
         MonotonicClock(),
-        notes.hear,
+        notes.on_hang,
         limit_s=limit_s,
         tick_s=0.01,
         grace_s=grace_s,
@@ -234,71 +238,77 @@ def make_watchdog(notes: Notes, board: Board, *, limit_s: float, grace_s: float)
     )
 
 
-def test_a_hang_is_dumped_told_and_ends_a_process_that_does_not_end_itself():
-    notes, board = Notes(), Board()
-    board.post(Figures(step_number=7, step_started_at=0.0, has_work=True))
-    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+def test_a_hang_is_dumped_and_reported_and_the_process_is_ended():
+    notes, stats_snapshot = Notes(), StatsSnapshot()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0, has_work=True))
+    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
-    dumped, told, ended = notes.words
+    dumped, reported, ended = notes.words
     assert (dumped, ended) == ("dump", f"exit {EXIT_HUNG}")
-    assert told.startswith("step 7 has been running for ")
+    assert reported.startswith("step 7 has been running for ")
 
 
-def test_a_process_whose_stacks_nobody_reads_is_told_and_ends():
-    notes, board, is_read = Notes(), Board(), threading.Event()
-    board.post(Figures(step_number=7, step_started_at=0.0))
+def test_a_process_whose_stack_dump_blocks_is_reported_and_ended():
+    notes, stats_snapshot, is_read = Notes(), StatsSnapshot(), threading.Event()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
     notes.when_dumped = is_read.wait
-    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     is_read.set()
     assert watchdog.join(10)
-    dumped, told, ended = notes.words
+    dumped, reported, ended = notes.words
     assert (dumped, ended) == ("dump", f"exit {EXIT_HUNG}")
-    assert told.startswith("step 7 has been running for ")
+    assert reported.startswith("step 7 has been running for ")
 
 
 HUNG = """
 import threading
-from engine_svc.loop.mailbox import Board, Figures
+from engine_svc.loop.mailbox import StatsSnapshot, LoopStats
 from engine_svc.process.watchdog import Watchdog
 from service_kit.clock import MonotonicClock
-board = Board()
-board.post(Figures(step_number=7, step_started_at=0.0))
-Watchdog(board, MonotonicClock(), lambda reason: None, limit_s=0.05, tick_s=0.01, grace_s=0.0).start()
+stats = StatsSnapshot()
+stats.post(LoopStats(step_number=7, step_started_at=0.0))
+Watchdog(stats, MonotonicClock(), lambda reason: None, limit_s=0.05, tick_s=0.01, grace_s=0.0).start()
 threading.Event().wait()
 """
 
 
-def test_the_dump_of_the_stacks_holds_up_nobody_else():
+def test_the_stack_dump_does_not_block_other_threads():
     assert exit_code_unread(HUNG) == EXIT_HUNG
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_process_that_cannot_be_told_ends():
-    notes, board = Notes(), Board()
-    board.post(Figures(step_number=7, step_started_at=0.0))
+def test_a_process_whose_hang_callback_fails_is_ended():
+    notes, stats_snapshot = Notes(), StatsSnapshot()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
 
     def fail() -> None:
         raise RuntimeError("the event loop is closed")
 
-    notes.when_told = fail
-    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+    notes.on_reported = fail
+    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
 
 
 @pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["without", "with"])
-def test_a_process_with_or_without_stderr_is_told_and_ends(stderr, monkeypatch):
+def test_a_process_with_or_without_stderr_is_reported_and_ended(stderr, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(sys, "__stderr__", stderr)
-    notes, board = Notes(), Board()
-    board.post(Figures(step_number=7, step_started_at=0.0))
+    notes, stats_snapshot = Notes(), StatsSnapshot()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
     watchdog = Watchdog(
-        board, MonotonicClock(), notes.hear, limit_s=0.05, tick_s=0.01, grace_s=0.0, end_process=notes.end
+        stats_snapshot,
+        MonotonicClock(),
+        notes.on_hang,
+        limit_s=0.05,
+        tick_s=0.01,
+        grace_s=0.0,
+        end_process=notes.end,
     )
     watchdog.start()
     assert notes.ended.wait(10)
@@ -307,10 +317,10 @@ def test_a_process_with_or_without_stderr_is_told_and_ends(stderr, monkeypatch):
     assert stderr is None or "test_watchdog.py" in stderr.getvalue()
 
 
-def test_a_call_that_hangs_is_not_told_as_a_step():
-    notes, board = Notes(), Board()
-    board.post(Figures(step_number=7, step_started_at=0.0, has_work=True, is_in_call=True))
-    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=0.0)
+def test_a_hanging_call_is_not_reported_as_a_step():
+    notes, stats_snapshot = Notes(), StatsSnapshot()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0, has_work=True, is_in_call=True))
+    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
@@ -318,10 +328,10 @@ def test_a_call_that_hangs_is_not_told_as_a_step():
 
 
 def test_a_process_that_ends_in_order_is_left_to_it():
-    notes, board = Notes(), Board()
-    board.post(Figures(step_number=7, step_started_at=0.0))
-    notes.when_told = lambda: watchdog.stop()
-    watchdog = make_watchdog(notes, board, limit_s=0.05, grace_s=60.0)
+    notes, stats_snapshot = Notes(), StatsSnapshot()
+    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
+    notes.on_reported = lambda: watchdog.stop()
+    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=60.0)
     watchdog.start()
     assert watchdog.join(10)
     assert not notes.ended.is_set()
@@ -329,7 +339,7 @@ def test_a_process_that_ends_in_order_is_left_to_it():
 
 def test_a_watchdog_that_was_stopped_looks_no_more():
     notes = Notes()
-    watchdog = make_watchdog(notes, Board(), limit_s=0.05, grace_s=0.0)
+    watchdog = make_watchdog(notes, StatsSnapshot(), limit_s=0.05, grace_s=0.0)
     watchdog.start()
     watchdog.stop()
     assert watchdog.join(10)
@@ -338,7 +348,7 @@ def test_a_watchdog_that_was_stopped_looks_no_more():
 
 def test_the_clock_may_jump_once_without_an_alarm():
     clock, watch = FakeClock(), StepWatch(LIMIT_S, TICK_S)
-    figures = Figures(step_number=1, step_started_at=0.0)
-    watch.look(figures, clock.now())
+    stats = LoopStats(step_number=1, step_started_at=0.0)
+    watch.look(stats, clock.now())
     clock.advance(86_400.0)
-    assert watch.look(figures, clock.now()) is None
+    assert watch.look(stats, clock.now()) is None

@@ -7,7 +7,7 @@ import socket
 import sys
 from typing import Any
 
-from engine_svc.ranks.control_pipe import RankLine
+from engine_svc.ranks.control_pipe import RankConnection
 from service_kit.stacks import write_when_asked
 
 
@@ -15,13 +15,13 @@ def main() -> None:
     """End by a signal, or say something and wait for the end."""
     write_when_asked()
     fd = int(sys.argv[1])
-    line = RankLine(fd)
-    spec: dict[str, Any] = line.hear()
+    connection = RankConnection(fd)
+    spec: dict[str, Any] = connection.receive()
     if "signal" in spec:
         os.kill(os.getpid(), spec["signal"])
     with socket.socket(fileno=os.dup(fd)) as raw:
         raw.sendall(spec["says"].encode())
-    line.hear()
+    connection.receive()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.torch_group import ProcessRankGroup, ProcessRankGroups
 from engine_svc.data_parallel.wave import Vote
 from engine_svc.model.context import ForwardContext
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
@@ -87,8 +87,8 @@ class SharingEngine:
         return self.loaded.model
 
     def load(self, folder: Path) -> LoadedModel:
-        wishes = LoadWishes(num_threads=1, device="cpu", dtype=self.dtype)
-        loaded = load_model(folder, wishes, share=self.experts.share)
+        options = LoadOptions(num_threads=1, device="cpu", dtype=self.dtype)
+        loaded = load_model(folder, options, share=self.experts.share)
         self.experts.attach(loaded, folder)
         return loaded
 
@@ -106,8 +106,8 @@ class SharingEngine:
 class Sharing:
     """Engines and the groups that they form."""
 
-    def __init__(self, folder: Path, size: int, **wishes: object) -> None:
-        self.engines = [SharingEngine(folder, rank, size, **wishes) for rank in range(size)]
+    def __init__(self, folder: Path, size: int, **options: object) -> None:
+        self.engines = [SharingEngine(folder, rank, size, **options) for rank in range(size)]
         self.generation = 0
         self.members: list[SharingEngine] = []
 

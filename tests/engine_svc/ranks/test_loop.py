@@ -25,7 +25,7 @@ from engine_svc.ranks.loop import EarlyStage, RankLoop, Reporter, Silent, Unknow
 from engine_svc.ranks.plan_channel import Channel, ChannelReader, ChannelWriter, create_channel
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder, PlanEncoder
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup
-from engine_svc.ranks.progress_board import ProgressBoard
+from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
 from engine_svc.runner.input_batch import InputBatch
@@ -101,7 +101,7 @@ class Stage:
         self.part.before(plan)
         self.part.after(plan, self.runner.execute(plan))
 
-    def tell(self, number: int, *sampled: list[int]) -> None:
+    def send_result(self, number: int, *sampled: list[int]) -> None:
         self.results.send(encode_result(StepResult(number, list(sampled))), timeout_s=1)
 
     def token(self, request_id: str, position: int) -> int:
@@ -114,7 +114,7 @@ def test_a_stage_waits_for_the_tokens_that_a_step_needs(channel: Channel) -> Non
     stage.run(plan_of(1, "a", admits=True))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(stage.part.before, plan_of(2, "a", computed=4))
-        stage.tell(1, [77])
+        stage.send_result(1, [77])
         waiting.result(timeout=20)
     assert stage.token("a", 4) == 77
 
@@ -124,13 +124,13 @@ def test_a_stage_does_not_wait_for_tokens_of_other_rows(channel: Channel) -> Non
     stage.run(plan_of(1, "a", admits=True))
     # Nobody has told what step 1 yielded: this would wait for ever if it waited for it.
     stage.run(plan_of(2, "b", admits=True))
-    stage.tell(1, [77])
-    stage.tell(2, [88])
+    stage.send_result(1, [77])
+    stage.send_result(2, [88])
     stage.part.settle()
     assert (stage.token("a", 4), stage.token("b", 4)) == (77, 88)
 
 
-def test_tokens_of_a_request_that_left_go_to_nobody(channel: Channel) -> None:
+def test_tokens_of_a_removed_request_are_dropped(channel: Channel) -> None:
     stage = Stage(channel)
     stage.run(plan_of(1, "a", admits=True))
     newcomer = plan_of(2, "b", admits=True)
@@ -139,8 +139,8 @@ def test_tokens_of_a_request_that_left_go_to_nobody(channel: Channel) -> None:
     newcomer.samples = [False]
     row = stage.runner.batch.row_of["a"]
     stage.run(newcomer)
-    stage.tell(1, [77])
-    stage.tell(2, [])
+    stage.send_result(1, [77])
+    stage.send_result(2, [])
     stage.part.settle()
     # It has the row of the one that left, and a token of its own where that one's would have gone.
     assert stage.runner.batch.row_of == {"b": row}
@@ -151,20 +151,20 @@ def test_a_row_without_a_token_gets_one_that_every_model_has(channel: Channel) -
     stage = Stage(channel)
     stage.runner.batch.token_ids.fill_(-9)
     stage.run(plan_of(1, "a", admits=True))
-    stage.tell(1, [])
+    stage.send_result(1, [])
     stage.part.settle()
     assert stage.token("a", 4) == 0
 
 
 @pytest.mark.parametrize("end_rank", [None, print])
-def test_results_are_told_in_the_order_of_the_steps(end_rank, channel):
+def test_results_are_reported_in_the_order_of_the_steps(end_rank, channel):
     reader = ChannelReader(channel.readers[0])
     reporter = Reporter(ChannelWriter(channel.writer), None, end_rank=end_rank)
     for number in range(1, 4):
         reporter.after(StepPlan(number), FakeStep(StepResult(number, [[number]])))
     reporter.settle()
-    told = [reader.receive(timeout_s=0.0) for _ in range(3)]
-    assert [decode_result(message or b"").step_number for message in told] == [1, 2, 3]
+    messages = [reader.receive(timeout_s=0.0) for _ in range(3)]
+    assert [decode_result(message or b"").step_number for message in messages] == [1, 2, 3]
 
 
 def test_a_device_that_works_by_itself_is_not_waited_for(channel: Channel) -> None:
@@ -185,7 +185,7 @@ def test_a_device_that_works_by_itself_is_not_waited_for(channel: Channel) -> No
     assert decode_result(reader.receive(timeout_s=20) or b"").sampled == [[7]]
 
 
-def test_an_error_of_a_step_that_is_told_from_a_thread_ends_the_rank(channel: Channel) -> None:
+def test_a_step_error_reported_from_a_thread_ends_the_rank(channel: Channel) -> None:
     ended: SimpleQueue[Exception] = SimpleQueue()
 
     class BrokenStep:
@@ -197,7 +197,7 @@ def test_an_error_of_a_step_that_is_told_from_a_thread_ends_the_rank(channel: Ch
     assert str(ended.get(timeout=20)) == "the device is gone"
 
 
-def test_stages_are_told_the_tokens_alone(channel: Channel) -> None:
+def test_stages_receive_only_the_tokens(channel: Channel) -> None:
     tokens = create_channel(num_readers=1)
     reporter = Reporter(ChannelWriter(channel.writer), ChannelWriter(tokens.writer), end_rank=None)
     full = StepResult(1, [[7]], logprobs={0: TokenLogprobs([-0.5], [1])})
@@ -260,17 +260,17 @@ def start_of(spec: Mapping[str, object]) -> RankStart:
 
 def lost_after(spec: Mapping[str, object]) -> RankLost:
     """What is told of a rank that does what `spec` says."""
-    told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-    board = ProgressBoard.create(1)
-    watch = RankWatch([start_of(spec)], board, limits=WatchLimits(), on_lost=told.put)
+    messages: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    heartbeats = RankHeartbeats.create(1)
+    watch = RankWatch([start_of(spec)], heartbeats, limits=WatchLimits(), on_lost=messages.put)
     try:
-        lost = told.get(timeout=PATIENCE_S)
+        lost = messages.get(timeout=PATIENCE_S)
         assert select.select([watch.lost_fd], [], [], 0)[0] == [watch.lost_fd]
         with pytest.raises(RankLost, match=re.escape(lost.why)):
             watch.next_message(0.0)
     finally:
         watch.stop(grace_s=0.0)
-        board.close()
+        heartbeats.close()
     return lost
 
 
@@ -291,9 +291,9 @@ def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd)
     monkeypatch.setattr(stacks, "_WAIT_S", 2.0)
     monkeypatch.setattr(stacks, "_MAX_WAIT_S", 4.0)
     monkeypatch.setattr(rank_watch, "_WRITE_S", 30.0)
-    board = ProgressBoard.create(2)
+    heartbeats = RankHeartbeats.create(2)
     starts = [start_of({"says": '{"ready": {}}\n'}) for _ in range(2)]
-    watch = RankWatch(starts, board, limits=WatchLimits())
+    watch = RankWatch(starts, heartbeats, limits=WatchLimits())
     try:
         for _ in starts:
             watch.next_message(PATIENCE_S)
@@ -301,7 +301,7 @@ def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd)
         assert str(watch.blame(1, "did not finish a step")) == "rank 1 did not finish a step"
     finally:
         watch.stop(grace_s=0.0)
-        board.close()
+        heartbeats.close()
     written = capfd.readouterr().err
     first, second = (written.index(f"Rank {rank} (process {process_ids[rank]}):") for rank in range(2))
     for text in (written[first:second], written[second:]):
@@ -315,7 +315,7 @@ os._exit(7)
 """
 
 
-def test_whoever_asks_for_stacks_goes_on_where_nobody_reads_them() -> None:
+def test_a_stack_dump_that_is_not_read_does_not_block() -> None:
     assert exit_code_unread(ASKING) == 7
 
 
@@ -364,7 +364,7 @@ def group_with(monkeypatch):
         monkeypatch.setattr(process_group, "ChannelReader", lambda *arguments, **options: results)
         group = ProcessGroup(
             cast(RankWatch, BlamingWatch()),
-            ProgressBoard.create(2),
+            RankHeartbeats.create(2),
             create_channel(2),
             create_channel(1),
             PlanEncoder(max_num_seqs=4, num_groups=1),
@@ -425,7 +425,7 @@ def watch() -> FakeWatch:
 def group(watch: FakeWatch) -> Iterator[ProcessGroup]:
     made = ProcessGroup(
         cast(RankWatch, watch),
-        ProgressBoard.create(2),
+        RankHeartbeats.create(2),
         create_channel(2),
         create_channel(1),
         PlanEncoder(max_num_seqs=1, num_groups=1),
@@ -441,7 +441,7 @@ def test_ranks_may_be_as_silent_as_at_their_start_while_they_do_what_they_are_ca
     assert not watch.may_be_busy
 
 
-def test_a_rank_that_is_lost_in_a_call_is_told_of(watch: FakeWatch, group: ProcessGroup) -> None:
+def test_a_rank_lost_during_a_call_is_reported(watch: FakeWatch, group: ProcessGroup) -> None:
     watch.lost = RankLost(1, "was ended by SIGKILL")
     with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
         group.call("stop_profile")

@@ -23,7 +23,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
-from engine_svc.core.step import AdmittedRequest, PromptPlaces, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import AdmittedRequest, PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 from engine_svc.ranks.byte_fields import MessageError
 from engine_svc.ranks.plan_channel import (
     Channel,
@@ -41,7 +41,7 @@ from engine_svc.ranks.plan_codec import (
     sampling_from,
     sampling_text,
 )
-from engine_svc.ranks.progress_board import ProgressBoard, start_heart
+from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.scheduler.config import SchedulerConfig
 
@@ -250,7 +250,7 @@ def test_bytes_of_another_version_or_length_are_refused(damage) -> None:
 ids = st.integers(0, (1 << 31) - 1)
 some_ids = st.lists(ids, max_size=4)
 logprobs = st.lists(st.floats(max_value=0.0, allow_nan=False), max_size=4)
-told = st.builds(
+token_logprobs = st.builds(
     TokenLogprobs,
     logprobs=logprobs,
     ranks=some_ids,
@@ -265,9 +265,11 @@ results = st.builds(
     drafts=st.dictionaries(st.text(max_size=5), some_ids, max_size=3),
     non_finite=some_ids,
     barred=some_ids,
-    logprobs=st.dictionaries(st.integers(0, 9), told, max_size=3),
+    logprobs=st.dictionaries(st.integers(0, 9), token_logprobs, max_size=3),
     prompt_logprobs=st.dictionaries(
-        st.integers(0, 9), st.builds(PromptPlaces, first_position=st.integers(1, 99), told=told), max_size=3
+        st.integers(0, 9),
+        st.builds(PromptTokenLogprobs, first_position=st.integers(1, 99), token_logprobs=token_logprobs),
+        max_size=3,
     ),
 )
 
@@ -355,7 +357,7 @@ def test_a_writer_waits_for_the_slowest_reader_and_says_who_it_is(channel: Chann
     assert slow.receive(timeout_s=1) == half
 
 
-def test_who_waits_for_a_message_can_be_told_to_give_up(channel: Channel, interrupt: int) -> None:
+def test_a_receive_can_be_interrupted(channel: Channel, interrupt: int) -> None:
     reader = ChannelReader(channel.readers[0], interrupt_fd=interrupt)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(reader.receive)
@@ -363,7 +365,7 @@ def test_who_waits_for_a_message_can_be_told_to_give_up(channel: Channel, interr
         assert isinstance(waiting.exception(timeout=20), ChannelInterrupted)
 
 
-def test_who_waits_for_room_can_be_told_to_give_up(channel: Channel, interrupt: int) -> None:
+def test_a_send_waiting_for_room_can_be_interrupted(channel: Channel, interrupt: int) -> None:
     writer = ChannelWriter(channel.writer, interrupt_fd=interrupt)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(writer.send, b"y" * 2 * CAPACITY, timeout_s=60)
@@ -434,10 +436,10 @@ def test_a_process_reads_what_another_writes_and_nothing_is_left_when_it_is_kill
 
 
 def test_signs_of_life_are_seen_on_every_board_of_the_same_memory() -> None:
-    board = ProgressBoard.create(num_ranks=2)
-    seen = ProgressBoard(board.fd, num_ranks=2)
-    board.finish_step(1)
-    start_heart(board, rank=0, interval_s=0.001)
+    heartbeats = RankHeartbeats.create(num_ranks=2)
+    seen = RankHeartbeats(heartbeats.fd, num_ranks=2)
+    heartbeats.finish_step(1)
+    start_heart(heartbeats, rank=0, interval_s=0.001)
     deadline = threading.Event()
     while seen.beats(0) < 3:
         assert not deadline.wait(0.001)

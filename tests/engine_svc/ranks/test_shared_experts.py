@@ -16,13 +16,13 @@ from engine_svc.core.errors import PeersLost
 from engine_svc.core.step import StepPlan
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.expert_exchange import GroupExchange
-from engine_svc.model.loading.loader import LoadWishes, has_experts, load_model
+from engine_svc.model.loading.loader import LoadOptions, has_experts, load_model
 from engine_svc.model.native.exchange import ExpertShare
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.ranks.shared_rig import Sharing, SharingEngine, in_threads, logits_of, outcomes
 from triptych_kernels import Experts
 
-WISHES = LoadWishes(num_threads=1, device="cpu")
+LOAD_OPTIONS = LoadOptions(num_threads=1, device="cpu")
 NUM_EXPERTS = 4
 
 Share = Callable[..., Sharing]
@@ -41,8 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def share() -> Iterator[Share]:
     made: list[Sharing] = []
 
-    def start(*arguments: object, **wishes: object) -> Sharing:
-        made.append(Sharing(*arguments, **wishes))
+    def start(*arguments: object, **options: object) -> Sharing:
+        made.append(Sharing(*arguments, **options))
         return made[-1]
 
     yield start
@@ -60,9 +60,9 @@ def logits(sharing: Sharing, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     )
 
 
-def whole(share: Share, folder: Path, rows: list[torch.Tensor], **wishes: object) -> list[torch.Tensor]:
+def whole(share: Share, folder: Path, rows: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
     """The logits by an engine that holds all experts."""
-    alone = share(folder, 1, **wishes)
+    alone = share(folder, 1, **options)
     alone.form()
     return [logits(alone, [row])[0] for row in rows]
 
@@ -346,7 +346,7 @@ def test_weights_that_were_given_up_come_back_as_the_share_of_the_group_that_was
     assert streams[0] == streams[1]
 
 
-def test_a_warm_up_waits_for_nobody(share, folders):
+def test_a_warm_up_does_not_wait_for_other_ranks(share, folders):
     engine = share(folders["mixtral"], 2).engines[0]
     engine.runner.warm_up(16)
     with pytest.raises(PeersLost):
@@ -356,10 +356,10 @@ def test_a_warm_up_waits_for_nobody(share, folders):
 def test_models_whose_experts_cannot_be_divided_are_refused_by_name(folders):
     alone = ExpertShare(0, 2, GroupExchange(0, 2))
     with pytest.raises(UnsupportedModel, match="llama without experts has none to divide over engines"):
-        load_model(folders["llama"], WISHES, share=alone)
-    wishes = LoadWishes(num_threads=1, model_impl="transformers")
+        load_model(folders["llama"], LOAD_OPTIONS, share=alone)
+    options = LoadOptions(num_threads=1, model_impl="transformers")
     with pytest.raises(UnsupportedModel, match="divided over engines need a native model, and model_impl"):
-        load_model(folders["mixtral"], wishes, share=alone)
+        load_model(folders["mixtral"], options, share=alone)
     assert [has_experts(folders[family]) for family in ("mixtral", "qwen3_moe", "llama")] == [
         True,
         True,

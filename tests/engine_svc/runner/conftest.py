@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
@@ -63,7 +63,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
             folder: Path = tmp_path_factory.mktemp(name)
             theirs = make_checkpoint(family, folder)
             made[name] = TinyModel(
-                theirs, load_model(folder, LoadWishes(num_threads=1, model_impl=model_impl))
+                theirs, load_model(folder, LoadOptions(num_threads=1, model_impl=model_impl))
             )
         return made[name]
 

@@ -58,8 +58,8 @@ class PlanDriver:
         self._released: list[str] = []
         self.num_steps = 0
 
-    def add(self, request_id: str, prompt: list[int], **wishes: object) -> DrivenRequest:
-        sampling = SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **wishes})
+    def add(self, request_id: str, prompt: list[int], **options: object) -> DrivenRequest:
+        sampling = SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **options})
         request = DrivenRequest(request_id, list(prompt), len(prompt), sampling)
         self.requests[request_id] = request
         return request

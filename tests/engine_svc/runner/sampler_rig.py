@@ -44,13 +44,13 @@ class SamplerRig:
         self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
 
     def enter(
-        self, row: int, *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), **wishes: object
+        self, row: int, *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), **options: object
     ) -> None:
         """Give `row` to a request, which may have output already; greedy where it does not say."""
         token_ids = [*prompt, *output]
         self.token_ids[row, : len(token_ids)] = torch.tensor(token_ids).int()
         self.lengths[row] = len(token_ids)
-        sampling = SamplingParams(**{"max_tokens": 99, "temperature": 0.0, **wishes})
+        sampling = SamplingParams(**{"max_tokens": 99, "temperature": 0.0, **options})
         self.sampler.enter(row, AdmittedRequest(str(row), token_ids, len(prompt), sampling, [[]]))
 
     def leave(self, row: int) -> None:

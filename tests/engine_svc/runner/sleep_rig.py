@@ -15,7 +15,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
-from engine_svc.model.loading.loader import LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.sleep import WeightSource
@@ -24,7 +24,7 @@ from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
-WISHES = LoadWishes(num_threads=1, device="cpu")
+LOAD_OPTIONS = LoadOptions(num_threads=1, device="cpu")
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Rig:
         self.kv = KVTensors(facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, bytes_per_block=0))
         sizes = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
         source = WeightSource(self.folder, self.load, lambda model: None)
-        ops = load_model(self.folder, WISHES).ops
+        ops = load_model(self.folder, LOAD_OPTIONS).ops
         self.runner = ModelRunner(model, facts, self.kv, sizes, ops, source=source)
         self.core = build_core(
             SchedulerConfig(max_model_len=MAX_POSITION, max_num_seqs=8),
@@ -52,7 +52,7 @@ class Rig:
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.loads.append(folder)
-        loaded = load_model(folder, WISHES)
+        loaded = load_model(folder, LOAD_OPTIONS)
         return loaded.model, loaded.facts
 
     @property

@@ -11,7 +11,7 @@ from engine_svc.core.prompt_embeds import PromptEmbeds
 from engine_svc.tensors.host_tensor import HostTensor
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
-ROADS = [
+IMPLEMENTATIONS = [
     ("llama", "native"), ("qwen3_moe", "native"), ("llama", "transformers"), ("gpt2", "transformers"),
     ("gemma3", "transformers"), ("opt", "transformers"),
 ]  # fmt: skip
@@ -24,23 +24,23 @@ def embeddings_of(model, token_ids: list[int]) -> torch.Tensor:
         return model.theirs.get_input_embeddings()(torch.tensor(token_ids)).clone()
 
 
-def embeds_at(model, prompt: list[int], places: list[int]) -> PromptEmbeds:
+def embeds_at(model, prompt: list[int], positions: list[int]) -> PromptEmbeds:
     """The embeddings of the prompt's tokens at these places."""
-    rows = embeddings_of(model, prompt)[places]
+    rows = embeddings_of(model, prompt)[positions]
     return PromptEmbeds(
-        HostTensor("float32", tuple(rows.shape), rows.numpy().astype("<f4").tobytes()), tuple(places)
+        HostTensor("float32", tuple(rows.shape), rows.numpy().astype("<f4").tobytes()), tuple(positions)
     )
 
 
-def add_embedded(driver, model, name: str, prompt: list[int], places: list[int], **wishes: object):
-    """A request that has embeddings at `places`, and there no tokens."""
-    hidden = [0 if place in places else token for place, token in enumerate(prompt)]
-    request = driver.add(name, hidden, **wishes)
-    request.prompt_embeds = embeds_at(model, prompt, places)
+def add_embedded(driver, model, name: str, prompt: list[int], positions: list[int], **options: object):
+    """A request that has embeddings at `positions`, and there no tokens."""
+    hidden = [0 if place in positions else token for place, token in enumerate(prompt)]
+    request = driver.add(name, hidden, **options)
+    request.prompt_embeds = embeds_at(model, prompt, positions)
     return request
 
 
-@pytest.mark.parametrize(("family", "model_impl"), ROADS)
+@pytest.mark.parametrize(("family", "model_impl"), IMPLEMENTATIONS)
 def test_embeddings_of_tokens_yield_what_the_tokens_yield(tiny_model, family, model_impl):
     model = tiny_model(family, model_impl)
     choose = random.Random(4)
@@ -58,7 +58,7 @@ def test_embeddings_of_tokens_yield_what_the_tokens_yield(tiny_model, family, mo
     assert len({token for request in plain.values() for token in request.output_token_ids}) > 3
 
 
-@pytest.mark.parametrize(("family", "model_impl"), ROADS)
+@pytest.mark.parametrize(("family", "model_impl"), IMPLEMENTATIONS)
 def test_logits_of_a_mixed_prompt_are_those_of_its_tokens_to_the_last_bit(tiny_model, family, model_impl):
     model = tiny_model(family, model_impl)
     logits: list[torch.Tensor] = []
@@ -105,11 +105,11 @@ def test_a_row_that_is_used_again_has_no_embeddings_of_before(tiny_model):
 def test_penalties_do_not_count_places_without_a_token(tiny_model):
     model = tiny_model("llama", "native")
     prompt = prompt_of(12, seed=3)
-    wishes = {"repetition_penalty": 5.0}
+    options = {"repetition_penalty": 5.0}
     driver = model.driver()
     # Tokens that a row has seen are made unlikely; whoever has seen embeddings alone has seen none.
     driver.add("free", prompt)
-    add_embedded(driver, model, "embedded", prompt, list(range(12)), **wishes)
+    add_embedded(driver, model, "embedded", prompt, list(range(12)), **options)
     driver.step({"free": 12, "embedded": 12})
     assert driver.requests["embedded"].output_token_ids == driver.requests["free"].output_token_ids
 

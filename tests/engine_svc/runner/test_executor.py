@@ -198,7 +198,7 @@ def test_a_step_that_computes_nothing_is_over_at_once(log):
     ],
 )
 @pytest.mark.usefixtures("log")
-def test_an_error_of_the_device_keeps_nothing_alive_once_it_has_been_told(make_error, kind):
+def test_a_device_error_keeps_nothing_alive_once_it_was_raised(make_error, kind):
     held: list[weakref.ref[torch.Tensor]] = []
 
     def check() -> None:

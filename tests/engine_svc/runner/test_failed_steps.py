@@ -18,7 +18,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Board, Inbox, Outbox
+from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.ranks.state_digest import sampler_digest
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
@@ -35,7 +35,7 @@ from tests.engine_svc.runner.test_input_batch import admitted, plan, small_batch
 
 NUM_REQUESTS = 7
 MAX_TOKENS = 24
-WISHES: list[dict[str, object]] = [
+SAMPLING_OPTIONS: list[dict[str, object]] = [
     {},
     {"temperature": 0.9, "top_k": 30},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
@@ -104,7 +104,7 @@ class Reader:
         for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
             self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
             start += num_tokens
-        for handle, part in step.told.sampled.items() if step.told is not None else ():
+        for handle, part in step.token_logprobs.sampled.items() if step.token_logprobs is not None else ():
             self.logprobs.setdefault(handle, []).extend(part.logprobs)
         self.num_ended += len(step.finished)
 
@@ -127,13 +127,13 @@ def serve(
     inbox, reader, rng = Inbox(100), Reader(), random.Random(4)
     for handle in range(NUM_REQUESTS):
         prompt = [rng.randrange(3, 160) for _ in range(3 + 6 * handle)]
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=handle, **WISHES[handle])
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=handle, **SAMPLING_OPTIONS[handle])
         inbox.put(Add(Request(f"r{handle}", prompt, len(prompt), sampling), reader.outbox, handle))
     engine = Engine(
         scheduler=core.scheduler,
         executor=ThreadExecutor(runner) if is_beside else InlineExecutor(runner),
         inbox=inbox,
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=FakeClock(),
         lockstep=NoLockstep(),
         max_in_flight=steps_in_flight,
@@ -216,10 +216,10 @@ def test_what_a_failed_step_computed_is_freed_without_a_collection(
 def test_a_runner_after_a_failed_step_is_in_the_state_of_a_new_one(tiny_model):
     model = tiny_model("llama", "native")
     failing, fresh = model.runner(hooks=(FailingHook(in_steps(1), "after"),)), model.runner()
-    wishes = SamplingParams(max_tokens=4, temperature=0.5, seed=3, repetition_penalty=1.2, min_tokens=2)
+    options = SamplingParams(max_tokens=4, temperature=0.5, seed=3, repetition_penalty=1.2, min_tokens=2)
     first = plan([("a", 4, 0, [0]), ("b", 3, 0, [1])], admitted=[admitted("a", 4), admitted("b", 3)])
     for entry in first.admitted:
-        entry.sampling = wishes
+        entry.sampling = options
     first.step_number = 1
     with pytest.raises(ValueError, match="bad luck"):
         failing.execute(first)
@@ -255,5 +255,5 @@ def test_a_request_whose_entry_failed_can_be_released():
         (RuntimeError("shapes do not match"), RuntimeError),
     ],
 )
-def test_errors_of_the_device_are_told_from_those_of_a_row(error, kind):
+def test_device_errors_are_distinguished_from_row_errors(error, kind):
     assert type(translated(error)) is kind

@@ -18,10 +18,10 @@ def small_batch(**sizes: int) -> InputBatch:
 
 
 def admitted(
-    request_id: str, num_tokens: int, block_ids: Sequence[int] = (), **wishes: object
+    request_id: str, num_tokens: int, block_ids: Sequence[int] = (), **options: object
 ) -> AdmittedRequest:
     """A request that enters, with the blocks it has already."""
-    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **wishes})
+    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **options})
     tokens = list(range(10, 10 + num_tokens))
     return AdmittedRequest(request_id, tokens, num_tokens, sampling, [list(block_ids)])
 

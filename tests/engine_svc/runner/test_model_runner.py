@@ -73,7 +73,7 @@ def run_in_random_steps(driver, *, num_tokens: int, seed: int, preempt: bool) ->
     ("family", "model_impl"),
     [(family, "transformers") for family in FAMILIES] + [(family, "native") for family in NATIVE_FAMILIES],
 )
-def test_mixed_chunked_and_resumed_steps_yield_what_transformers_generates(tiny_model, family, model_impl):
+def test_mixed_chunked_and_resumed_steps_produce_what_transformers_generates(tiny_model, family, model_impl):
     model = tiny_model(family, model_impl)
     driver = model.driver()
     prompts = {f"r{i}": prompt_of(length, seed=i) for i, length in enumerate([1, 3, 17, 40, 70])}
@@ -147,20 +147,20 @@ def test_drafts_are_an_error_as_nothing_verifies_them(tiny_model):
 
 def test_a_token_sampled_in_company_is_the_one_sampled_alone(tiny_model):
     model = tiny_model("qwen2")
-    wishes = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+    sampling_options = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
     prompts = {f"r{i}": prompt_of(4 + 9 * i, seed=i) for i in range(5)}
     together = model.driver()
     for i, (name, prompt) in enumerate(prompts.items()):
-        together.add(name, prompt, seed=100 + i, **wishes)
+        together.add(name, prompt, seed=100 + i, **sampling_options)
     run_in_random_steps(together, num_tokens=20, seed=2, preempt=True)
     for i, (name, prompt) in enumerate(prompts.items()):
         alone = model.driver()
-        alone.add(name, prompt, seed=100 + i, **wishes)
+        alone.add(name, prompt, seed=100 + i, **sampling_options)
         run_in_random_steps(alone, num_tokens=20, seed=9, preempt=False)
         assert alone.requests[name].output_token_ids[:20] == together.requests[name].output_token_ids[:20]
 
 
-WISHES = [
+SAMPLING_OPTIONS = [
     {},
     {"temperature": 0.9, "top_k": 40},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
@@ -175,22 +175,22 @@ WISHES = [
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_rows_whose_logits_are_read_stand_among_greedy_ones(tiny_model, family):
     model = tiny_model(family, model_impl="native")
-    prompts = {f"r{i}": prompt_of(4 + 5 * i, seed=i) for i in range(len(WISHES))}
-    together, told = model.driver(), {}
+    prompts = {f"r{i}": prompt_of(4 + 5 * i, seed=i) for i in range(len(SAMPLING_OPTIONS))}
+    together, token_logprobs = model.driver(), {}
     for i, (name, prompt) in enumerate(prompts.items()):
-        together.add(name, prompt, seed=100 + i, **WISHES[i])
+        together.add(name, prompt, seed=100 + i, **SAMPLING_OPTIONS[i])
     for _ in range(12):
         pending = {name: request.num_pending_tokens for name, request in together.requests.items()}
-        told = together.step(pending).logprobs
-    assert list(told) == [4]
+        token_logprobs = together.step(pending).logprobs
+    assert list(token_logprobs) == [4]
     for i, (name, prompt) in enumerate(prompts.items()):
         # Whoever reads all logits has them written, and the largest looked for there.
         alone = model.driver(logits_processors=(lambda logits, rows: logits,))
-        alone.add(name, prompt, seed=100 + i, **WISHES[i])
+        alone.add(name, prompt, seed=100 + i, **SAMPLING_OPTIONS[i])
         for _ in range(12):
             last = alone.step({name: alone.requests[name].num_pending_tokens})
         assert alone.requests[name].output_token_ids == together.requests[name].output_token_ids
-        assert last.logprobs.get(0) == told.get(i)
+        assert last.logprobs.get(0) == token_logprobs.get(i)
 
 
 def test_a_greedy_row_with_nan_logits_among_others_is_reported(tiny_model):
@@ -230,7 +230,7 @@ def test_a_row_with_nan_logits_is_reported_and_leaves_the_others_alone(tiny_mode
     assert [len(tokens) for tokens in result.sampled] == [1, 0, 1]
 
 
-def test_a_row_whose_rules_leave_no_token_is_told_apart_from_one_with_nan_logits(tiny_model):
+def test_a_row_whose_rules_leave_no_token_is_distinguished_from_one_with_nan_logits(tiny_model):
     driver = tiny_model("llama", model_impl="native").driver()
     rules = [{}, {"allowed_token_ids": frozenset({7}), "bad_words": ((7,),)}, {"temperature": 1.0}]
     requests = [driver.add(f"r{i}", prompt_of(5 + i, seed=i), **rule) for i, rule in enumerate(rules)]

@@ -18,7 +18,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Board, Inbox, Stop
+from engine_svc.loop.mailbox import Add, Inbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.runner.executor import InlineExecutor
@@ -36,19 +36,21 @@ def expected_logprobs(model, token_ids: list[int]) -> torch.Tensor:
         return model.theirs(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
-def assert_told(told: TokenLogprobs, expected: torch.Tensor, token_ids: list[int], num_top: int) -> None:
+def assert_logprobs(
+    token_logprobs: TokenLogprobs, expected: torch.Tensor, token_ids: list[int], num_top: int
+) -> None:
     """told: of the tokens [P], whose logprobs transformers has in expected [P, V]."""
     own = expected[torch.arange(len(token_ids)), torch.tensor(token_ids)]
-    assert told.logprobs == pytest.approx(own.tolist(), abs=1e-4)
-    assert told.k == num_top
+    assert token_logprobs.logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    assert token_logprobs.k == num_top
     best = expected.topk(num_top, dim=-1).values.flatten().tolist()
-    assert told.top_logprobs == pytest.approx(best, abs=1e-4)
-    for rank, row, logprob in zip(told.ranks, expected, own, strict=True):
+    assert token_logprobs.top_logprobs == pytest.approx(best, abs=1e-4)
+    for rank, row, logprob in zip(token_logprobs.ranks, expected, own, strict=True):
         assert int((row >= logprob + 1e-4).sum()) <= rank <= int((row >= logprob - 1e-4).sum())
 
 
 @pytest.mark.parametrize("grants", [[41], [1, 40], [16, 16, 9], [40, 1], [5] * 8 + [1]], ids=str)
-def test_prompt_places_are_told_of_as_their_chunks_are_computed(tiny_model, grants):
+def test_prompt_logprobs_are_returned_as_their_chunks_are_computed(tiny_model, grants):
     model = tiny_model("llama")
     driver = model.driver()
     driver.add("asks", PROMPT, prompt_logprobs=3)
@@ -64,35 +66,35 @@ def test_prompt_places_are_told_of_as_their_chunks_are_computed(tiny_model, gran
             continue
         ((row, places),) = result.prompt_logprobs.items()
         assert (row, places.first_position) == (1, 1 + len(whole.ranks))
-        whole.extend(places.told)
-    assert_told(whole, expected[:-1], PROMPT[1:], 3)
+        whole.extend(places.token_logprobs)
+    assert_logprobs(whole, expected[:-1], PROMPT[1:], 3)
     # After its prompt nothing more is told, and its tokens are those of one that never asked.
     request = driver.requests["asks"]
     assert driver.step({"asks": 1}).prompt_logprobs == {}
     assert request.output_token_ids[0] == int(expected[-1].argmax())
 
 
-def test_sampled_tokens_are_told_of_with_the_models_own_logprobs(tiny_model):
+def test_sampled_tokens_get_the_models_own_logprobs(tiny_model):
     model = tiny_model("llama")
     driver = model.driver()
     request = driver.add("a", PROMPT, logprobs=4, temperature=1.0, top_k=3, repetition_penalty=1.3, seed=5)
-    told = TokenLogprobs([], [], 4)
+    token_logprobs = TokenLogprobs([], [], 4)
     for _ in range(12):
-        told.extend(driver.step({"a": request.num_pending_tokens}).logprobs[0])
+        token_logprobs.extend(driver.step({"a": request.num_pending_tokens}).logprobs[0])
     expected = expected_logprobs(model, request.token_ids)[len(PROMPT) - 1 : -1]
-    assert_told(told, expected, request.output_token_ids, 4)
+    assert_logprobs(token_logprobs, expected, request.output_token_ids, 4)
 
 
-def test_a_prompt_of_one_token_is_told_of_as_nothing(tiny_model):
+def test_a_prompt_of_one_token_has_empty_prompt_logprobs(tiny_model):
     driver = tiny_model("llama").driver()
     driver.add("a", PROMPT[:1], prompt_logprobs=2)
     result = driver.step({"a": 1})
     places = result.prompt_logprobs[0]
-    assert (places.first_position, places.told.ranks, places.told.k) == (1, [], 2)
+    assert (places.first_position, places.token_logprobs.ranks, places.token_logprobs.k) == (1, [], 2)
     assert len(result.sampled[0]) == 1
 
 
-def test_a_preempted_request_is_told_of_its_prompt_again_but_not_of_its_output(tiny_model):
+def test_a_preempted_request_gets_prompt_logprobs_again_but_not_those_of_its_output(tiny_model):
     driver = tiny_model("llama").driver()
     request = driver.add("a", PROMPT, prompt_logprobs=0, logprobs=0)
     first = driver.step({"a": len(PROMPT)}).prompt_logprobs[0]
@@ -100,7 +102,9 @@ def test_a_preempted_request_is_told_of_its_prompt_again_but_not_of_its_output(t
     driver.preempt("a")
     again = driver.step({"a": request.num_pending_tokens})
     assert again.prompt_logprobs[0].first_position == 1
-    assert again.prompt_logprobs[0].told.logprobs == pytest.approx(first.told.logprobs, abs=1e-5)
+    assert again.prompt_logprobs[0].token_logprobs.logprobs == pytest.approx(
+        first.token_logprobs.logprobs, abs=1e-5
+    )
     assert len(again.logprobs[0].ranks) == 1
 
 
@@ -120,7 +124,7 @@ class Reader:
         self.logprobs: dict[int, list[float]] = defaultdict(list)
         self.ranks: dict[int, list[int]] = defaultdict(list)
         self.top_logprobs: dict[int, list[float]] = defaultdict(list)
-        self.prompt_places: dict[int, list[int]] = defaultdict(list)
+        self.prompt_positions: dict[int, list[int]] = defaultdict(list)
         self.prompt_logprobs: dict[int, list[float]] = defaultdict(list)
 
     def publish(self, output: StepOutput) -> None:
@@ -138,10 +142,10 @@ class Reader:
             start = end
         for extra in step.extras:
             places = extra.prompt_logprobs
-            told = array("f", places.logprobs).tolist()
+            token_logprobs = array("f", places.logprobs).tolist()
             first = places.first_position
-            self.prompt_places[handles[extra.row]] += range(first, first + len(told))
-            self.prompt_logprobs[handles[extra.row]] += told
+            self.prompt_positions[handles[extra.row]] += range(first, first + len(token_logprobs))
+            self.prompt_logprobs[handles[extra.row]] += token_logprobs
         self._num_left -= len(step.finished)
         if not self._num_left:
             self._inbox.put(Stop())
@@ -159,8 +163,8 @@ def run(model, requests: list[Request], *, num_blocks: int, depth: int) -> Reade
     inbox = Inbox(max_commands=100)
     reader = Reader(inbox, len(requests))
     engine = Engine(
-        scheduler=core.scheduler, executor=InlineExecutor(model.runner()), inbox=inbox, board=Board(),
-        clock=FakeClock(), lockstep=NoLockstep(), max_in_flight=depth,
+        scheduler=core.scheduler, executor=InlineExecutor(model.runner()), inbox=inbox,
+        stats_snapshot=StatsSnapshot(), clock=FakeClock(), lockstep=NoLockstep(), max_in_flight=depth,
     )  # fmt: skip
     for handle, request in enumerate(requests):
         inbox.put(Add(request, reader, handle))
@@ -170,28 +174,32 @@ def run(model, requests: list[Request], *, num_blocks: int, depth: int) -> Reade
 
 def make_requests() -> list[Request]:
     choose = random.Random(6)
-    told: dict[str, object] = {"logprobs": NUM_TOP, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+    token_logprobs: dict[str, object] = {
+        "logprobs": NUM_TOP,
+        "prompt_logprobs": 0,
+        "skip_reading_prefix_cache": True,
+    }
     penalised = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
-    wishes: list[dict[str, object]] = [
-        told,
+    all_options: list[dict[str, object]] = [
+        token_logprobs,
         {"temperature": 1.0, "seed": 3, **penalised},
-        {**told, **penalised, "temperature": 0.8, "seed": 4},
+        {**token_logprobs, **penalised, "temperature": 0.8, "seed": 4},
         {"bad_words": ((5, 6), (9,)), "temperature": 2.0, "seed": 5, "min_tokens": 5, "eos_token_id": 7},
-        {**told, "min_p": 0.05, "temperature": 1.5, "seed": 6},
+        {**token_logprobs, "min_p": 0.05, "temperature": 1.5, "seed": 6},
     ]
     return [
         Request(
             str(handle),
             [choose.randrange(3, 160) for _ in range(40 + 7 * handle)],
             40 + 7 * handle,
-            SamplingParams(**{"max_tokens": NUM_TOKENS, "temperature": 0.0, **wish}),
+            SamplingParams(**{"max_tokens": NUM_TOKENS, "temperature": 0.0, **options}),
         )
-        for handle, wish in enumerate(wishes)
+        for handle, options in enumerate(all_options)
     ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_each_place_is_told_once_and_rightly_whoever_is_preempted(tiny_model, depth):
+def test_each_position_is_reported_once_and_correctly_despite_preemptions(tiny_model, depth):
     model = tiny_model("llama")
     requests = make_requests()
     crowded = run(model, requests, num_blocks=52, depth=depth)
@@ -202,7 +210,7 @@ def test_each_place_is_told_once_and_rightly_whoever_is_preempted(tiny_model, de
         tokens = crowded.tokens[handle]
         if request.sampling.logprobs is None:
             assert all(math.isnan(logprob) for logprob in crowded.logprobs[handle])
-            assert handle not in crowded.prompt_places
+            assert handle not in crowded.prompt_positions
             continue
         num_prompt = request.num_prompt_tokens
         prompt = request.token_ids[:num_prompt]
@@ -211,7 +219,7 @@ def test_each_place_is_told_once_and_rightly_whoever_is_preempted(tiny_model, de
         assert crowded.logprobs[handle] == pytest.approx(own.tolist(), abs=1e-4)
         best = expected[num_prompt - 1 : -1].topk(NUM_TOP).values.flatten().tolist()
         assert crowded.top_logprobs[handle] == pytest.approx(best, abs=1e-4)
-        assert crowded.prompt_places[handle] == list(range(num_prompt))
+        assert crowded.prompt_positions[handle] == list(range(num_prompt))
         own = expected[torch.arange(num_prompt - 1), torch.tensor(prompt[1:])]
         assert math.isnan(crowded.prompt_logprobs[handle][0])
         assert crowded.prompt_logprobs[handle][1:] == pytest.approx(own.tolist(), abs=1e-4)

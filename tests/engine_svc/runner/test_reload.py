@@ -16,7 +16,7 @@ from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.sleep import Resident, WakeTag, WeightsLost, WeightSource
-from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
+from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_reloaded_weights_take_the_place_of_the_old_ones(rig, checkpoint, tmp_pa
     assert expected != old
     facts = rig.runner.reload_weights(changed)
     rig.forget()
-    assert facts.weights_digest == load_model(changed, WISHES).facts.weights_digest
+    assert facts.weights_digest == load_model(changed, LOAD_OPTIONS).facts.weights_digest
     assert rig.generate("new") == expected
     # Where it is asked for no other folder, it is that one from now on.
     rig.runner.reload_weights()
@@ -121,7 +121,7 @@ def test_weights_spoiled_in_place_are_lost_until_their_folder_is_whole_again(rig
     assert rig.generate("after") == before
 
 
-def test_what_both_folders_are_refused_for_is_told(rig, tmp_path):
+def test_the_reasons_why_both_folders_are_refused_are_reported(rig, tmp_path):
     change(rig.folder)
     with pytest.raises(WeightsLost, match=r"typo is not a folder.*; \S+model has other weights"):
         rig.runner.reload_weights(tmp_path / "typo")

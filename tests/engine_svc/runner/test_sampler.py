@@ -17,7 +17,7 @@ from triptych_kernels import REFERENCE, ops_for
 from triptych_kernels.reference.sampling import kept_weights
 
 # Every feature, alone and with others.
-WISHES = [
+SAMPLING_OPTIONS = [
     {},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_k": 5, "seed": 2**63 + 9},
@@ -42,31 +42,31 @@ WISHES = [
 OUTPUTS = [[4, 7, 9], [9, 9, 9, 3], [], [1, 7, 9]]
 
 
-def told(logprobs: SampledLogprobs | None) -> dict:
+def entries_of(logprobs: SampledLogprobs | None) -> dict:
     return {} if logprobs is None else logprobs.by_index()
 
 
 @pytest.mark.parametrize("mode", LogprobsMode)
 def test_a_row_of_a_batch_that_mixes_all_features_equals_that_row_alone(mode):
-    num = len(WISHES)
+    num = len(SAMPLING_OPTIONS)
     mixed = SamplerRig(max_num_seqs=num, mode=mode)
     order = [(7 * index) % num for index in range(num)]
     rows_of = dict(zip(order, range(num), strict=True))
-    for index, wish in enumerate(WISHES):
-        mixed.enter(rows_of[index], prompt=[1, index, 3], output=OUTPUTS[index % 4], **wish)
+    for index, options in enumerate(SAMPLING_OPTIONS):
+        mixed.enter(rows_of[index], prompt=[1, index, 3], output=OUTPUTS[index % 4], **options)
     logits = random_logits(num)
     written = logits.clone()
     together = mixed.choose(written, [rows_of[index] for index in range(num)])
-    of_together = told(together.logprobs)
+    of_together = entries_of(together.logprobs)
     assert set(of_together) == {5, 6, 8, 11, 13, 14}
-    for index, wish in enumerate(WISHES):
+    for index, options in enumerate(SAMPLING_OPTIONS):
         alone = SamplerRig(max_num_seqs=2, mode=mode)
-        alone.enter(1, prompt=[1, index, 3], output=OUTPUTS[index % 4], **wish)
+        alone.enter(1, prompt=[1, index, 3], output=OUTPUTS[index % 4], **options)
         alone_written = logits[index : index + 1].clone()
         sampled = alone.choose(alone_written, [1])
         assert int(sampled.token_ids) == int(together.token_ids[index])
         assert torch.equal(alone_written[0], written[index])
-        assert told(sampled.logprobs).get(0) == of_together.get(index)
+        assert entries_of(sampled.logprobs).get(0) == of_together.get(index)
 
 
 def test_rows_of_a_large_vocabulary_are_bitwise_those_alone():
@@ -82,7 +82,7 @@ def test_rows_of_a_large_vocabulary_are_bitwise_those_alone():
     for row in range(8):
         alone = rig.choose(logits[row : row + 1].clone(), [row])
         assert int(alone.token_ids) == int(together.token_ids[row])
-        assert told(alone.logprobs)[0] == told(together.logprobs)[row]
+        assert entries_of(alone.logprobs)[0] == entries_of(together.logprobs)[row]
 
 
 def test_temperature_zero_takes_the_largest_logit():
@@ -106,7 +106,7 @@ def test_a_batch_without_features_leaves_the_logits_as_they_are():
 
 def test_rows_without_a_finite_largest_logit_have_no_token_and_others_have_theirs():
     spoiled = {0: (3, float("nan")), 1: (49, float("inf")), 3: (7, float("nan"))}
-    wishes = [
+    all_options = [
         {},
         {"temperature": 1.0, "top_k": 4},
         {"temperature": 1.0, "seed": 3, "top_p": 0.7, "logprobs": 2},
@@ -114,8 +114,8 @@ def test_rows_without_a_finite_largest_logit_have_no_token_and_others_have_their
         {"repetition_penalty": 1.5, "logprobs": 2},
     ]
     rig = SamplerRig()
-    for row, wish in enumerate(wishes):
-        rig.enter(row, output=[7, 7], **wish)
+    for row, options in enumerate(all_options):
+        rig.enter(row, output=[7, 7], **options)
     logits = random_logits(5)
     clean = rig.choose(logits.clone(), range(5))
     for row, (token, value) in spoiled.items():
@@ -124,7 +124,7 @@ def test_rows_without_a_finite_largest_logit_have_no_token_and_others_have_their
     assert sampled.highest.isfinite().tolist() == [False, False, True, False, True]
     for row in (2, 4):
         assert sampled.token_ids[row] == clean.token_ids[row]
-        assert told(sampled.logprobs)[row] == told(clean.logprobs)[row]
+        assert entries_of(sampled.logprobs)[row] == entries_of(clean.logprobs)[row]
 
 
 def test_a_row_with_no_token_left_has_none():
@@ -137,8 +137,8 @@ def test_a_row_with_no_token_left_has_none():
 def test_a_row_that_left_takes_nothing_along():
     rig = SamplerRig(max_num_seqs=1)
     logits = random_logits(1)
-    for wish in WISHES:
-        rig.enter(0, **wish)
+    for options in SAMPLING_OPTIONS:
+        rig.enter(0, **options)
         rig.choose(logits.clone(), [0])
         rig.leave(0)
         rig.enter(0)
@@ -147,16 +147,16 @@ def test_a_row_that_left_takes_nothing_along():
         rig.leave(0)
 
 
-@pytest.mark.parametrize("index", range(len(WISHES)))
+@pytest.mark.parametrize("index", range(len(SAMPLING_OPTIONS)))
 def test_a_resumed_request_continues_as_if_it_had_never_left(index):
     steps = [random_logits(1, seed=seed) for seed in range(12)]
-    prompt, wish = [4, 9, 1], WISHES[index]
+    prompt, options = [4, 9, 1], SAMPLING_OPTIONS[index]
     whole = SamplerRig()
-    whole.enter(0, prompt=prompt, **wish)
+    whole.enter(0, prompt=prompt, **options)
     tokens = whole.generate(0, steps)
     for cut in (1, 5, 11):
         resumed = SamplerRig()
-        resumed.enter(3, prompt=prompt, output=tokens[:cut], **wish)
+        resumed.enter(3, prompt=prompt, output=tokens[:cut], **options)
         assert resumed.generate(3, steps[cut:]) == tokens[cut:]
 
 
@@ -428,7 +428,7 @@ def test_127_a_prompt_that_is_beyond_its_budget_gets_the_whole_end_marker(though
     assert len(chosen_after(rig, 0)) == VOCAB_SIZE
 
 
-def test_127_a_budget_of_nothing_ends_the_block_at_once_whatever_else_is_wished():
+def test_127_a_zero_budget_ends_the_block_at_once_whatever_the_other_options():
     rig = SamplerRig()
     rig.enter(
         0, prompt=[40], thinking=ThinkingBudget(0, (40,), (41,)), allowed_token_ids=frozenset({5}),
@@ -469,7 +469,7 @@ def probabilities_of(logits: list[float], *, temperature=1.0, top_k=0, top_p=1.0
 
 
 @pytest.mark.parametrize(
-    ("wish", "num_kept"),
+    ("options", "num_kept"),
     [
         ({"temperature": 0.7}, 50),
         ({"temperature": 2.0}, 50),
@@ -480,13 +480,13 @@ def probabilities_of(logits: list[float], *, temperature=1.0, top_k=0, top_p=1.0
     ],
     ids=str,
 )
-def test_draws_over_seeds_and_positions_follow_the_distribution(wish, num_kept):
+def test_draws_over_seeds_and_positions_follow_the_distribution(options, num_kept):
     # In no order, so that a place in the vocabulary is no place among the likely.
     logits = torch.tensor([-0.06 * (17 * token % VOCAB_SIZE) for token in range(VOCAB_SIZE)])
-    expected = torch.tensor(probabilities_of(logits.tolist(), **wish), dtype=torch.float64) * NUM_DRAWS
+    expected = torch.tensor(probabilities_of(logits.tolist(), **options), dtype=torch.float64) * NUM_DRAWS
     rig = SamplerRig(max_num_seqs=NUM_SEEDS, max_length=128, ops=ops_for(CPU))
     for row in range(NUM_SEEDS):
-        rig.enter(row, seed=row * 0x9E3779B97F4A7C15, **wish)
+        rig.enter(row, seed=row * 0x9E3779B97F4A7C15, **options)
     counts = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
     for _ in range(NUM_DRAWS // NUM_SEEDS):
         tokens = rig.choose(logits.repeat(NUM_SEEDS, 1), range(NUM_SEEDS)).token_ids
@@ -501,11 +501,11 @@ def test_draws_over_seeds_and_positions_follow_the_distribution(wish, num_kept):
 
 def test_the_draw_of_a_row_is_a_function_of_seed_and_position_alone():
     rig = SamplerRig()
-    wish = {"temperature": 1.0, "seed": 77}
-    rig.enter(0, prompt=[1, 2, 3], output=[4], **wish)
-    rig.enter(5, prompt=[9, 9, 9, 9], **wish)
+    options = {"temperature": 1.0, "seed": 77}
+    rig.enter(0, prompt=[1, 2, 3], output=[4], **options)
+    rig.enter(5, prompt=[9, 9, 9, 9], **options)
     rig.enter(6, prompt=[9, 9, 9, 9], temperature=1.0, seed=78)
-    rig.enter(7, prompt=[9, 9, 9], **wish)
+    rig.enter(7, prompt=[9, 9, 9], **options)
     steps = [random_logits(1, seed=seed).repeat(4, 1) for seed in range(20)]
     drawn = torch.stack([rig.choose(logits, [0, 5, 6, 7]).token_ids for logits in steps])
     assert torch.equal(drawn[:, 0], drawn[:, 1])
@@ -536,15 +536,15 @@ def test_an_op_gets_columns_that_lie_together_and_no_row_that_does_not_draw():
     assert (top_k.dtype, uniforms.dtype) == (torch.int64, torch.float64)
 
 
-def cut(logits: torch.Tensor, **wish: object) -> torch.Tensor:
+def cut(logits: torch.Tensor, **options: object) -> torch.Tensor:
     """The logits that a row is drawn from, read off what is told of all the vocabulary."""
     rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
-    rig.enter(0, temperature=1.0, logprobs=-1, **wish)
+    rig.enter(0, temperature=1.0, logprobs=-1, **options)
     sampled = rig.choose(logits.clone(), [0])
     assert sampled.logprobs is not None
-    told = sampled.logprobs.by_index()[0]
+    entries_of = sampled.logprobs.by_index()[0]
     row = torch.empty(VOCAB_SIZE)
-    row[told.top_token_ids] = torch.tensor(told.top_logprobs)
+    row[entries_of.top_token_ids] = torch.tensor(entries_of.top_logprobs)
     return row
 
 
@@ -565,8 +565,8 @@ def test_115_disabled_cuts_change_nothing_and_what_was_forbidden_stays_so():
     logits[0, 10:20] = float("-inf")
     for disabled in ({}, {"top_k": 0}, {"top_k": VOCAB_SIZE}, {"top_p": 1.0}):
         assert torch.equal(cut(logits, **disabled), logits[0])
-    for wish in ({"top_k": 45}, {"top_p": 0.999}, {"min_p": 1e-9}, {"top_k": 3, "top_p": 0.5}):
-        assert cut(logits, **wish)[10:20].isneginf().all()
+    for options in ({"top_k": 45}, {"top_p": 0.999}, {"min_p": 1e-9}, {"top_k": 3, "top_p": 0.5}):
+        assert cut(logits, **options)[10:20].isneginf().all()
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 40, VOCAB_SIZE])
@@ -620,13 +620,13 @@ def by_index(rig: SamplerRig, logits: torch.Tensor, rows: list[int]) -> tuple[li
     return sampled.token_ids.tolist(), {} if sampled.logprobs is None else sampled.logprobs.by_index()
 
 
-def test_116_nothing_is_told_where_nobody_asked():
+def test_116_no_logprobs_are_returned_unless_requested():
     rig = SamplerRig()
     rig.enter(0, prompt_logprobs=3)
     assert rig.choose(random_logits(1), [0]).logprobs is None
     rig.enter(1, logprobs=0)
-    _, told = by_index(rig, random_logits(2), [0, 1])
-    assert list(told) == [1]
+    _, entries_of = by_index(rig, random_logits(2), [0, 1])
+    assert list(entries_of) == [1]
 
 
 @pytest.mark.parametrize("vocab_size", [2, 129, 5000])
@@ -638,18 +638,18 @@ def test_116_entries_are_within_1e_4_of_log_softmax_and_ranked_by_it(vocab_size)
         rig.enter(row, prompt=[0, 1], temperature=row % 2, seed=row, logprobs=wanted[row % 6])
     logits = random_logits(num_rows, vocab_size=vocab_size)
     expected = logits.double().log_softmax(-1)
-    tokens, told = by_index(rig, logits, list(range(num_rows)))
+    tokens, entries_of = by_index(rig, logits, list(range(num_rows)))
     for row in range(num_rows):
         own = expected[row, tokens[row]]
         k = vocab_size if wanted[row % 6] == -1 else min(wanted[row % 6], vocab_size)
-        assert told[row].logprobs == [pytest.approx(float(own), abs=1e-4)]
+        assert entries_of[row].logprobs == [pytest.approx(float(own), abs=1e-4)]
         rounded = logits[row].log_softmax(-1)
-        assert told[row].ranks == [int((rounded >= rounded[tokens[row]]).sum())]
-        assert told[row].k == k == len(set(told[row].top_token_ids))
-        assert told[row].top_logprobs == rounded[told[row].top_token_ids].tolist()
+        assert entries_of[row].ranks == [int((rounded >= rounded[tokens[row]]).sum())]
+        assert entries_of[row].k == k == len(set(entries_of[row].top_token_ids))
+        assert entries_of[row].top_logprobs == rounded[entries_of[row].top_token_ids].tolist()
         best = expected[row].topk(k).values.tolist()
-        assert told[row].top_logprobs == pytest.approx(best, abs=1e-4)
-        assert max(told[row].top_logprobs, default=0.0) <= 0.0
+        assert entries_of[row].top_logprobs == pytest.approx(best, abs=1e-4)
+        assert max(entries_of[row].top_logprobs, default=0.0) <= 0.0
 
 
 def test_116_the_rank_counts_all_that_are_as_likely():
@@ -667,15 +667,15 @@ def test_116_ids_that_are_asked_for_stand_behind_the_most_likely():
     rig.enter(1, logprob_token_ids=(7,))
     logits = random_logits(2)
     expected = logits.log_softmax(-1)
-    _, told = by_index(rig, logits, [0, 1])
-    assert told[0].k == 5
-    assert told[0].top_token_ids == [*logits[0].topk(2).indices.tolist(), 40, 3, 40]
-    assert told[0].top_logprobs[2:] == expected[0, [40, 3, 40]].tolist()
-    assert (told[1].k, told[1].top_token_ids) == (1, [7])
+    _, entries_of = by_index(rig, logits, [0, 1])
+    assert entries_of[0].k == 5
+    assert entries_of[0].top_token_ids == [*logits[0].topk(2).indices.tolist(), 40, 3, 40]
+    assert entries_of[0].top_logprobs[2:] == expected[0, [40, 3, 40]].tolist()
+    assert (entries_of[1].k, entries_of[1].top_token_ids) == (1, [7])
 
 
 def test_116_raw_is_before_every_change_and_processed_is_what_was_drawn_from():
-    wish = {
+    options = {
         "temperature": 0.5, "top_k": 4, "logprobs": -1, "logit_bias": ((3, 9.0),), "repetition_penalty": 1.5,
         "bad_words": ((8,),),
     }  # fmt: skip
@@ -684,11 +684,11 @@ def test_116_raw_is_before_every_change_and_processed_is_what_was_drawn_from():
     rows = {}
     for mode in LogprobsMode:
         rig = SamplerRig(mode=mode)
-        rig.enter(0, prompt=[3, 4], **wish)
-        tokens, told = by_index(rig, logits, [0])
+        rig.enter(0, prompt=[3, 4], **options)
+        tokens, entries_of = by_index(rig, logits, [0])
         rows[mode] = torch.empty(VOCAB_SIZE)
-        rows[mode][told[0].top_token_ids] = torch.tensor(told[0].top_logprobs)
-        assert told[0].logprobs[0] == rows[mode][tokens[0]]
+        rows[mode][entries_of[0].top_token_ids] = torch.tensor(entries_of[0].top_logprobs)
+        assert entries_of[0].logprobs[0] == rows[mode][tokens[0]]
     changed = rig.changed(logits, [0])[0]
     kept = changed.topk(4).indices
     drawn_from = torch.full((VOCAB_SIZE,), float("-inf"))
@@ -711,33 +711,33 @@ def test_116_only_what_a_cut_takes_is_minus_infinity(cut):
     logits[0, :2] = 500.0
     rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
     rig.enter(0, temperature=0.5, logprobs=-1, seed=1, **cut)
-    _, told = by_index(rig, logits.clone(), [0])
+    _, entries_of = by_index(rig, logits.clone(), [0])
     found = torch.empty(VOCAB_SIZE)
-    found[told[0].top_token_ids] = torch.tensor(told[0].top_logprobs)
+    found[entries_of[0].top_token_ids] = torch.tensor(entries_of[0].top_logprobs)
     expected = logits[0] / 0.5
     if cut and cut.get("top_k") != 40:
         expected[2:] = float("-inf")
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("num_places", [0, 1, 17])
-def test_116_prompt_places_are_told_of_by_the_logits_before_them(num_places):
+@pytest.mark.parametrize("num_positions", [0, 1, 17])
+def test_116_prompt_logprobs_come_from_the_preceding_position(num_positions):
     rig = SamplerRig()
     rig.enter(0, prompt_logprobs=3, logprob_token_ids=(6,))
     rig.enter(1, logprobs=3)
-    assert [rig.sampler.prompt_places(row, 0, 4) is not None for row in (0, 1, 2)] == [True, False, False]
-    logits = random_logits(num_places)
-    tokens = torch.arange(num_places) * 2
-    told = rig.sampler.prompt_logprobs(logits, tokens, 0).tell()
+    assert [rig.sampler.prompt_positions(row, 0, 4) is not None for row in (0, 1, 2)] == [True, False, False]
+    logits = random_logits(num_positions)
+    tokens = torch.arange(num_positions) * 2
+    entries_of = rig.sampler.prompt_logprobs(logits, tokens, 0).to_columns()
     expected = logits.log_softmax(-1)
-    own = expected[torch.arange(num_places), tokens]
-    assert told.logprobs == own.tolist()
-    assert told.ranks == (expected >= own[:, None]).sum(-1).tolist()
-    assert told.k == 4
-    for place in range(num_places):
-        ids = told.top_token_ids[4 * place : 4 * place + 4]
+    own = expected[torch.arange(num_positions), tokens]
+    assert entries_of.logprobs == own.tolist()
+    assert entries_of.ranks == (expected >= own[:, None]).sum(-1).tolist()
+    assert entries_of.k == 4
+    for place in range(num_positions):
+        ids = entries_of.top_token_ids[4 * place : 4 * place + 4]
         assert ids == [*expected[place].topk(3).indices.tolist(), 6]
-        assert told.top_logprobs[4 * place : 4 * place + 4] == expected[place, ids].tolist()
+        assert entries_of.top_logprobs[4 * place : 4 * place + 4] == expected[place, ids].tolist()
 
 
 def test_116_a_long_prompt_is_looked_at_in_parts_that_add_up():
@@ -746,7 +746,7 @@ def test_116_a_long_prompt_is_looked_at_in_parts_that_add_up():
     rig.enter(0, prompt_logprobs=1)
     logits = torch.zeros(5, vocab_size)
     logits[torch.arange(5), torch.arange(5) * 100] = torch.arange(5) + 1.0
-    told = rig.sampler.prompt_logprobs(logits, torch.arange(5) * 100, 0).tell()
-    assert told.ranks == [1] * 5
-    assert told.top_token_ids == [0, 100, 200, 300, 400]
-    assert told.top_logprobs == told.logprobs == sorted(told.logprobs)
+    entries_of = rig.sampler.prompt_logprobs(logits, torch.arange(5) * 100, 0).to_columns()
+    assert entries_of.ranks == [1] * 5
+    assert entries_of.top_token_ids == [0, 100, 200, 300, 400]
+    assert entries_of.top_logprobs == entries_of.logprobs == sorted(entries_of.logprobs)

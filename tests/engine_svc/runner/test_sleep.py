@@ -18,7 +18,7 @@ from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.memory.parked_memory import NoRoom
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from tests.engine_svc.runner.memory.test_parked_memory import FullDevice
-from tests.engine_svc.runner.sleep_rig import WISHES, Rig, change
+from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_weights_that_cannot_be_loaded_again_are_not_given_up(rig):
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_nothing_keeps_the_weights_of_a_model_that_was_given_up(rig, model_impl):
-    loaded = load_model(rig.folder, replace(WISHES, model_impl=model_impl))
+    loaded = load_model(rig.folder, replace(LOAD_OPTIONS, model_impl=model_impl))
     weight = loaded.model.embedding.weight if model_impl == "native" else loaded.model.module.lm_head.weight
     alive = weakref.ref(weight)
     resident = Resident(

@@ -110,9 +110,9 @@ class BlockHolder(Quiet):
         assert self.kv_cache is not None
         self._held.append(self.kv_cache.hold(request))
 
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         assert self.kv_cache is not None
-        self.kv_cache.let_go(self._held.pop(0))
+        self.kv_cache.release_held(self._held.pop(0))
 
 
 class Loader(Quiet):

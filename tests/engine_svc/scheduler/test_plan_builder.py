@@ -30,7 +30,7 @@ def _computed(
 def test_each_step_begins_with_everything_to_spend():
     meter = Meter()
     builder = _builder(meter)
-    builder.place(_computed("a", 8, 0), 8, [])
+    builder.add_row(_computed("a", 8, 0), 8, [])
     assert builder.remaining == 12
     plan = builder.begin(2)
     assert (plan.step_number, builder.plan is plan) == (2, True)
@@ -43,7 +43,7 @@ def test_a_grant_is_what_tokens_and_all_budgets_leave():
     granted = {name: builder.clip(request(name, 1), 50) for name in "abc"}
     assert granted == {"a": 7, "b": 11, "c": 20}
     assert builder.clip(request("a", 1), 6) == 6
-    builder.place(_computed("c", 15, 0), 15, [])
+    builder.add_row(_computed("c", 15, 0), 15, [])
     assert [builder.clip(request(name, 1), 50) for name in "abc"] == [5, 5, 5]
 
 
@@ -58,8 +58,8 @@ def test_a_row_tells_where_it_begins_and_how_far_it_goes():
     meter = Meter()
     builder = _builder(meter)
     chunk, decode = _computed("a", 8, 2), _computed("b", 5, 4)
-    builder.place(chunk, 3, [[4]])
-    builder.place(decode, 1, [])
+    builder.add_row(chunk, 3, [[4]])
+    builder.add_row(decode, 1, [])
     plan = builder.plan
     assert plan.request_ids == ["a", "b"]
     assert (plan.num_tokens, plan.num_computed_tokens) == ([3, 1], [2, 4])
@@ -79,7 +79,7 @@ def test_a_row_tells_where_it_begins_and_how_far_it_goes():
 def test_the_drafts_of_a_row_are_what_reaches_behind_the_known_tokens(num_tokens, drafts, samples):
     builder = _builder()
     drafted = _computed("a", 8, 7, [21, 22, 23])
-    builder.place(drafted, num_tokens, [])
+    builder.add_row(drafted, num_tokens, [])
     assert (builder.plan.draft_token_ids, builder.plan.samples) == ([drafts], [samples])
     assert drafted.draft_token_ids == []
 
@@ -87,7 +87,7 @@ def test_the_drafts_of_a_row_are_what_reaches_behind_the_known_tokens(num_tokens
 def test_a_chunk_inside_the_prompt_drops_the_drafts():
     builder = _builder()
     drafted = _computed("a", 8, 2, [21, 22, 23])
-    builder.place(drafted, 5, [])
+    builder.add_row(drafted, 5, [])
     assert (builder.plan.draft_token_ids, builder.plan.samples) == ([[]], [False])
     assert drafted.draft_token_ids == []
 
@@ -95,10 +95,10 @@ def test_a_chunk_inside_the_prompt_drops_the_drafts():
 def test_a_row_planned_ahead_leaves_a_placeholder_for_each_token_it_may_yield():
     builder = _builder(async_scheduling=True, num_speculative_tokens=2)
     drafted = _computed("a", 8, 7, [-1, -1])
-    builder.place(drafted, 3, [])
+    builder.add_row(drafted, 3, [])
     assert (drafted.num_placeholders, drafted.draft_token_ids) == (3, [-1, -1])
     builder.begin(2)
-    builder.place(drafted, 3, [])
+    builder.add_row(drafted, 3, [])
     assert (builder.plan.samples, builder.plan.draft_token_ids) == ([True], [[-1, -1]])
     assert (drafted.num_placeholders, drafted.num_computed_tokens) == (6, 13)
 
@@ -106,10 +106,10 @@ def test_a_row_planned_ahead_leaves_a_placeholder_for_each_token_it_may_yield():
 def test_a_chunk_planned_ahead_leaves_no_placeholder():
     builder = _builder(async_scheduling=True, num_speculative_tokens=2)
     chunk = _computed("a", 8, 0)
-    builder.place(chunk, 7, [])
+    builder.add_row(chunk, 7, [])
     assert (chunk.num_placeholders, chunk.draft_token_ids) == (0, [])
     builder.begin(2)
-    builder.place(chunk, 1, [])
+    builder.add_row(chunk, 1, [])
     assert (chunk.num_placeholders, chunk.draft_token_ids) == (1, [-1, -1])
 
 
@@ -117,7 +117,7 @@ def test_a_row_ahead_of_the_known_tokens_samples_only_at_their_end():
     builder = _builder(async_scheduling=True)
     ahead = _computed("a", 8, 8)
     ahead.num_placeholders = 1
-    builder.place(ahead, 1, [])
+    builder.add_row(ahead, 1, [])
     assert (builder.plan.samples, ahead.num_placeholders) == ([True], 2)
 
 
@@ -128,7 +128,7 @@ def test_placeholders_stand_before_the_drafts_of_a_row(num_tokens: int, drafts: 
     builder = _builder(async_scheduling=True, num_speculative_tokens=2)
     ahead = _computed("a", 8, 8, [-1, -1])
     ahead.num_placeholders = 2
-    builder.place(ahead, num_tokens, [])
+    builder.add_row(ahead, num_tokens, [])
     assert (builder.plan.draft_token_ids, builder.plan.samples) == ([drafts], [samples])
 
 
@@ -136,9 +136,9 @@ def test_who_gives_way_leaves_no_trace_in_the_plan():
     meter = Meter()
     builder = _builder(meter)
     first, victim, last = _computed("a", 8, 0), _computed("b", 6, 2, [9]), _computed("c", 5, 4)
-    builder.place(first, 8, [[1, 2]])
-    builder.place(victim, 5, [[3]])
-    builder.place(last, 1, [[4]])
+    builder.add_row(first, 8, [[1, 2]])
+    builder.add_row(victim, 5, [[3]])
+    builder.add_row(last, 1, [[4]])
     assert builder.withdraw(victim) == 5
     plan = builder.plan
     assert (plan.request_ids, builder.rows) == (["a", "c"], [first, last])
@@ -152,12 +152,12 @@ def test_who_gives_way_leaves_no_trace_in_the_plan():
 def test_who_has_no_row_gives_nothing_back():
     meter = Meter()
     builder = _builder(meter)
-    builder.place(_computed("a", 8, 0), 8, [])
+    builder.add_row(_computed("a", 8, 0), 8, [])
     assert builder.withdraw(request("b", 8)) == 0
     assert (builder.remaining, builder.plan.request_ids, meter.given_back) == (12, ["a"], {})
 
 
-def test_who_enters_is_told_in_full_with_the_blocks_it_has_already():
+def test_an_admitted_request_is_sent_in_full_with_its_blocks():
     builder = _builder()
     admitted = request("a", 9)
     admitted.block_tables = [BlockTable([1, 2, 3]), BlockTable([0, 5, 6])]

@@ -75,7 +75,7 @@ def test_the_first_that_came_is_never_preempted_and_so_gets_to_its_end(policy: s
 
 
 @every_policy
-def test_idle_sessions_that_hold_every_block_stop_nobody(policy: str):
+def test_idle_sessions_that_hold_every_block_do_not_stop_others(policy: str):
     stage = Stage(policy=policy, num_blocks=9, block_size=4)
     sessions = [session(f"s{index}", 7) for index in range(4)]
     stage.add(*sessions)
@@ -105,7 +105,7 @@ def test_sessions_that_go_on_together_but_do_not_fit_together_all_get_their_turn
 
 
 @every_policy
-def test_budgets_that_grant_little_delay_and_stop_nobody(policy: str):
+def test_small_budgets_delay_but_do_not_stop_requests(policy: str):
     stage = Stage(
         policy=policy,
         num_blocks=9,

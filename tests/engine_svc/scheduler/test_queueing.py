@@ -238,7 +238,7 @@ def test_an_empty_queue_has_nothing():
     assert (queue.at(0), queue.blocked("a"), list(queue)) == (None, None, [])
 
 
-def test_the_smallest_key_comes_first_whoever_came_first():
+def test_the_smallest_key_comes_first_whatever_the_arrival_order():
     queue = _queue(_waiting("a", 3), _waiting("b", 1), _waiting("c", 2))
     assert ids_of(queue) == ["b", "c", "a"]
     found = [queue.at(place) for place in range(4)]
@@ -381,9 +381,9 @@ def test_a_window_needs_what_it_reads_and_what_is_in_flight(num_tokens: int, rea
 )
 def test_what_an_encoder_made_needs_room_from_the_beginning(num_encoder_tokens: int, reason: str | None):
     stage = _small(groups=[FullAttention(4), CrossAttention(4)], enable_prefix_caching=False)
-    heard = request("a", 40, max_tokens=1)
-    heard.num_encoder_tokens = num_encoder_tokens
-    assert stage.scheduler.refusal(heard) == reason
+    encoded = request("a", 40, max_tokens=1)
+    encoded.num_encoder_tokens = num_encoder_tokens
+    assert stage.scheduler.refusal(encoded) == reason
 
 
 def test_what_is_not_refused_can_be_served_to_its_end():
@@ -467,9 +467,9 @@ def test_a_chunk_has_to_fit_the_pool(max_tokens: int, reason: str | None):
 
 def test_a_chunk_brings_nothing_for_the_encoder_but_what_is_there_counts():
     stage = _small(groups=[FullAttention(4), CrossAttention(4)], enable_prefix_caching=False)
-    heard = request("a", 10, max_tokens=10, is_resumable=True)
-    heard.num_encoder_tokens = 16
-    stage.add(heard)
+    encoded = request("a", 10, max_tokens=10, is_resumable=True)
+    encoded.num_encoder_tokens = 16
+    stage.add(encoded)
     assert stage.scheduler.chunk_refusal("a", _chunk(20, max_tokens=1)) is None
     assert stage.scheduler.chunk_refusal("a", _chunk(21, max_tokens=1)) == (
         "request may need 15 KV blocks, the engine has 14"
@@ -577,7 +577,7 @@ def test_a_reset_that_is_refused_all_the_same_leaves_what_was_computed_to_be_fou
     assert (granted(plan), plan.num_computed_tokens) == ({"a": 1}, [8])
 
 
-def test_with_nobody_running_the_prefix_cache_is_reset_at_once():
+def test_with_nothing_running_the_prefix_cache_is_reset_at_once():
     stage = Stage()
     stage.add(request("a", 20, max_tokens=1, salt="same"))
     stage.step_until_idle()

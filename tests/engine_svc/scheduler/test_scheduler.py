@@ -31,16 +31,16 @@ def test_without_chunks_the_limit_for_one_request_still_cuts():
     assert granted(stage.step()) == {"a": 20, "b": 20}
 
 
-def test_an_admitted_request_is_told_in_full_and_later_only_by_its_new_blocks():
+def test_an_admitted_request_is_sent_in_full_and_later_only_its_new_blocks():
     stage = Stage(block_size=4)
-    told = request("a", 7)
-    stage.add(told)
+    added = request("a", 7)
+    stage.add(added)
     plan = stage.step()
     [admitted] = plan.admitted
-    assert admitted.token_ids == told.token_ids[:7]
+    assert admitted.token_ids == added.token_ids[:7]
     assert admitted.num_prompt_tokens == 7
     assert (admitted.block_ids, plan.new_block_ids) == ([[]], [[[1, 2]]])
-    assert admitted.token_ids is not told.token_ids
+    assert admitted.token_ids is not added.token_ids
     later = [stage.step() for _ in range(2)]
     assert [plan.admitted for plan in later] == [[], []]
     assert [[[ids for ids in gained if ids] for gained in plan.new_block_ids] for plan in later] == [
@@ -112,7 +112,7 @@ def test_tokens_in_flight_are_summed_over_the_steps():
     assert [steps.num_tokens_of(one) for one in (both, once, never)] == [7, 0, 0]
 
 
-def test_what_is_forgotten_comes_back_as_for_nobody_in_every_step():
+def test_the_rows_of_a_forgotten_request_are_dropped_in_every_step():
     steps = StepsInFlight()
     forgotten, other = request("a", 4), request("a", 4)
     steps.push(1, [forgotten, other], [1, 1])
@@ -203,7 +203,7 @@ def test_who_gives_way_stands_even_before_those_who_came_earlier():
 
 
 # Row 177: refused at the door; who comes in all the same makes no endless loop.
-def test_a_lone_request_that_cannot_go_on_gives_way_to_nobody():
+def test_a_lone_request_that_cannot_continue_is_not_preempted():
     stage = Stage(num_blocks=3, block_size=4)
     stage.add(request("a", 8))
     assert granted(stage.step()) == {"a": 8}
@@ -306,7 +306,7 @@ def test_the_limits_themselves_are_taken(options: dict[str, object]):
     assert {name: getattr(config, name) for name in options} == options
 
 
-def test_what_nobody_asked_for():
+def test_default_scheduler_config():
     assert SchedulerConfig(max_model_len=64) == SchedulerConfig(
         max_model_len=64,
         max_num_batched_tokens=2048,

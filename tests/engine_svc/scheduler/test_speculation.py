@@ -62,7 +62,7 @@ def _with_a_cached_prompt(**options: object) -> tuple[Stage, Request]:
 
 
 # Behaviour 26.
-def test_nobody_is_padded_beside_a_prompt_that_is_still_being_computed():
+def test_no_padding_beside_a_prompt_that_is_still_being_computed():
     stage, newcomer = _with_a_cached_prompt(max_num_batched_tokens=20)
     stage.add(request("long", 30))
     assert granted(stage.step()) == {"decode": 1, "long": 19}
@@ -92,7 +92,7 @@ def test_a_prompt_of_one_token_is_padded_only_beside_others():
     assert granted(stage.step()) == {"a": 1, "b": 4}
 
 
-def test_a_cached_prompt_is_padded_though_nobody_else_runs():
+def test_a_cached_prompt_is_padded_even_when_it_runs_alone():
     stage, newcomer = _with_a_cached_prompt()
     stage.scheduler.abort(["decode"], now=2.0)
     stage.add(newcomer)
@@ -100,7 +100,7 @@ def test_a_cached_prompt_is_padded_though_nobody_else_runs():
 
 
 @pytest.mark.parametrize(("max_model_len", "planned"), [(12, 1), (13, 4), (14, 4)])
-def test_nobody_is_padded_behind_the_model_length(max_model_len: int, planned: int):
+def test_padding_stops_at_the_model_length(max_model_len: int, planned: int):
     stage, newcomer = _with_a_cached_prompt(max_model_len=max_model_len)
     stage.add(newcomer)
     plan = stage.schedule()

@@ -28,8 +28,8 @@ def test_repetition_is_looked_for_from_the_minimum_on(min_tokens: int, check_fro
     assert limited.check_from == check_from
 
 
-def _with_output(output: list[int], **wishes: object) -> Request:
-    ended = request("a", 4, **wishes)
+def _with_output(output: list[int], **options: object) -> Request:
+    ended = request("a", 4, **options)
     note_limits(ended, 100)
     ended.token_ids += output
     return ended
@@ -37,7 +37,7 @@ def _with_output(output: list[int], **wishes: object) -> Request:
 
 # Row 185.
 @pytest.mark.parametrize(
-    ("output", "wishes", "verdict"),
+    ("output", "options", "verdict"),
     [
         ([EOS], {}, (FinishReason.STOP, None)),
         ([EOS], {"ignore_eos": True}, None),
@@ -57,8 +57,8 @@ def _with_output(output: list[int], **wishes: object) -> Request:
         ([5, 5], {"repetition": RepetitionLimits(1), "min_tokens": 3}, None),
     ],
 )
-def test_the_first_of_stop_length_and_repetition_wins(output, wishes, verdict):
-    assert why_stopped(_with_output(output, **wishes)) == verdict
+def test_the_first_of_stop_length_and_repetition_wins(output, options, verdict):
+    assert why_stopped(_with_output(output, **options)) == verdict
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ def test_who_came_back_in_between_waits_for_the_shorter_time():
     assert [bool(resumable.block_tables) for resumable in (first, second)] == [True, False]
 
 
-def test_a_newcomer_takes_the_blocks_of_idle_sessions_only_when_nobody_runs():
+def test_a_new_request_takes_the_blocks_of_idle_sessions_only_when_nothing_runs():
     stage = Stage(num_blocks=5, block_size=4)
     resumable = _idle_session(stage, "idle", 8)
     stage.add(request("a", 4, max_tokens=2), request("b", 8))

@@ -85,28 +85,28 @@ class _Listener:
     """Writes down what it is told, and blocks what it was asked to."""
 
     def __init__(self, blocks: str = "") -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
         self._blocks = blocks
 
     def on_add(self, request: Request) -> None:
-        self.heard.append(f"add {request.request_id}")
+        self.calls.append(f"add {request.request_id}")
         if request.request_id == self._blocks:
             request.blockers.add("listener")
 
     def on_plan(self, plan: StepPlan) -> None:
-        self.heard.append(f"plan {' '.join(plan.request_ids)}")
+        self.calls.append(f"plan {' '.join(plan.request_ids)}")
         plan.extras[_Listener] = self
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         assert plan.extras[_Listener] is self
-        self.heard.append(f"update {result.sampled}")
+        self.calls.append(f"update {result.sampled}")
 
     def on_withdraw(self) -> None:
-        self.heard.append("withdraw")
+        self.calls.append("withdraw")
 
     def on_finish(self, request: Request) -> None:
         assert request.finish_reason is not None
-        self.heard.append(f"finish {request.request_id} {request.finish_reason.value}")
+        self.calls.append(f"finish {request.request_id} {request.finish_reason.value}")
 
 
 def test_hooks_hear_everything_in_order():
@@ -119,7 +119,7 @@ def test_hooks_hear_everything_in_order():
     stage.add(request("c", 8))
     stage.schedule()
     stage.scheduler.withdraw(now=3.0)
-    assert listener.heard == [
+    assert listener.calls == [
         "add a",
         "add b",
         "plan a b",
@@ -133,22 +133,22 @@ def test_hooks_hear_everything_in_order():
 
 
 def test_every_hook_hears_in_the_order_of_registration():
-    heard: list[str] = []
+    calls: list[str] = []
     first, second = _Listener(), _Listener(blocks="a")
-    first.heard = second.heard = heard
+    first.calls = second.calls = calls
     stage = Stage(hooks=[first, second])
     blocked = request("a", 8)
     stage.add(blocked)
     stage.scheduler.abort(["a"], now=1.0)
-    assert heard == ["add a", "add a", "finish a abort", "finish a abort"]
+    assert calls == ["add a", "add a", "finish a abort", "finish a abort"]
     assert blocked.blockers == {"listener"}
 
 
-def test_hooks_are_not_told_of_plans_without_rows():
+def test_hooks_are_not_called_for_plans_without_rows():
     listener = _Listener()
     stage = Stage(hooks=[listener])
     stage.update(stage.schedule())
-    assert listener.heard == []
+    assert listener.calls == []
 
 
 # What behaviour 66 needs of the scheduler: hooks hear of the end before the blocks are free.
@@ -161,7 +161,7 @@ def test_who_still_needs_the_blocks_of_a_request_that_ends_can_keep_them():
     assert stage.cache.num_used_blocks == 4
     stage.step()
     assert stage.cache.num_used_blocks == 4
-    holder.let_go()
+    holder.release_held()
     assert stage.cache.num_used_blocks == 1
 
 

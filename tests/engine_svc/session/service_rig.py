@@ -15,12 +15,12 @@ from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Board, Inbox, KVEventLog
+from engine_svc.loop.mailbox import Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.process.engine_thread import EngineThread
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.tensors.source import TensorReceiver
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.server import INTERNAL, Registration, Server
@@ -67,7 +67,7 @@ class ServiceRig:
         kv_event_log: KVEventLog | None = None,
         controls: Callable[[Engine, Scheduler], EngineControls] | None = None,
         facts: EngineFacts | None = None,
-        tensors: TensorDoor | None = None,
+        tensors: TensorReceiver | None = None,
     ) -> None:
         self._facts = facts or make_facts()
         self.executor = FakeExecutor()
@@ -79,11 +79,11 @@ class ServiceRig:
             artifacts=artifacts,
             lifecycle=Lifecycle(),
             inbox=Inbox(1000),
-            board=Board(),
+            stats_snapshot=StatsSnapshot(),
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
-            tensors=tensors or TensorDoor(),
+            tensors=tensors or TensorReceiver(),
         )
         self.servicer = EngineCoreServicer(
             self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes
@@ -123,7 +123,7 @@ class ServiceRig:
             scheduler=self.scheduler,
             executor=self.executor,
             inbox=self.engine.inbox,
-            board=self.engine.board,
+            stats_snapshot=self.engine.stats_snapshot,
             clock=self.engine.clock,
             lockstep=NoLockstep(),
         )
@@ -145,7 +145,7 @@ class StreamClient:
 
     def __init__(self, stub: engine_pb2_grpc.EngineCoreServiceStub, frontend_id: str) -> None:
         self.frontend_id = frontend_id
-        self.heard: list[engine_pb2.ConnectResponse] = []
+        self.received: list[engine_pb2.ConnectResponse] = []
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, list[int]] = {}  # handle to reasons; more than one is a bug
         self.rejected: dict[int, engine_pb2.AddRejected] = {}
@@ -157,13 +157,13 @@ class StreamClient:
         self.call = stub.Connect()
 
     async def open(self, **hello: object) -> None:
-        await self.say_hello(**hello)
+        await self.send_hello(**hello)
         self.start_reading()
 
     def start_reading(self) -> None:
         self._reader = asyncio.create_task(self._read())
 
-    async def say_hello(self, **hello: object) -> None:
+    async def send_hello(self, **hello: object) -> None:
         fields = {"frontend_id": self.frontend_id, "session_id": self.frontend_id * 4, "frontend_epoch": 1}
         message = session_pb2.Hello(**{"schema_revision": 1, **fields, **hello})
         await self.send(engine_pb2.ConnectRequest(hello=message))
@@ -193,7 +193,7 @@ class StreamClient:
         call = utility_pb2.UtilityCall(call_id=self._num_flushes)
         await self.send(engine_pb2.ConnectRequest(utility=call))
         await self.until(
-            lambda: any(message.utility_result.call_id == self._num_flushes for message in self.heard)
+            lambda: any(message.utility_result.call_id == self._num_flushes for message in self.received)
         )
 
     async def until(self, condition: Callable[[], bool], *, patience_s: float = LIMIT_S) -> None:
@@ -208,16 +208,16 @@ class StreamClient:
 
     def kinds(self) -> list[str]:
         """What was heard, in order, heartbeats and stats left out."""
-        kinds = [str(message.WhichOneof("message")) for message in self.heard]
+        kinds = [str(message.WhichOneof("message")) for message in self.received]
         return [kind for kind in kinds if kind not in ("heartbeat", "stats")]
 
     def last(self, kind: str) -> engine_pb2.ConnectResponse:
-        return [message for message in self.heard if message.WhichOneof("message") == kind][-1]
+        return [message for message in self.received if message.WhichOneof("message") == kind][-1]
 
     async def _read(self) -> None:
         try:
             async for message in self.call:
-                self.heard.append(message)
+                self.received.append(message)
                 self._take(message)
                 self._changed.set()
         except grpc.aio.AioRpcError as error:

@@ -13,16 +13,16 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_svc.admin.orphaned_requests import Adoptable, Adoptables
+from engine_svc.admin.orphaned_requests import OrphanedRequest, OrphanedRequests
 from engine_svc.convert import messages
 from engine_svc.convert.messages import MAX_RESUME_STATE_BYTES
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import PromptPlaces, TokenLogprobs
-from engine_svc.loop.output_router import KeptRequests
-from engine_svc.loop.step_output import FinishedRow, StepOutput, Told, UnreadSteps
+from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
+from engine_svc.loop.output_router import DetachedOutputs
+from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput, UnreadSteps
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
-from tests.engine_svc.loop.logprob_executor import telling
+from tests.engine_svc.loop.logprob_executor import emit_logprobs
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
@@ -45,7 +45,7 @@ NUM_TOKENS = 20
 LONG_MS = 60_000
 
 
-def kept_entry(handle: int, *, grace_ms: int = LONG_MS, **fields: object) -> add_pb2.AddEntry:
+def resumable_entry(handle: int, *, grace_ms: int = LONG_MS, **fields: object) -> add_pb2.AddEntry:
     entry = make_entry(handle, **{"max_tokens": NUM_TOKENS, **fields})
     entry.orphan_grace_ms, entry.resume_state = grace_ms, b"state of %d" % handle
     return entry
@@ -85,7 +85,7 @@ async def adopting(stub, *entries: tuple[int, str]) -> StreamClient:
 
 async def again(stub, first: StreamClient) -> StreamClient:
     """The first frontend over another stream, behind all that it has read."""
-    last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=first.heard[-1].seq)
+    last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=first.received[-1].seq)
     return await another(stub, "a", resume=last_read)
 
 
@@ -101,7 +101,7 @@ def reason_of(rejected: engine_pb2.AddRejected) -> bytes:
 
 async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_first_token():
     async with served() as (rig, stub):
-        await orphaned(stub, rig, kept_entry(1), kept_entry(2))
+        await orphaned(stub, rig, resumable_entry(1), resumable_entry(2))
         second = await adopting(stub, (11, wire_id(1)), (12, wire_id(2)))
         rig.executor.gate.set()
         await second.until_ended(11, 12)
@@ -119,14 +119,14 @@ async def test_a_request_whose_frontend_is_gone_goes_on_at_another_from_its_firs
 
 async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1))
+        first = await begun(stub, rig, resumable_entry(1))
         await first.until(lambda: len(first.tokens[1]) >= 3)
         await first.close()
         await parked(rig, stub)
         second = await adopting(stub, (7, wire_id(1)))
         rig.executor.gate.set()
         await second.until_ended(7)
-        step = next(message.step for message in second.heard if message.WhichOneof("message") == "step")
+        step = next(message.step for message in second.received if message.WhichOneof("message") == "step")
         (num_tokens,) = step.num_tokens
         assert num_tokens >= 3
         assert [(part.row, list(part.num_tokens)) for part in step.parts] == [(0, [1] * num_tokens)]
@@ -135,7 +135,7 @@ async def test_the_first_step_says_how_its_tokens_came_and_what_the_cache_had():
 
 async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
     async with served() as (rig, stub):
-        await orphaned(stub, rig, kept_entry(1))
+        await orphaned(stub, rig, resumable_entry(1))
         rig.executor.gate.set()
         await until_finished(stub, 1)
         second = await another(stub)
@@ -144,9 +144,9 @@ async def test_a_request_that_has_ended_meanwhile_is_handed_over_with_its_end():
         assert (second.tokens, second.finished) == ({7: whole(1)}, {7: [LENGTH]})
 
 
-async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again():
+async def test_a_finish_sent_to_a_frontend_that_died_is_sent_again():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1))
+        first = await begun(stub, rig, resumable_entry(1))
         rig.executor.gate.set()
         await first.until_ended(1)
         await first.close()
@@ -159,7 +159,7 @@ async def test_an_end_that_was_told_to_a_frontend_that_then_died_is_told_again()
 
 async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_status():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=NUM_TOKENS))
+        first = await begun(stub, rig, resumable_entry(1), make_entry(2, max_tokens=NUM_TOKENS))
         second = await another(stub)
         await second.adopt((1, wire_id(1)), (2, wire_id(2)), (3, "f" * 32))
         await second.until(lambda: len(second.rejected) == 3)
@@ -191,7 +191,7 @@ async def test_what_lives_is_unknown_or_is_taken_already_is_refused_by_its_own_s
 
 async def test_a_request_can_be_adopted_again_and_again():
     async with served() as (rig, stub):
-        client = await begun(stub, rig, kept_entry(1))
+        client = await begun(stub, rig, resumable_entry(1))
         for index, name in enumerate("bcd"):
             await client.close()
             await parked(rig, stub, index + 1)
@@ -205,7 +205,7 @@ async def test_a_request_can_be_adopted_again_and_again():
 
 async def test_a_frontend_that_comes_back_hears_that_its_request_ended_there_and_can_harm_it_no_more():
     async with served() as (rig, stub):
-        first = await orphaned(stub, rig, kept_entry(1))
+        first = await orphaned(stub, rig, resumable_entry(1))
         second = await adopting(stub, (7, wire_id(1)))
         back = await again(stub, first)
         await back.abort(1)
@@ -221,7 +221,7 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
     rig = ServiceRig()
     rig.engine.replay_window_s = 0.02
     async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1), kept_entry(2), make_entry(3, max_tokens=100))
+        first = await begun(stub, rig, resumable_entry(1), resumable_entry(2), make_entry(3, max_tokens=100))
         await first.close()
         await lost(rig, stub)
         second = await adopting(stub, (7, wire_id(1)))
@@ -233,14 +233,14 @@ async def test_the_end_of_the_session_that_was_lost_leaves_alone_what_was_adopte
         assert (await until_finished(stub, 3)).num_generated_tokens < 2 * NUM_TOKENS + 100
 
 
-async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_blocks_are_free():
+async def test_a_request_not_adopted_within_its_grace_ends_and_frees_its_blocks():
     rig = ServiceRig()
     rig.engine.replay_window_s = 0.02
     async with serving(rig) as stub:
-        first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
+        first = await begun(stub, rig, resumable_entry(1, grace_ms=30, max_tokens=100))
         await first.close()
         async with asyncio.timeout(LIMIT_S):
-            while len(rig.engine.adoptables):
+            while len(rig.engine.orphaned_requests):
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
         stats = await until_finished(stub, 1)
@@ -254,17 +254,17 @@ async def test_when_nobody_comes_within_the_grace_the_request_ends_and_its_block
 
 async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1, max_tokens=100))
+        first = await begun(stub, rig, resumable_entry(1, max_tokens=100))
         await first.send(engine_pb2.ConnectRequest(goodbye=engine_pb2.Goodbye()))
         await first.until(lambda: first.is_over)
         rig.executor.gate.set()
         assert (await until_finished(stub, 1)).num_used_blocks == 0
-        assert len(rig.engine.adoptables) == 0
+        assert len(rig.engine.orphaned_requests) == 0
 
 
 async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_else():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1), make_entry(2, max_tokens=100))
+        first = await begun(stub, rig, resumable_entry(1), make_entry(2, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
         await first.until(lambda: first.is_over)
@@ -278,13 +278,13 @@ async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_el
         assert (stats.num_generated_tokens < NUM_TOKENS + 100, stats.num_used_blocks) == (True, 0)
 
 
-async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace():
+async def test_what_a_frontend_left_behind_ends_unless_adopted_within_its_grace():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1, grace_ms=30, max_tokens=100))
+        first = await begun(stub, rig, resumable_entry(1, grace_ms=30, max_tokens=100))
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
         async with asyncio.timeout(LIMIT_S):
-            while len(rig.engine.adoptables):
+            while len(rig.engine.orphaned_requests):
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
         stats = await until_finished(stub, 1)
@@ -293,7 +293,7 @@ async def test_what_a_frontend_has_left_ends_when_nobody_comes_within_its_grace(
 
 async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
     async with served() as (rig, stub):
-        first = await orphaned(stub, rig, kept_entry(1))
+        first = await orphaned(stub, rig, resumable_entry(1))
         back = await again(stub, first)
         await back.flush()
         second = await another(stub)
@@ -307,7 +307,7 @@ async def test_a_session_that_goes_on_over_another_stream_keeps_its_requests():
 
 async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed():
     async with served() as (rig, stub):
-        first = await orphaned(stub, rig, kept_entry(1, grace_ms=0))
+        first = await orphaned(stub, rig, resumable_entry(1, grace_ms=0))
         back = await again(stub, first)
         rig.executor.gate.set()
         await back.until_ended(1)
@@ -316,7 +316,7 @@ async def test_a_short_grace_ends_no_request_whose_session_may_still_be_resumed(
 
 async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
     async with served() as (rig, stub):
-        await orphaned(stub, rig, kept_entry(1))
+        await orphaned(stub, rig, resumable_entry(1))
         second = await another(stub)
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
         await second.adopt((7, wire_id(1)), (8, "f" * 32))
@@ -330,7 +330,7 @@ async def test_an_adoption_that_is_asked_again_after_a_break_is_done_once():
 
 async def test_an_adopted_request_is_aborted_by_its_new_handle():
     async with served() as (rig, stub):
-        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
+        await orphaned(stub, rig, resumable_entry(1, max_tokens=100))
         second = await adopting(stub, (7, wire_id(1)))
         await second.abort(7)
         await second.flush()
@@ -342,9 +342,9 @@ async def test_an_adopted_request_is_aborted_by_its_new_handle():
 
 async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_move():
     async with served() as (rig, stub):
-        first = await begun(stub, rig, kept_entry(1))
+        first = await begun(stub, rig, resumable_entry(1))
         await first.abort(1, reason=engine_pb2.ABORT_REASON_MIGRATED)
-        later = kept_entry(1, attempt=1)
+        later = resumable_entry(1, attempt=1)
         later.handle = 2
         await first.add(later)
         await first.flush()
@@ -361,16 +361,16 @@ async def test_what_moved_away_and_came_back_is_kept_and_not_what_ended_by_the_m
 
 async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how_its_tokens_came():
     async with served(max_outbox_bytes=10_000_000) as (rig, stub):
-        await orphaned(stub, rig, kept_entry(1, max_tokens=100))
+        await orphaned(stub, rig, resumable_entry(1, max_tokens=100))
         unread = StreamClient(stub, "b")
-        await unread.say_hello(**FEATURES)
+        await unread.send_hello(**FEATURES)
         await unread.adopt((7, wire_id(1)))
         rig.executor.gate.set()
         await until_finished(stub, 1)
         unread.start_reading()
         await unread.until_ended(7)
         assert unread.tokens == {7: whole(1, 100)}
-        steps = [message.step for message in unread.heard if message.WhichOneof("message") == "step"]
+        steps = [message.step for message in unread.received if message.WhichOneof("message") == "step"]
         assert [set(part.num_tokens) for step in steps for part in step.parts] == [
             {1} for step in steps if step.num_tokens[0] > 1
         ]
@@ -379,7 +379,7 @@ async def test_a_row_of_many_steps_that_is_merged_with_later_ones_still_says_how
 async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name():
     async with served() as (_, stub):
         client = await another(stub)
-        entry = kept_entry(1)
+        entry = resumable_entry(1)
         entry.resume_state = b"x" * (MAX_RESUME_STATE_BYTES + 1)
         await client.add(entry)
         await client.until(lambda: 1 in client.rejected)
@@ -393,7 +393,7 @@ async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name(
 
 def moved_entry(handle: int, num_before: int) -> object:
     """An ADD of a request that has yielded tokens at another engine, and wants to be told of all."""
-    entry = kept_entry(handle, attempt=1, logprobs=1)
+    entry = resumable_entry(handle, attempt=1, logprobs=1)
     entry.output_token_ids = column(whole(handle)[:num_before])
     return entry
 
@@ -415,8 +415,10 @@ def places_of(step: step_pb2.Step, handle: int) -> list[tuple[float, int]]:
 
 async def test_one_adopted_while_its_first_step_runs_keeps_its_places_and_its_neighbours_their_tokens():
     rig = ServiceRig()
-    told = TokenLogprobs([-1.0], [1], 1, [5], [-1.0])
-    telling(rig.executor, lambda request_id: told if request_id.startswith(wire_id(1)) else None)
+    token_logprobs = TokenLogprobs([-1.0], [1], 1, [5], [-1.0])
+    emit_logprobs(
+        rig.executor, lambda request_id: token_logprobs if request_id.startswith(wire_id(1)) else None
+    )
     held, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def hold(plan) -> None:
@@ -441,7 +443,7 @@ async def test_one_adopted_while_its_first_step_runs_keeps_its_places_and_its_ne
         await second.until_ended(2, 11)
         assert second.tokens == {2: whole(2, 60), 11: whole(1)}
         assert second.finished == {2: [LENGTH], 11: [LENGTH]}
-        steps = [message.step for message in second.heard if message.WhichOneof("message") == "step"]
+        steps = [message.step for message in second.received if message.WhichOneof("message") == "step"]
         places = [place for step in steps for place in places_of(step, 11)]
         assert [place for place in places if not math.isnan(place[0])] == [(-1.0, 1)] * (len(places) - 3)
         assert len(places) == len(whole(1))
@@ -467,13 +469,13 @@ class World:
         self.now = 0.0
         self.given_up: list[str] = []
         self._calls: list[PendingCall] = []
-        self.adoptables = Adoptables(
+        self.orphaned_requests = OrphanedRequests(
             give_up=self.given_up.append, call_later=self._call_later, max_requests=max_requests
         )
 
     def add(self, wire_id: str, *, owner: int = 1, group_id: str = "", grace_s: float = 5.0) -> bool:
-        return self.adoptables.add(
-            Adoptable(
+        return self.orphaned_requests.add(
+            OrphanedRequest(
                 wire_id, f"{wire_id}/1", 0, group_id or wire_id, b"", b"state", frozenset(), grace_s, owner
             )
         )
@@ -495,19 +497,19 @@ def test_a_lost_request_is_given_up_after_its_own_grace():
     world.add("a", grace_s=1.0)
     world.add("b", grace_s=5.0)
     world.add("other", owner=2)
-    world.adoptables.lose(1)
+    world.orphaned_requests.mark_lost(1)
     world.pass_time(1.0)
     assert world.given_up == ["a/1"]
     world.pass_time(60.0)
-    assert (world.given_up, len(world.adoptables)) == (["a/1", "b/1"], 1)
+    assert (world.given_up, len(world.orphaned_requests)) == (["a/1", "b/1"], 1)
 
 
 def test_a_lost_request_is_kept_for_as_long_as_its_session_may_come_back():
     world = World()
     world.add("a", grace_s=1.0)
-    world.adoptables.lose(1, at_least_s=5.0)
+    world.orphaned_requests.mark_lost(1, at_least_s=5.0)
     world.pass_time(4.0)
-    world.adoptables.find_again(1)
+    world.orphaned_requests.mark_found(1)
     world.pass_time(60.0)
     assert world.given_up == []
 
@@ -515,23 +517,23 @@ def test_a_lost_request_is_kept_for_as_long_as_its_session_may_come_back():
 def test_a_session_that_comes_back_keeps_its_requests():
     world = World()
     world.add("a")
-    world.adoptables.lose(1)
-    world.adoptables.find_again(1)
+    world.orphaned_requests.mark_lost(1)
+    world.orphaned_requests.mark_found(1)
     world.pass_time(60.0)
     assert world.given_up == []
-    assert world.adoptables.adopt("a", owner=2) is None
+    assert world.orphaned_requests.adopt("a", owner=2) is None
 
 
 def test_an_adopted_request_stays_and_can_be_lost_again():
     world = World()
     world.add("a")
-    assert world.adoptables.adopt("a", owner=2) is None
-    world.adoptables.lose(1)
-    adopted = world.adoptables.adopt("a", owner=2)
+    assert world.orphaned_requests.adopt("a", owner=2) is None
+    world.orphaned_requests.mark_lost(1)
+    adopted = world.orphaned_requests.adopt("a", owner=2)
     assert adopted is not None and (adopted.request_id, adopted.resume_state) == ("a/1", b"state")
     world.pass_time(60.0)
     assert world.given_up == []
-    world.adoptables.lose(2)
+    world.orphaned_requests.mark_lost(2)
     world.pass_time(5.0)
     assert world.given_up == ["a/1"]
 
@@ -540,26 +542,26 @@ def test_the_end_of_a_group_begins_the_grace_of_all_of_it():
     world = World()
     for wire_id in ("a", "b"):
         world.add(wire_id, group_id="g")
-    world.adoptables.end("a")
+    world.orphaned_requests.end("a")
     world.pass_time(60.0)
     assert world.given_up == []
-    world.adoptables.end("b")
-    world.adoptables.lose(1)
-    assert world.adoptables.adopt("a", owner=2) is not None
+    world.orphaned_requests.end("b")
+    world.orphaned_requests.mark_lost(1)
+    assert world.orphaned_requests.adopt("a", owner=2) is not None
     world.pass_time(5.0)
     assert world.given_up == ["a/1", "b/1"]
-    assert len(world.adoptables) == 0
+    assert len(world.orphaned_requests) == 0
 
 
 def test_a_session_that_is_over_for_good_leaves_nothing():
     world = World()
     world.add("a")
     world.add("b", owner=2)
-    world.adoptables.lose(1)
-    world.adoptables.drop(1)
+    world.orphaned_requests.mark_lost(1)
+    world.orphaned_requests.drop(1)
     world.pass_time(60.0)
     assert world.given_up == ["a/1"]
-    assert "b" in world.adoptables
+    assert "b" in world.orphaned_requests
 
 
 def test_too_many_are_not_kept_and_none_twice():
@@ -567,34 +569,34 @@ def test_too_many_are_not_kept_and_none_twice():
     assert world.add("a")
     assert not world.add("a")
     assert not world.add("b")
-    world.adoptables.end("b")
-    assert len(world.adoptables) == 1
+    world.orphaned_requests.end("b")
+    assert len(world.orphaned_requests) == 1
 
 
 def test_what_is_left_of_a_group_whose_last_running_request_moved_is_given_up_after_its_grace():
     world = World()
     world.add("a", group_id="both")
     world.add("b", group_id="both")
-    world.adoptables.end("a")
+    world.orphaned_requests.end("a")
     world.pass_time(60.0)
     assert world.given_up == []
-    world.adoptables.discard("b")
+    world.orphaned_requests.discard("b")
     assert world.given_up == ["b/1"]
     world.pass_time(5.0)
-    assert (world.given_up, len(world.adoptables)) == (["b/1", "a/1"], 0)
+    assert (world.given_up, len(world.orphaned_requests)) == (["b/1", "a/1"], 0)
 
 
 # What is kept for the frontend that adopts a request.
 
 
-class Kept:
+class DetachedRequest:
     """One kept request, stepped by hand."""
 
-    def __init__(self, *, outputs_before: list[int] | None = None, **wishes: Any) -> None:
+    def __init__(self, *, outputs_before: list[int] | None = None, **options: Any) -> None:
         prompt = [1, 2, 3]
-        sampling = SamplingParams(max_tokens=64, **wishes)
+        sampling = SamplingParams(max_tokens=64, **options)
         self.request = Request("r", prompt + (outputs_before or []), 3, sampling)
-        self.requests = KeptRequests()
+        self.requests = DetachedOutputs()
         self.requests.keep(self.request)
 
     def step(
@@ -609,47 +611,51 @@ class Kept:
 
 
 def test_all_that_came_is_one_row_which_remembers_its_steps():
-    kept = Kept()
-    kept.step([10], cached=2)
-    kept.step([11, 12])
-    kept.step([13], FinishReason.LENGTH)
-    row = kept.row()
+    detached = DetachedRequest()
+    detached.step([10], cached=2)
+    detached.step([11, 12])
+    detached.step([13], FinishReason.LENGTH)
+    row = detached.row()
     assert (row.handles, row.num_tokens, row.token_ids) == ([7], [4], [10, 11, 12, 13])
     assert (row.parts, row.first) == ([(0, [1, 2, 1])], [(0, 2)])
     assert row.finished == [FinishedRow(0, FinishReason.LENGTH)]
 
 
 def test_tokens_of_an_engine_before_are_there_too():
-    kept = Kept(outputs_before=[20, 21])
-    kept.step([22])
-    row = kept.row()
+    detached = DetachedRequest(outputs_before=[20, 21])
+    detached.step([22])
+    row = detached.row()
     assert (row.token_ids, row.parts, row.finished) == ([20, 21, 22], [(0, [2, 1])], [])
 
 
-def test_what_was_told_goes_to_the_newest_tokens():
-    kept = Kept(outputs_before=[20])
-    kept.step([21])
-    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [2], 1, [5], [-0.5])}), handle=3)
-    kept.step([22])
+def test_logprobs_belong_to_the_newest_tokens():
+    detached = DetachedRequest(outputs_before=[20])
+    detached.step([21])
+    detached.requests.note_logprobs(
+        "r", LogprobDeltas({3: TokenLogprobs([-1.0], [2], 1, [5], [-0.5])}), handle=3
+    )
+    detached.step([22])
     later = TokenLogprobs([-2.0], [1], 1, [6], [-2.0])
-    kept.requests.note_told("r", Told({3: later}, {3: [PromptPlaces(1, later)]}), handle=3)
-    told = kept.row(handle=8).told
-    assert told is not None
-    sampled = told.sampled[8]
+    detached.requests.note_logprobs(
+        "r", LogprobDeltas({3: later}, {3: [PromptTokenLogprobs(1, later)]}), handle=3
+    )
+    token_logprobs = detached.row(handle=8).token_logprobs
+    assert token_logprobs is not None
+    sampled = token_logprobs.sampled[8]
     assert isnan(sampled.logprobs[0]) and isnan(sampled.top_logprobs[0])
     assert (sampled.logprobs[1:], sampled.ranks, sampled.top_token_ids) == (
         [-1.0, -2.0],
         [0, 2, 1],
         [0, 5, 6],
     )
-    assert told.prompts == {8: [PromptPlaces(1, later)]}
+    assert token_logprobs.prompts == {8: [PromptTokenLogprobs(1, later)]}
 
 
-def test_tokens_of_an_engine_before_have_their_places_before_anything_was_told():
-    adopted, later = Kept(outputs_before=[20, 21], logprobs=2).row(), StepOutput(6, [7], [1], [22])
-    assert adopted.told is not None
-    assert [isnan(value) for value in adopted.told.sampled[7].logprobs] == [True, True]
-    later.tell(Told({7: TokenLogprobs([-1.0], [2], 2, [5, 6], [-0.5, -2.0])}))
+def test_tokens_of_an_earlier_engine_have_their_positions_before_any_logprobs():
+    adopted, later = DetachedRequest(outputs_before=[20, 21], logprobs=2).row(), StepOutput(6, [7], [1], [22])
+    assert adopted.token_logprobs is not None
+    assert [isnan(value) for value in adopted.token_logprobs.sampled[7].logprobs] == [True, True]
+    later.add_logprobs(LogprobDeltas({7: TokenLogprobs([-1.0], [2], 2, [5, 6], [-0.5, -2.0])}))
     unread = UnreadSteps()
     unread.add(adopted)
     unread.add(later)
@@ -661,35 +667,35 @@ def test_tokens_of_an_engine_before_have_their_places_before_anything_was_told()
 
 
 @pytest.mark.parametrize(
-    ("wishes", "k"),
+    ("options", "k"),
     [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 1), ({"logprob_token_ids": (4,)}, 1)],
 )
-def test_places_have_others_beside_them_where_the_request_asked_for_others(wishes, k):
-    told = Kept(outputs_before=[20], **wishes).row().told
-    assert (None if told is None else told.sampled[7].k) == k
+def test_places_have_others_beside_them_where_the_request_asked_for_others(options, k):
+    token_logprobs = DetachedRequest(outputs_before=[20], **options).row().token_logprobs
+    assert (None if token_logprobs is None else token_logprobs.sampled[7].k) == k
 
 
 def test_where_nothing_was_yielded_there_is_nothing_to_tell():
-    assert Kept(logprobs=1).row().told is None
+    assert DetachedRequest(logprobs=1).row().token_logprobs is None
 
 
 def test_what_is_kept_does_not_grow_with_what_was_given_away():
-    kept = Kept()
-    kept.step([10])
-    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [1])}), handle=3)
-    first = kept.row()
-    kept.step([11])
-    kept.requests.note_told("r", Told({3: TokenLogprobs([-2.0], [1])}), handle=3)
-    assert first.told is not None and first.told.sampled[7].logprobs == [-1.0]
+    detached = DetachedRequest()
+    detached.step([10])
+    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-1.0], [1])}), handle=3)
+    first = detached.row()
+    detached.step([11])
+    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-2.0], [1])}), handle=3)
+    assert first.token_logprobs is not None and first.token_logprobs.sampled[7].logprobs == [-1.0]
     assert first.token_ids == [10]
 
 
 def test_a_forgotten_request_is_gone_and_others_never_were():
-    kept = Kept()
-    kept.requests.forget("r")
-    kept.requests.forget("r")
-    kept.step([10])
-    kept.requests.note_told("r", Told({3: TokenLogprobs([-1.0], [1])}), handle=3)
-    assert "r" not in kept.requests and len(kept.requests) == 0
+    detached = DetachedRequest()
+    detached.requests.forget("r")
+    detached.requests.forget("r")
+    detached.step([10])
+    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-1.0], [1])}), handle=3)
+    assert "r" not in detached.requests and len(detached.requests) == 0
     with pytest.raises(KeyError):
-        kept.row()
+        detached.row()

@@ -216,7 +216,7 @@ async def test_a_cursor_that_is_gone_is_out_of_range():
             assert (await oldest.call.read()).WhichOneof("content") == "batch"
 
 
-async def test_an_engine_that_tells_nobody_names_the_option():
+async def test_an_engine_without_kv_events_names_the_option():
     async with served() as (_, stub):
         error = await Follower(stub).read_to_error()
         assert error.code() is CODE.FAILED_PRECONDITION

@@ -34,9 +34,9 @@ async def test_seq_has_no_gaps_and_hello_ack_has_none():
     async with connected() as (_, _, client):
         await client.add(*(make_entry(handle) for handle in range(3)), make_entry(9, max_tokens=0))
         await client.until_ended(0, 1, 2)
-        await client.until(lambda: any(message.HasField("heartbeat") for message in client.heard))
-        assert client.heard[0].HasField("hello_ack")
-        assert [message.seq for message in client.heard] == list(range(len(client.heard)))
+        await client.until(lambda: any(message.HasField("heartbeat") for message in client.received))
+        assert client.received[0].HasField("hello_ack")
+        assert [message.seq for message in client.received] == list(range(len(client.received)))
         heartbeat = client.last("heartbeat")
         assert heartbeat.heartbeat.last_seq == heartbeat.seq - 1
 
@@ -46,9 +46,11 @@ async def test_heartbeats_come_while_the_executor_is_blocked():
         rig.executor.gate.clear()
         await client.add(make_entry(1))
         await asyncio.to_thread(rig.executor.wait_for_launches, 1)
-        num_heard = len(client.heard)
+        num_received = len(client.received)
         await client.until(
-            lambda: any(message.heartbeat.step_started_age_ms >= 400 for message in client.heard[num_heard:])
+            lambda: any(
+                message.heartbeat.step_started_age_ms >= 400 for message in client.received[num_received:]
+            )
         )
         heartbeat = client.last("heartbeat").heartbeat
         assert (heartbeat.step_number, heartbeat.has_work) == (1, True)
@@ -72,7 +74,7 @@ async def test_a_loop_that_raises_says_dead_to_every_session_with_what_is_lost()
         rig.executor.gate.set()
         for client, handles in ((one, [4]), (two, [])):
             await client.until(lambda client=client: client.is_over)
-            dead = client.heard[-1].dead
+            dead = client.received[-1].dead
             assert (list(dead.handles), dead.exit_code) == (handles, 70)
             assert "secret" not in dead.reason
             assert client.error.code() is grpc.StatusCode.UNAVAILABLE
@@ -91,8 +93,8 @@ async def test_while_loading_the_engine_answers_and_refuses_adds():
         await client.open()
         await client.add(make_entry(1))
         await client.until(lambda: 1 in client.rejected)
-        await client.until(lambda: any(message.HasField("heartbeat") for message in client.heard))
-        assert client.heard[0].hello_ack.state == session_pb2.ENGINE_STATE_LOADING
+        await client.until(lambda: any(message.HasField("heartbeat") for message in client.received))
+        assert client.received[0].hello_ack.state == session_pb2.ENGINE_STATE_LOADING
         assert client.rejected[1].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
         assert client.rejected[1].retry_after_ms > 0
         assert client.last("heartbeat").heartbeat.load_progress.phase == "start"
@@ -116,7 +118,7 @@ async def test_an_engine_tells_over_how_many_processes_its_model_is_divided():
         assert (ready.tensor_parallel_size, ready.pipeline_parallel_size, ready.world_size) == (2, 3, 6)
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_and_exits_as_wrong_usage():
+async def test_a_model_that_cannot_be_loaded_is_reported_and_exits_with_a_usage_error():
     rig = ServiceRig()
     rig.load_error = ValueError("folder has no config.json")
     async with serving(rig, load=False) as stub:
@@ -124,11 +126,11 @@ async def test_a_model_that_cannot_be_loaded_is_told_and_exits_as_wrong_usage():
         await client.open()
         await rig.load()
         await client.until(lambda: client.is_over)
-        assert client.heard[-1].dead.reason == "folder has no config.json"
+        assert client.received[-1].dead.reason == "folder has no config.json"
         assert rig.engine.failure.exit_code == 2
 
 
-async def test_how_a_rank_was_lost_is_told_without_what_its_error_says():
+async def test_the_cause_of_a_lost_rank_is_reported_without_its_error_text():
     rig = ServiceRig()
     rig.load_error = RankLost(1, "raised ValueError", "what was in /a/folder")
     async with serving(rig, load=False):
@@ -197,7 +199,7 @@ async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
         await client.add(make_entry(1, max_tokens=20))
         await client.until_ended(1)
         assert client.tokens[1] == expected_tokens(prompt_of(1), 1, 20)
-        ack = client.heard[0].hello_ack
+        ack = client.received[0].hello_ack
         assert (ack.schema_revision, list(ack.features)) == (1, ["resume"])
 
 

@@ -22,7 +22,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.utility import UtilityDesk
+from engine_svc.admin.utility import UtilityService
 from engine_svc.core.request import Request
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import KVEventLog
@@ -30,12 +30,12 @@ from engine_svc.loop.step_output import MAX_PIECE_BYTES
 from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.servicer import FULL_NAME
 from engine_svc.session.session import Session
-from engine_svc.tensors.source import TensorDoor
+from engine_svc.tensors.source import TensorReceiver
 from service_kit import shared_memory
 from service_kit.channel import open_channel
 from tests.connections import without_collections
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens, make_scheduler
-from tests.engine_svc.loop.logprob_executor import telling
+from tests.engine_svc.loop.logprob_executor import emit_logprobs
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
@@ -158,7 +158,7 @@ async def test_an_abort_of_very_many_is_acted_on_in_pieces():
         await client.abort(*[1] * 10_000)
         await client.flush()
         answers = [
-            message.already_finished for message in client.heard if message.HasField("already_finished")
+            message.already_finished for message in client.received if message.HasField("already_finished")
         ]
         assert [len(answer.handles) for answer in answers] == [4096, 4096, 1808]
 
@@ -256,7 +256,7 @@ async def test_a_handle_in_use_is_refused_and_its_request_goes_on():
         assert len(client.tokens[1]) == 20
 
 
-async def test_messages_nobody_knows_are_ignored():
+async def test_unknown_messages_are_ignored():
     async with connected() as (_, _, client):
         # Field 99 of a newer contract, length-delimited.
         await client.send(engine_pb2.ConnectRequest.FromString(b"\x9a\x06\x02hi"))
@@ -303,7 +303,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off_and_its_requests_end(cap
     async with serving(rig) as stub, grpc.aio.insecure_channel(rig.address, options=options) as channel:
         deaf = StreamClient(engine_pb2_grpc.EngineCoreServiceStub(channel), "deaf")
         other = StreamClient(stub, "other")
-        await deaf.say_hello()
+        await deaf.send_hello()
         await other.open()
         for first in range(0, 900, 100):
             await deaf.add(*(make_entry(handle, max_tokens=120) for handle in range(first, first + 100)))
@@ -326,7 +326,7 @@ async def _until(stub, condition) -> None:
 
 
 async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
-    rig, heard = ServiceRig(), list[str]()
+    rig, received = ServiceRig(), list[str]()
     async with serving(rig) as stub:
         hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
         session = Session(rig.engine, hello, number=99, on_finished=lambda: None)
@@ -334,17 +334,17 @@ async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
         await until_finished(stub, 1)
 
         async def ask() -> None:
-            call = utility_pb2.UtilityCall(call_id=1 + len(heard))
+            call = utility_pb2.UtilityCall(call_id=1 + len(received))
             await session.take(engine_pb2.ConnectRequest(utility=call))
 
         await ask()
         # As the stream writes them, with a client that asks again as soon as it is answered.
         for message in session._waiting():
-            heard.append(str(engine_pb2.ConnectResponse.FromString(message).WhichOneof("message")))
-            if heard[-1] == "utility_result" and len(heard) < 20:
+            received.append(str(engine_pb2.ConnectResponse.FromString(message).WhichOneof("message")))
+            if received[-1] == "utility_result" and len(received) < 20:
                 await ask()
         session.end()
-    assert heard.index("step") - heard.index("utility_result") == 1
+    assert received.index("step") - received.index("utility_result") == 1
 
 
 # Sessions that outlive their streams: what goes on, what is sent again, and when it is over.
@@ -354,8 +354,8 @@ RESUME = {"features": ["resume"]}
 
 def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None) -> dict[str, object]:
     """A hello that resumes the session of `client` behind what it has heard."""
-    heard = max((message.seq for message in client.heard), default=0) if last_seq is None else last_seq
-    return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=heard)}
+    received = max((message.seq for message in client.received), default=0) if last_seq is None else last_seq
+    return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=received)}
 
 
 async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> StreamClient:
@@ -391,10 +391,10 @@ async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed(
         second.tokens = {handle: list(tokens) for handle, tokens in first.tokens.items()}
         await second.open(**again(first))
         await second.until_ended(1, 2)
-        ack = second.heard[0].hello_ack
+        ack = second.received[0].hello_ack
         assert (ack.resume_ok, list(ack.features), ack.replay_window_ms) == (True, ["resume"], 5000)
-        assert [message.seq for message in second.heard[1:]] == [
-            first.heard[-1].seq + index for index in range(1, len(second.heard))
+        assert [message.seq for message in second.received[1:]] == [
+            first.received[-1].seq + index for index in range(1, len(second.received))
         ]
         assert second.tokens == {handle: expected_tokens(prompt_of(handle), handle, 20) for handle in (1, 2)}
         assert second.finished == {1: [LENGTH], 2: [LENGTH]}
@@ -406,9 +406,9 @@ async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
     async with served() as (rig, stub):
         first = await broken(stub, rig, 1)
         second = await resumed(stub, first, last_seq=1)
-        await second.until(lambda: len(second.heard) >= len(first.heard) - 1)
-        repeated = {message.seq: message for message in second.heard[1:]}
-        for message in first.heard[2:]:
+        await second.until(lambda: len(second.received) >= len(first.received) - 1)
+        repeated = {message.seq: message for message in second.received[1:]}
+        for message in first.received[2:]:
             assert repeated[message.seq] == message
 
 
@@ -433,7 +433,7 @@ async def test_a_stream_that_looks_alive_is_taken_over():
         await first.until(lambda: first.is_over)
         rig.executor.gate.set()
         await second.until_ended(1)
-        assert second.heard[0].hello_ack.resume_ok
+        assert second.received[0].hello_ack.resume_ok
         assert rig.servicer.num_sessions == 1
 
 
@@ -452,7 +452,7 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
         late = StreamClient(stub, "f")
         await late.open(**again(first))
         await late.until(lambda: "ready" in late.kinds())
-        assert not late.heard[0].hello_ack.resume_ok
+        assert not late.received[0].hello_ack.resume_ok
 
 
 @pytest.mark.parametrize(
@@ -467,8 +467,8 @@ async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
         fields = {**RESUME, "session_id": "new"} if hello is None else again(first, **hello)
         await second.open(**fields)
         await second.until(lambda: "ready" in second.kinds())
-        assert not second.heard[0].hello_ack.resume_ok
-        assert second.heard[1].seq == 1
+        assert not second.received[0].hello_ack.resume_ok
+        assert second.received[1].seq == 1
         rig.executor.gate.set()
         await until_finished(stub, 1)
         await second.add(make_entry(1, max_tokens=4))
@@ -491,8 +491,8 @@ async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
         first = await begun(stub, rig, 1)
         stranger = StreamClient(stub, "another")
         await stranger.open(session_id="f" * 4, **again(first))
-        await stranger.until(lambda: bool(stranger.heard))
-        assert not stranger.heard[0].hello_ack.resume_ok
+        await stranger.until(lambda: bool(stranger.received))
+        assert not stranger.received[0].hello_ack.resume_ok
         rig.executor.gate.set()
         await first.until_ended(1)
         assert first.finished == {1: [LENGTH]}
@@ -529,15 +529,15 @@ async def acknowledge(client: StreamClient, last_seq: int) -> None:
 async def beat(rig: ServiceRig, client: StreamClient, num_beats: int) -> None:
     """Send so many heartbeats, each when the one before it has been heard."""
     for _ in range(num_beats):
-        num_heard = client_beats(client)
+        num_received = client_beats(client)
         rig.servicer.beat()
         async with asyncio.timeout(LIMIT_S):
-            while client_beats(client) == num_heard:
+            while client_beats(client) == num_received:
                 await client.flush()
 
 
 def client_beats(client: StreamClient) -> int:
-    return sum(message.HasField("heartbeat") for message in client.heard)
+    return sum(message.HasField("heartbeat") for message in client.received)
 
 
 async def test_who_acknowledges_too_little_gets_no_steps_until_it_does_and_then_all_as_one():
@@ -545,7 +545,7 @@ async def test_who_acknowledges_too_little_gets_no_steps_until_it_does_and_then_
         client = await unacknowledged(stub, rig)
         assert client.finished == {}
         assert "step" not in client.kinds()
-        await acknowledge(client, client.heard[-1].seq)
+        await acknowledge(client, client.received[-1].seq)
         await client.until_ended(*range(8))
         assert client.kinds().count("step") == 1
         assert client.last("step").ByteSize() > 2000
@@ -638,7 +638,7 @@ async def used(stub: engine_pb2_grpc.EngineCoreServiceStub) -> StreamClient:
     return client
 
 
-async def says_goodbye(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> int:
+async def sends_goodbye(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> int:
     client = await used(stub)
     await client.send(engine_pb2.ConnectRequest(goodbye=engine_pb2.Goodbye()))
     await client.until(lambda: client.is_over)
@@ -647,7 +647,7 @@ async def says_goodbye(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceS
 
 async def is_refused_a_message(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> int:
     client = await used(stub)
-    await client.say_hello()
+    await client.send_hello()
     await client.until(lambda: client.error is not None)
     return 0
 
@@ -693,7 +693,7 @@ async def comes_back_and_says_goodbye(rig: ServiceRig, stub: engine_pb2_grpc.Eng
     return 0
 
 
-async def sends_what_nobody_can_read(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> int:
+async def sends_an_unreadable_message(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub) -> int:
     rig.engine.replay_window_s = 0.0
     async with open_channel(rig.address) as channel:
         # The stubs know neither a call without serializers nor one that is written to.
@@ -712,20 +712,20 @@ async def sends_what_nobody_can_read(rig: ServiceRig, stub: engine_pb2_grpc.Engi
 @pytest.mark.parametrize(
     "end",
     [
-        says_goodbye,
+        sends_goodbye,
         is_refused_a_message,
         does_not_come_back,
         cannot_come_back,
         is_superseded,
         is_superseded_while_away,
         comes_back_and_says_goodbye,
-        sends_what_nobody_can_read,
+        sends_an_unreadable_message,
     ],
 )
 async def test_a_session_that_has_ended_is_freed_without_a_collection(end):
     async with served() as (rig, stub):
         with without_collections():
-            sessions, desks = Population(Session), Population(UtilityDesk)
+            sessions, desks = Population(Session), Population(UtilityService)
             num_left = await end(rig, stub)
             await sessions.until_freed(num_left)
             await desks.until_freed(num_left)
@@ -751,11 +751,11 @@ def make_untellable_rig() -> ServiceRig:
     rig = ServiceRig()
     untellable_id = make_entry(UNTELLABLE).request_id
     nothing = TokenLogprobs([], [])
-    telling(rig.executor, lambda request_id: nothing if request_id.startswith(untellable_id) else None)
+    emit_logprobs(rig.executor, lambda request_id: nothing if request_id.startswith(untellable_id) else None)
     return rig
 
 
-async def hears_that_it_is_dismissed(client: StreamClient) -> None:
+async def learns_that_it_was_dropped(client: StreamClient) -> None:
     await client.until(lambda: client.is_over)
     assert client.error is not None
     status = rpc_status.from_call(client.error)
@@ -764,12 +764,12 @@ async def hears_that_it_is_dismissed(client: StreamClient) -> None:
     assert b"STEP_LOST" in status.details[0].value
 
 
-def tells_no_token_behind_a_hole(client: StreamClient) -> bool:
+def sends_no_token_behind_a_gap(client: StreamClient) -> bool:
     tokens = client.tokens[1]
     return tokens == expected_tokens(prompt_of(1), 1, 50)[: len(tokens)] and not client.finished
 
 
-async def test_a_step_that_cannot_be_told_ends_its_session_and_no_other(caplog):
+async def test_a_step_that_cannot_be_encoded_ends_its_session_only(caplog):
     rig = make_untellable_rig()
     async with serving(rig) as stub:
         client, other = StreamClient(stub, "f"), StreamClient(stub, "other")
@@ -781,8 +781,8 @@ async def test_a_step_that_cannot_be_told_ends_its_session_and_no_other(caplog):
         await other.add(make_entry(1, max_tokens=20))
         await other.flush()
         rig.executor.gate.set()
-        await hears_that_it_is_dismissed(client)
-        assert tells_no_token_behind_a_hole(client)
+        await learns_that_it_was_dropped(client)
+        assert sends_no_token_behind_a_gap(client)
         await other.until_ended(1)
         assert other.finished == {1: [LENGTH]}
         stats = await until_finished(stub, 3)
@@ -807,10 +807,10 @@ async def test_one_that_waited_for_a_stream_ends_the_session_that_comes_back():
         await until_finished(stub, 2)
         second = StreamClient(stub, "f")
         second.tokens = client.tokens
-        last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=client.heard[-1].seq)
+        last_read = session_pb2.ResumePoint(engine_epoch=7, last_seq=client.received[-1].seq)
         await second.open(**RESUME, resume=last_read)
-        await hears_that_it_is_dismissed(second)
-        assert tells_no_token_behind_a_hole(second)
+        await learns_that_it_was_dropped(second)
+        assert sends_no_token_behind_a_gap(second)
         await lost(rig, stub)
         assert rig.servicer.num_parked_sessions == 0
 
@@ -823,19 +823,19 @@ HANDLES = range(1, 11)
 def make_telling_rig(num_others: int, *, max_replay_bytes: int = 64 * MAX_PIECE_BYTES) -> ServiceRig:
     """An engine that tells the first request of so many others at each of its tokens."""
     rig = ServiceRig(max_outbox_bytes=10 * MAX_PIECE_BYTES, max_replay_bytes=max_replay_bytes)
-    told = TokenLogprobs([-1.0], [1], num_others, [7] * num_others, [-0.5] * num_others)
+    token_logprobs = TokenLogprobs([-1.0], [1], num_others, [7] * num_others, [-0.5] * num_others)
     chosen = make_entry(HANDLES[0]).request_id
-    telling(rig.executor, lambda request_id: told if request_id.startswith(chosen) else None)
+    emit_logprobs(rig.executor, lambda request_id: token_logprobs if request_id.startswith(chosen) else None)
     return rig
 
 
 def sizes(client: StreamClient) -> list[int]:
-    return [message.ByteSize() for message in client.heard if message.WhichOneof("message") == "step"]
+    return [message.ByteSize() for message in client.received if message.WhichOneof("message") == "step"]
 
 
-def num_others_told(client: StreamClient, handle: int) -> int:
+def num_top_logprobs(client: StreamClient, handle: int) -> int:
     """Entries beside its tokens, of all messages."""
-    steps = [message.step for message in client.heard if message.WhichOneof("message") == "step"]
+    steps = [message.step for message in client.received if message.WhichOneof("message") == "step"]
     return sum(len(step.top_logprobs.token_ids) // 4 for step in steps if handle in array("I", step.handles))
 
 
@@ -849,7 +849,7 @@ async def test_a_step_that_one_request_makes_too_large_comes_in_several_messages
         assert max(sizes(client)) <= MAX_PIECE_BYTES
         assert client.finished == {handle: [LENGTH] for handle in HANDLES}
         assert client.tokens == {handle: expected_tokens(prompt_of(handle), handle, 3) for handle in HANDLES}
-        assert num_others_told(client, HANDLES[0]) >= 3 * 100_000
+        assert num_top_logprobs(client, HANDLES[0]) >= 3 * 100_000
 
 
 async def test_what_waited_for_a_stream_comes_in_several_messages_each_when_those_before_are_acknowledged():
@@ -869,13 +869,13 @@ async def test_what_waited_for_a_stream_comes_in_several_messages_each_when_thos
             # What is answered here comes behind all that may be sent.
             await second.flush()
             num_steps = len(sizes(second))
-            await second.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=second.heard[-1].seq)))
+            await second.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=second.received[-1].seq)))
             await second.until(lambda before=num_steps: len(sizes(second)) > before)
         assert max(sizes(second)) <= MAX_PIECE_BYTES
         assert len(sizes(second)) >= 4
         assert second.finished == {handle: [LENGTH] for handle in HANDLES}
         assert second.tokens == {handle: expected_tokens(prompt_of(handle), handle, 60) for handle in HANDLES}
-        assert num_others_told(second, HANDLES[0]) >= 60 * 20_000
+        assert num_top_logprobs(second, HANDLES[0]) >= 60 * 20_000
 
 
 # Tensors over a real stream: what proves a host, what a reference without proof costs, what is announced.
@@ -886,7 +886,7 @@ DATA = bytes(2 * HIDDEN * 4)
 
 def open_rig() -> ServiceRig:
     facts = replace(make_facts(), hidden_size=HIDDEN, takes_prompt_embeds=True)
-    return ServiceRig(facts=facts, tensors=TensorDoor(is_open=True))
+    return ServiceRig(facts=facts, tensors=TensorReceiver(is_open=True))
 
 
 def entry_with(handle: int, **payload: object) -> add_pb2.AddEntry:
@@ -898,7 +898,7 @@ def entry_with(handle: int, **payload: object) -> add_pb2.AddEntry:
 
 
 def ack_of(client: StreamClient) -> session_pb2.HelloAck:
-    return client.heard[0].hello_ack
+    return client.received[0].hello_ack
 
 
 def proof(digest: bytes) -> engine_pb2.ConnectRequest:
@@ -908,7 +908,7 @@ def proof(digest: bytes) -> engine_pb2.ConnectRequest:
 async def opened(stub: object, name: str) -> StreamClient:
     client = StreamClient(stub, name)  # type: ignore[arg-type]
     await client.open()
-    await client.until(lambda: bool(client.heard))
+    await client.until(lambda: bool(client.received))
     return client
 
 
@@ -956,7 +956,7 @@ async def test_an_uploaded_blob_is_a_prompt():
         assert client.rejected == {}
 
 
-async def test_an_engine_that_takes_no_tensors_probes_nobody_and_refuses_uploads():
+async def test_an_engine_without_tensors_sends_no_probe_and_refuses_uploads():
     async def upload() -> AsyncIterator[engine_pb2.UploadBlobRequest]:
         yield engine_pb2.UploadBlobRequest(header=engine_pb2.UploadBlobHeader())
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine_svc.tensors.host_tensor import ITEM_SIZES, BadTensor, HostTensor
-from engine_svc.tensors.source import TensorDoor, TensorMemory, TensorSource
+from engine_svc.tensors.source import TensorMemory, TensorReceiver, TensorSource
 from engine_svc.tensors.to_torch import to_torch, torch_dtype
 from service_kit import shared_memory
 from service_kit.errors import (
@@ -57,13 +57,13 @@ def shared(name: str, size: int = len(DATA), offset: int = 0) -> tensor_pb2.Tens
 
 
 @pytest.fixture
-def door():
-    return TensorDoor(is_open=True, max_held_bytes=100)
+def receiver():
+    return TensorReceiver(is_open=True, max_held_bytes=100)
 
 
 @pytest.fixture
-def source(door):
-    source = door.source(FRONTEND, SESSION)
+def source(receiver):
+    source = receiver.source(FRONTEND, SESSION)
     yield source
     source.close()
 
@@ -80,23 +80,23 @@ def test_bytes_in_the_message_are_the_tensor(source):
     assert (taken.dtype, taken.shape, taken.data) == ("float32", (2, 3), DATA)
 
 
-def test_a_blob_stays_as_long_as_its_tensor(door, source):
+def test_a_blob_stays_as_long_as_its_tensor(receiver, source):
     digest = hashlib.sha256(DATA).hexdigest()
-    door.blobs.put(digest, DATA, ttl_s=0.0)
+    receiver.blobs.put(digest, DATA, ttl_s=0.0)
     reference = tensor_pb2.BlobReference(sha256=digest, size=len(DATA))
     taken = source.take(tensor(blob=reference), "x")
-    door.beat()
-    assert (taken.data, len(door.blobs)) == (DATA, 1)
+    receiver.beat()
+    assert (taken.data, len(receiver.blobs)) == (DATA, 1)
     del taken
-    door.beat()
-    assert len(door.blobs) == 0
+    receiver.beat()
+    assert len(receiver.blobs) == 0
     with pytest.raises(Unavailable) as caught:
         source.take(tensor(blob=reference), "x")
     assert caught.value.reason == "BLOB_NOT_FOUND"
 
 
 def test_shared_memory_is_taken_from_a_proven_neighbour_and_gone_after_the_message(source, segment):
-    assert source.prove(proof_of(source))
+    assert source.verify_host(proof_of(source))
     assert source.probe_name == ""
     first = source.take(shared(segment.name), "x")
     # The outputs of a sampling group share one tensor.
@@ -106,7 +106,7 @@ def test_shared_memory_is_taken_from_a_proven_neighbour_and_gone_after_the_messa
     assert segment.is_taken
 
 
-def test_shared_memory_of_whoever_has_proven_nothing_is_not_looked_at(source, segment):
+def test_shared_memory_of_an_unverified_host_is_not_read(source, segment):
     with pytest.raises(PermissionDenied) as caught:
         source.take(shared(segment.name), "x")
     assert caught.value.reason == "HOST_NOT_PROVEN"
@@ -115,21 +115,21 @@ def test_shared_memory_of_whoever_has_proven_nothing_is_not_looked_at(source, se
 
 def test_there_is_one_attempt_to_prove_a_host(source, segment):
     proof = proof_of(source)
-    assert not source.prove(b"guessed".ljust(32))
-    assert not source.prove(proof)
+    assert not source.verify_host(b"guessed".ljust(32))
+    assert not source.verify_host(proof)
     with pytest.raises(PermissionDenied):
         source.take(shared(segment.name), "x")
 
 
-def test_a_proof_is_of_one_session(door, source):
-    other = door.source(FRONTEND, "cd" * 16)
-    assert not source.prove(proof_of(other))
-    assert not other.prove(proof_of(other, SESSION))
+def test_a_proof_is_of_one_session(receiver, source):
+    other = receiver.source(FRONTEND, "cd" * 16)
+    assert not source.verify_host(proof_of(other))
+    assert not other.verify_host(proof_of(other, SESSION))
     other.close()
 
 
-def test_a_probe_goes_with_its_session(door):
-    source = door.source(FRONTEND, SESSION)
+def test_a_probe_goes_with_its_session(receiver):
+    source = receiver.source(FRONTEND, SESSION)
     name = source.probe_name
     assert (shared_memory.FOLDER / name).exists()
     source.close()
@@ -155,7 +155,7 @@ def test_a_probe_goes_with_its_session(door):
     ],
 )
 def test_a_reference_or_form_that_is_wrong_is_refused_by_field(source, segment, make, field):
-    source.prove(proof_of(source))
+    source.verify_host(proof_of(source))
     with pytest.raises(InvalidArgument) as caught:
         source.take(make(segment.name), "x")
     assert [name for name, _ in caught.value.violations] == [field]
@@ -163,26 +163,26 @@ def test_a_reference_or_form_that_is_wrong_is_refused_by_field(source, segment, 
     assert not segment.is_taken
 
 
-def test_a_transport_that_nobody_knows_is_refused_by_name(source):
+def test_an_unknown_transport_is_refused_by_name(source):
     with pytest.raises(Unimplemented, match=r"x\.remote"):
         source.take(tensor(remote=tensor_pb2.RemoteReference(transport="rdma")), "x")
 
 
-def test_an_engine_without_descriptors_beats_on_says_so_once_and_sweeps_again_later(door, caplog):
+def test_an_engine_without_descriptors_beats_on_says_so_once_and_sweeps_again_later(receiver, caplog):
     left = shared_memory.FOLDER / shared_memory.segment_name(FRONTEND, 3)
     left.write_bytes(b"left by nobody who lives")
     with no_descriptors():
         for _ in range(6):
-            door.beat()
+            receiver.beat()
     assert [record.message for record in caplog.records] == ["shared memory not swept"]
     assert left.exists()
     for _ in range(2):
-        door.beat()
+        receiver.beat()
     assert not left.exists()
 
 
 def test_what_cannot_be_read_for_a_moment_is_no_fault_of_the_client(source, segment):
-    source.prove(proof_of(source))
+    source.verify_host(proof_of(source))
     with no_descriptors(), pytest.raises(Unavailable, match="just now") as caught:
         source.take(shared(segment.name), "x")
     assert caught.value.retry_after_ms
@@ -190,7 +190,7 @@ def test_what_cannot_be_read_for_a_moment_is_no_fault_of_the_client(source, segm
 
 
 def test_a_segment_that_cannot_be_removed_keeps_no_session_from_going_on(source, segment):
-    source.prove(proof_of(source))
+    source.verify_host(proof_of(source))
     source.take(shared(segment.name), "x")
     path = shared_memory.FOLDER / segment.name
     # The system refuses to unlink a folder.
@@ -203,7 +203,7 @@ def test_a_segment_that_cannot_be_removed_keeps_no_session_from_going_on(source,
     assert source.take(tensor(inline=DATA), "x").data == DATA
 
 
-def test_requests_hold_no_more_bytes_than_the_engine_takes(door, source):
+def test_requests_hold_no_more_bytes_than_the_engine_takes(receiver, source):
     held = [source.take(tensor(inline=DATA), "x") for _ in range(4)]
     with pytest.raises(ResourceExhausted) as caught:
         source.take(tensor(inline=DATA), "x")
@@ -213,8 +213,8 @@ def test_requests_hold_no_more_bytes_than_the_engine_takes(door, source):
 
 
 async def test_a_door_that_is_not_open_takes_nothing_and_shows_nothing():
-    door = TensorDoor()
-    source = door.source(FRONTEND, SESSION)
+    receiver = TensorReceiver()
+    source = receiver.source(FRONTEND, SESSION)
     assert source.probe_name == ""
     with pytest.raises(ServiceError, match="not served"):
         source.take(tensor(inline=DATA), "x")
@@ -224,7 +224,7 @@ async def test_a_door_that_is_not_open_takes_nothing_and_shows_nothing():
         yield
 
     with pytest.raises(Unimplemented, match="--enable-prompt-embeds"):
-        await door.upload(nothing())
+        await receiver.upload(nothing())
 
 
 # Bytes that requests hold are counted from when they came until nobody holds them.

@@ -93,10 +93,10 @@ async def test_bad_input_is_refused_by_name_beside_running_streams():
         for name, (request, code, expected) in BAD_INPUT.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await read_all(client.inference.Generate(request, timeout=WAIT_S))
-            told = f"{caught.value.details()} {details_of(caught.value)}"
-            assert caught.value.code().name == code, (name, told)
+            message = f"{caught.value.details()} {details_of(caught.value)}"
+            assert caught.value.code().name == code, (name, message)
             for words in expected:
-                assert words in told, (name, told)
+                assert words in message, (name, message)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.inference.Generate(make_request("x" * 20_000_000), timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

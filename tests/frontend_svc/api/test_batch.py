@@ -139,7 +139,7 @@ async def test_cancel_aborts_every_item():
         assert frontend.draining.num_open == 0
 
 
-async def test_a_drain_waits_for_who_reads_items_that_have_ended():
+async def test_a_drain_waits_for_readers_of_items_that_have_ended():
     async with serving(FakeEngine(echo)) as (client, frontend):
         await client.until_engines_are_ready(1)
         servicer = InferenceServicer(frontend.generation, frontend.resumable)
@@ -217,6 +217,6 @@ async def test_a_fault_of_ours_ends_the_call_and_every_item():
     assert sorted(closed) == ["a", "bad"]
 
 
-async def test_an_empty_batch_is_told_before_anything_runs():
+async def test_an_empty_batch_is_refused_before_anything_runs():
     with pytest.raises(InvalidArgument, match="0 items"):
         await read_batch(stream_batch(lambda request, caller: None, [], CALLER))

@@ -80,7 +80,7 @@ async def test_a_conversation_becomes_the_prompt_that_the_template_makes():
     assert messages[-1].finished.reason == output_pb2.FINISH_REASON_STOP
 
 
-async def test_content_reasoning_and_calls_are_told_apart_in_a_stream_and_at_once():
+async def test_content_reasoning_and_calls_are_separated_in_a_stream_and_at_once():
     text = thinking("I add. " + CALL)
     engine = FakeEngine(answer(text), chat_template=TEMPLATE)
     request = ask(tools=[ADD], template_options={"enable_thinking": True})
@@ -152,17 +152,17 @@ async def test_each_of_two_answers_is_read_by_a_parser_of_its_own():
         call = client.chat.Chat(request, timeout=WAIT_S)
         requests = await engine.wait_for_requests(2)
         ids = [TOKENIZER.encode(text).ids for text in texts]
-        for place in range(max(map(len, ids))):
-            engine.step({one: ids[row][place : place + 1] for row, one in enumerate(requests)})
+        for position in range(max(map(len, ids))):
+            engine.step({one: ids[row][position : position + 1] for row, one in enumerate(requests)})
         engine.step({one: [EOS_ID] for one in requests}, finished=dict.fromkeys(requests, AT_EOS))
-        told: list[list[chat_message_pb2.ChatDelta]] = [[], []]
+        deltas: list[list[chat_message_pb2.ChatDelta]] = [[], []]
         async for response in call:
             if response.HasField("delta"):
-                told[response.delta.output_index].append(response.delta)
-    assert "".join(piece.arguments_json for delta in told[0] for piece in delta.tool_calls) == (
+                deltas[response.delta.output_index].append(response.delta)
+    assert "".join(piece.arguments_json for delta in deltas[0] for piece in delta.tool_calls) == (
         '{"a": 1, "b": [2, "}"]}'
     )
-    assert "".join(delta.content for delta in told[1]) == "a mat"
+    assert "".join(delta.content for delta in deltas[1]) == "a mat"
 
 
 async def test_a_cancelled_chat_is_aborted():

@@ -104,7 +104,7 @@ async def test_more_inputs_than_are_sent_at_once_come_back_in_order_whatever_end
     assert [struct.unpack("<2f", vector.inline)[0] for vector in response.embeddings] == expected
 
 
-async def test_per_token_results_compute_every_place_of_the_prompt():
+async def test_per_token_results_compute_every_position_of_the_prompt():
     def rows(request: FakeRequest) -> tensor_pb2.Tensor:
         num_tokens = len(request.prompt)
         return tensor([1.0] * 3 * num_tokens, [num_tokens, 3])
@@ -164,7 +164,7 @@ async def test_a_query_meets_all_of_its_documents_in_one_engine_and_other_querie
         for _ in range(2):
             request = embedding_pb2.ScoreRequest(
                 queries=[ids(query) for query in queries for _ in range(3)],
-                documents=[ids(10, place) for _ in queries for place in range(3)],
+                documents=[ids(10, index) for _ in queries for index in range(3)],
             )
             await client.embedding.Score(request, timeout=WAIT_S)
     met = {query: set() for query in queries}
@@ -236,7 +236,7 @@ async def test_the_service_is_ready_once_a_model_supports_a_task_of_it():
         assert await health_of(client) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_every_breach_is_told_at_once_with_its_place():
+async def test_every_violation_is_reported_at_once_with_its_index():
     engine = FakeEngine(pooling(length_vector), supported_tasks=ENGINE_TASKS)
     async with serving(engine) as (client, _):
         request = embedding_pb2.EmbedRequest(

@@ -101,7 +101,7 @@ async def test_the_id_of_a_call_aborts_all_that_came_by_it_and_unary_answers_too
         assert (await read_all(other))[3].reason == output_pb2.FINISH_REASON_LENGTH
 
 
-async def test_what_is_told_of_a_request_follows_it():
+async def test_the_status_of_a_request_follows_it():
     async with serving_one() as (engine, client, _):
         call = client.generate(request_id="mine", prompt="the cat")
         (request,) = await engine.wait_for_requests(1)
@@ -140,11 +140,11 @@ async def test_an_aborted_pooling_request_ends_with_aborted_and_sends_no_more():
         call = client.embedding.Embed(asked, timeout=WAIT_S)
         waiting = asyncio.ensure_future(call.code())
         requests = list(await engine.wait_for_requests(32))
-        told = await get(client, "mine")
+        status = await get(client, "mine")
         assert await abort(client, "mine") == QUEUED
         assert await waiting is grpc.StatusCode.ABORTED
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
         assert frontend.draining.num_open == 0
     assert len(engine.requests) == 32
-    assert told.usage.num_prompt_tokens == 40 * len(TOKENIZER.encode("the cat").ids)
-    assert (told.state, told.engine_id, told.num_attempts) == (QUEUED, "engine-0", 1)
+    assert status.usage.num_prompt_tokens == 40 * len(TOKENIZER.encode("the cat").ids)
+    assert (status.state, status.engine_id, status.num_attempts) == (QUEUED, "engine-0", 1)

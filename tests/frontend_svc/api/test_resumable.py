@@ -109,7 +109,7 @@ async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
     assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_once():
+async def test_without_a_grace_or_before_its_token_was_sent_a_cancel_aborts_at_once():
     async with serving_one() as (engine, client, frontend):
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
@@ -123,7 +123,7 @@ async def test_without_a_grace_or_before_its_token_was_told_a_cancel_aborts_at_o
         assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
 
 
-async def test_a_second_reader_takes_over_and_the_first_is_told():
+async def test_a_second_reader_takes_over_and_the_first_gets_an_error():
     async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS)
         (request,) = await engine.wait_for_requests(1)
@@ -139,7 +139,7 @@ async def test_a_second_reader_takes_over_and_the_first_is_told():
     assert "RESUMED_ELSEWHERE" in details_of(error)
 
 
-async def test_what_cannot_be_resumed_is_told_apart():
+async def test_streams_that_cannot_be_resumed_are_distinguished():
     async with serving(FakeEngine(answer("x"))) as (client, frontend):
         started, *_ = await read_all(client.generate(orphan_grace_ms=50))
         await until_gone(frontend)
@@ -173,7 +173,7 @@ async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
     assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 
-async def test_an_orphan_can_be_aborted_by_its_id_and_tells_so_when_resumed():
+async def test_an_orphan_can_be_aborted_by_its_id_and_ends_as_aborted_when_resumed():
     async with serving_one() as (engine, client, _):
         call = client.generate(orphan_grace_ms=GRACE_MS, request_id="mine")
         (request,) = await engine.wait_for_requests(1)
@@ -195,7 +195,7 @@ class Source:
         self._position = 0
         self._taken = asyncio.Event()
 
-    def say(self, *token_ids: int) -> None:
+    def push(self, *token_ids: int) -> None:
         """The next message: started without ids, else a delta."""
         self._position += 1
         if token_ids:
@@ -267,17 +267,17 @@ def test_a_log_counts_bytes():
     assert (log.first, log.is_full) == (2, False)
 
 
-async def test_a_position_that_is_gone_is_out_of_range_and_harms_nobody():
+async def test_a_dropped_position_is_out_of_range_and_affects_no_other_reader():
     source = Source()
     streams = streams_of(source, max_tokens=3)
-    source.say()
+    source.push()
     reader, token = await begun(streams)
     for number in range(10):
-        source.say(number)
+        source.push(number)
         assert (await anext(reader)).position == number + 2
     with pytest.raises(OutOfRange, match="after last_position 2 are not kept any more, those from 9 on"):
         await anext(resumed(streams, token, 2))
-    source.say(10)
+    source.push(10)
     assert (await anext(reader)).position == 12
     await reader.aclose()
     assert [(await anext(resumed(streams, token, position))).position for position in (9, 11)] == [10, 12]
@@ -288,10 +288,10 @@ async def test_a_position_that_is_gone_is_out_of_range_and_harms_nobody():
 async def test_a_full_log_holds_up_its_stream_and_an_orphan_loses_nothing():
     source = Source()
     streams = streams_of(source, max_tokens=3)
-    source.say()
+    source.push()
     reader, token = await begun(streams)
     for number in range(20):
-        source.say(number)
+        source.push(number)
     await source.taken(5)
     await reader.aclose()
     await asyncio.sleep(0)
@@ -305,7 +305,7 @@ async def test_a_full_log_holds_up_its_stream_and_an_orphan_loses_nothing():
 async def test_a_reader_that_is_taken_over_is_aborted_and_the_other_stays_the_reader():
     source = Source()
     streams = streams_of(source)
-    source.say()
+    source.push()
     first, token = await begun(streams)
     waiting = asyncio.ensure_future(anext(first))
     await asyncio.sleep(0)
@@ -314,16 +314,16 @@ async def test_a_reader_that_is_taken_over_is_aborted_and_the_other_stays_the_re
     with pytest.raises(Aborted) as caught:
         await waiting
     assert caught.value.reason == "RESUMED_ELSEWHERE"
-    source.say(1)
+    source.push(1)
     assert (await anext(second)).position == 2
     await second.aclose()
     await streams.close()
 
 
-async def test_the_status_of_a_stream_is_told_again_to_who_resumes():
+async def test_the_status_of_a_stream_is_sent_again_after_a_resume():
     source = Source()
     streams = streams_of(source)
-    source.say()
+    source.push()
     reader, token = await begun(streams)
     source.messages.put_nowait(Unavailable("the engine was lost"))
     for one in (reader, resumed(streams, token, 1)):
@@ -344,7 +344,7 @@ async def test_a_request_that_is_refused_at_once_is_not_kept():
 async def test_a_fault_of_ours_is_no_quiet_end():
     source = Source()
     streams = streams_of(source)
-    source.say()
+    source.push()
     reader, _ = await begun(streams)
     source.messages.put_nowait(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
@@ -370,13 +370,13 @@ async def test_of_streams_that_were_read_whole_only_so_many_are_kept():
     await streams.close()
 
 
-async def test_a_drain_waits_for_who_reads_a_stream_that_is_complete_and_for_who_comes_back_to_it():
+async def test_a_drain_waits_for_readers_of_a_complete_stream_and_for_those_that_resume_it():
     source, drain = Source(), Drain()
     streams = streams_of(source, drain)
-    source.say()
+    source.push()
     reader, token = await begun(streams)
-    source.say(1)
-    source.say(2)
+    source.push(1)
+    source.push(2)
     source.messages.put_nowait(None)
     draining = asyncio.ensure_future(drain.run())
     await source.taken(3)

@@ -21,13 +21,13 @@ async def test_text_to_ids_and_back():
     assert back.text == TEXT
 
 
-async def test_tokens_and_their_places_on_request():
+async def test_tokens_and_their_offsets_on_request():
     async with serving(FakeEngine()) as (client, _):
         response = await client.tokenizer.Tokenize(
             tokenize_pb2.TokenizeRequest(text="the cat", return_tokens=True)
         )
-    places = zip(response.start_offsets, response.end_offsets, strict=True)
-    assert "".join("the cat"[start:end] for start, end in places) == "the cat"
+    offsets = zip(response.start_offsets, response.end_offsets, strict=True)
+    assert "".join("the cat"[start:end] for start, end in offsets) == "the cat"
     assert len(response.tokens) == len(response.token_ids)
 
 

@@ -63,7 +63,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Says what it is told to say, and remembers what it hears."""
 
     def __init__(self) -> None:
-        self.to_say: asyncio.Queue[coordinator_pb2.FrontendSessionResponse] = asyncio.Queue()
+        self.to_send: asyncio.Queue[coordinator_pb2.FrontendSessionResponse] = asyncio.Queue()
         self.registrations: list[coordinator_pb2.FrontendRegistration] = []
         self.acks: asyncio.Queue[int] = asyncio.Queue()
         self.versions: list[int] = []  # that were acked
@@ -96,7 +96,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 if request.HasField("first_request_while_paused"):
                     self.hints.put_nowait(request.first_request_while_paused)
 
-        registered, to_say = asyncio.Event(), self.to_say
+        registered, to_send = asyncio.Event(), self.to_send
         listening = asyncio.ensure_future(listen())
         try:
             await registered.wait()
@@ -105,7 +105,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self.refused.put_nowait(known)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer one is known")
             while True:
-                yield await to_say.get()
+                yield await to_send.get()
         finally:
             listening.cancel()
 
@@ -114,7 +114,7 @@ async def test_engines_are_found_through_the_coordinator_and_its_loss_is_not_fel
     engine, coordinator = FakeEngine(answer("found")), FakeCoordinator()
     await engine.start()
     server = await coordinator.start()
-    coordinator.to_say.put_nowait(snapshot(member("a", engine.address)))
+    coordinator.to_send.put_nowait(snapshot(member("a", engine.address)))
     async with serving(coordinator=coordinator.address) as (client, frontend):
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
         assert (await read_all(client.generate()))[1] == "found"
@@ -131,7 +131,7 @@ async def test_engines_are_found_through_the_coordinator_and_its_loss_is_not_fel
 
         # It comes back and has forgotten everything; the engine is still in use.
         server = await coordinator.start(coordinator.address)
-        coordinator.to_say.put_nowait(snapshot(version=1))
+        coordinator.to_send.put_nowait(snapshot(version=1))
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
         assert coordinator.registrations[-1].known_version == 1
         assert coordinator.registrations[-1].known_coordinator_epoch == 9
@@ -147,7 +147,7 @@ async def test_engine_and_coordinator_may_start_after_the_frontend():
     async with serving(coordinator=coordinator.address, waits_ready=False) as (client, _):
         await engine.start()
         server = await coordinator.start(coordinator.address)
-        coordinator.to_say.put_nowait(snapshot(member("a", engine.address)))
+        coordinator.to_send.put_nowait(snapshot(member("a", engine.address)))
         await client.wait_ready()
         assert (await read_all(client.generate()))[1] == "late"
     await server.stop(None)
@@ -159,7 +159,7 @@ async def test_the_first_request_to_a_paused_group_is_hinted_at_once_a_wave():
     await engine.start()
     server = await coordinator.start()
     paused = member_pb2.WaveState(dp_group="g", wave=4)
-    coordinator.to_say.put_nowait(
+    coordinator.to_send.put_nowait(
         snapshot(member("engine-0", engine.address, dp_group="g", lockstep=True), waves=[paused])
     )
     async with serving(coordinator=coordinator.address) as (client, _):
@@ -167,7 +167,7 @@ async def test_the_first_request_to_a_paused_group_is_hinted_at_once_a_wave():
             await read_all(client.generate())
         hint = await asyncio.wait_for(coordinator.hints.get(), WAIT_S)
         assert (hint.dp_group, hint.engine_id, hint.wave) == ("g", "engine-0", 4)
-        coordinator.to_say.put_nowait(delta(2, waves=[member_pb2.WaveState(dp_group="g", wave=5)]))
+        coordinator.to_send.put_nowait(delta(2, waves=[member_pb2.WaveState(dp_group="g", wave=5)]))
         for nonce in (1, 2):
             assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == nonce
         await read_all(client.generate())
@@ -181,46 +181,46 @@ async def test_loads_and_their_absence_reach_the_engines_they_are_of():
     engine, coordinator = FakeEngine(answer("x")), FakeCoordinator()
     await engine.start()
     server = await coordinator.start()
-    coordinator.to_say.put_nowait(snapshot(member("engine-0", engine.address)))
+    coordinator.to_send.put_nowait(snapshot(member("engine-0", engine.address)))
     async with serving(coordinator=coordinator.address) as (_, frontend):
         (one,) = frontend.directory.clients()
         load = member_pb2.EngineLoad(
             engine_id="engine-0", engine_epoch=7, step_number=3, num_waiting_tokens=70
         )
-        coordinator.to_say.put_nowait(delta(2, loads=[load]))
+        coordinator.to_send.put_nowait(delta(2, loads=[load]))
         unreported = member("engine-0", engine.address, member_pb2.MEMBER_STATE_UNREPORTED)
         for version, tokens in ((2, 70), (3, 0)):
             while await asyncio.wait_for(coordinator.acks.get(), WAIT_S) != version:
                 pass
             assert one.info().num_waiting_tokens == tokens
-            coordinator.to_say.put_nowait(delta(3, updated=[unreported]))
+            coordinator.to_send.put_nowait(delta(3, updated=[unreported]))
     await server.stop(None)
     await engine.kill()
 
 
-async def test_an_older_coordinator_is_refused_and_told_the_version_that_is_held():
+async def test_an_older_coordinator_is_refused_and_sent_the_version_that_is_held():
     engine, coordinator = FakeEngine(answer("still there")), FakeCoordinator()
     await engine.start()
     server = await coordinator.start()
-    coordinator.to_say.put_nowait(snapshot(member("engine-0", engine.address), version=5, epoch=9))
+    coordinator.to_send.put_nowait(snapshot(member("engine-0", engine.address), version=5, epoch=9))
     async with serving(coordinator=coordinator.address) as (client, _):
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 5
-        coordinator.to_say.put_nowait(snapshot(version=6, epoch=8))
+        coordinator.to_send.put_nowait(snapshot(version=6, epoch=8))
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 6
         assert coordinator.versions == [5, 5]
         assert coordinator.refusals == ["epoch 8 is older than 9, which was heard of late"]
         assert (await read_all(client.generate()))[1] == "still there"
-        coordinator.to_say.put_nowait(snapshot(member("b", engine.address), version=1, epoch=10))
+        coordinator.to_send.put_nowait(snapshot(member("b", engine.address), version=1, epoch=10))
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
         assert (coordinator.versions[-1], coordinator.registrations[-1].known_version) == (1, 5)
     await server.stop(None)
     await engine.kill()
 
 
-async def test_a_coordinator_that_only_keeps_its_session_open_is_heard_of_and_its_claim_ends_a_lease_later():
+async def test_a_coordinator_with_an_open_session_counts_as_alive_and_its_claim_ends_a_lease_later():
     clock, coordinator = FakeClock(), FakeCoordinator()
     server = await coordinator.start()
-    coordinator.to_say.put_nowait(snapshot(version=5, epoch=9))
+    coordinator.to_send.put_nowait(snapshot(version=5, epoch=9))
     session = session_of(coordinator.address, clock)
     session.start()
     assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 5
@@ -232,7 +232,7 @@ async def test_a_coordinator_that_only_keeps_its_session_open_is_heard_of_and_it
     for _ in range(2):
         assert await asyncio.wait_for(coordinator.refused.get(), WAIT_S) == 9
     clock.advance(LEASE_S)
-    coordinator.to_say.put_nowait(snapshot(version=1, epoch=8))
+    coordinator.to_send.put_nowait(snapshot(version=1, epoch=8))
     assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
     assert (coordinator.registrations[-1].known_coordinator_epoch, coordinator.versions[-1]) == (0, 1)
     assert coordinator.refusals == []
@@ -240,23 +240,23 @@ async def test_a_coordinator_that_only_keeps_its_session_open_is_heard_of_and_it
     await server.stop(None)
 
 
-async def test_an_error_in_what_is_told_is_logged_and_the_session_begins_anew(caplog):
-    coordinator, told, failures = FakeCoordinator(), asyncio.Queue(), [ValueError("a bug")]
+async def test_an_error_in_a_callback_is_logged_and_the_session_begins_anew(caplog):
+    coordinator, received, failures = FakeCoordinator(), asyncio.Queue(), [ValueError("a bug")]
 
     def on_engines(engines: list[str]) -> None:
-        told.put_nowait(engines)
+        received.put_nowait(engines)
         if failures:
             # For the next session: the one that fails would take what it does not hear any more.
-            coordinator.to_say = asyncio.Queue()
-            coordinator.to_say.put_nowait(snapshot(member("a", "h:1")))
+            coordinator.to_send = asyncio.Queue()
+            coordinator.to_send.put_nowait(snapshot(member("a", "h:1")))
             raise failures.pop()
 
     server = await coordinator.start()
     session = session_of(coordinator.address, FakeClock(), on_engines)
-    coordinator.to_say.put_nowait(snapshot(member("a", "h:1")))
+    coordinator.to_send.put_nowait(snapshot(member("a", "h:1")))
     session.start()
     assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1
-    assert [told.get_nowait() for _ in range(told.qsize())] == [["h:1"], ["h:1"]]
+    assert [received.get_nowait() for _ in range(received.qsize())] == [["h:1"], ["h:1"]]
     assert len(coordinator.registrations) == 2
     [line] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert line.message == "coordinator session failed" and isinstance(line.exc_info[1], ValueError)
@@ -315,7 +315,7 @@ def test_engines_without_all_of_the_labels_are_not_there():
     assert topology.endpoints() == ["n2:1"]
 
 
-def test_loads_are_told_once_by_endpoint_and_none_of_an_unreported_engine():
+def test_loads_are_reported_once_by_endpoint_and_none_of_an_unreported_engine():
     topology = Topology()
     loaded = member("a", "h:1")
     loaded.load.CopyFrom(load("a", 1, 5))
@@ -368,7 +368,7 @@ def test_a_coordinator_of_a_lower_epoch_is_believed_when_the_other_was_silent_fo
     assert fence.admits(5, lease_s=1.0, now=4.0)
 
 
-def test_the_lease_is_the_one_that_the_believed_coordinator_has_told():
+def test_the_lease_is_that_of_the_accepted_coordinator():
     fence = CoordinatorFence()
     assert fence.admits(5, lease_s=30.0, now=0.0)
     fence.note_end(now=0.0)
@@ -378,7 +378,7 @@ def test_the_lease_is_the_one_that_the_believed_coordinator_has_told():
     assert not fence.admits(5, lease_s=30.0, now=30.4) and fence.has_lapsed(now=30.5)
 
 
-def test_a_coordinator_is_heard_for_as_long_as_its_session_is_open():
+def test_a_coordinator_is_accepted_for_as_long_as_its_session_is_open():
     fence = CoordinatorFence()
     assert fence.admits(5, lease_s=3.0, now=0.0)
     assert not fence.admits(4, lease_s=3.0, now=300.0)

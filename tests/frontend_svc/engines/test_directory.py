@@ -86,7 +86,7 @@ async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
         assert [(await read_all(client.generate()))[1] for _ in range(2)] == ["next"] * 2
 
 
-async def test_two_models_are_told_apart_and_an_empty_name_is_then_refused():
+async def test_two_models_are_distinguished_and_an_empty_name_is_then_refused():
     engines = [
         FakeEngine(answer("small"), model="small"),
         FakeEngine(answer("large"), model="large", dp_rank=1),
@@ -117,13 +117,13 @@ async def test_an_engine_that_is_full_is_not_picked():
             await engine.wait(lambda engine=engine: all(request.abort_reason for request in engine.requests))
 
 
-async def test_an_engine_nobody_tells_of_stays_while_its_stream_is_up():
-    told, kept = FakeEngine(answer("told")), FakeEngine(answer("kept"), dp_rank=1)
+async def test_an_engine_that_is_no_longer_listed_stays_while_its_stream_is_up():
+    listed, kept = FakeEngine(answer("told")), FakeEngine(answer("kept"), dp_rank=1)
     await kept.start()
-    async with serving(told) as (client, frontend):
-        frontend.directory.tell("coordinator", [kept.address, "not an address"])
+    async with serving(listed) as (client, frontend):
+        frontend.directory.set_addresses("coordinator", [kept.address, "not an address"])
         await client.until_engines_are_ready(2)
-        frontend.directory.tell("coordinator", [])
+        frontend.directory.set_addresses("coordinator", [])
         texts = Counter([(await read_all(client.generate()))[1] for _ in range(4)])
         assert set(texts) == {"told", "kept"}
         await kept.kill()

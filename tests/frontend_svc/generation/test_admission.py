@@ -29,7 +29,7 @@ def test_a_full_queue_refuses_with_the_limit_and_a_time_to_retry():
     assert admission.num_queued == 0
 
 
-def test_a_first_output_gives_the_place_back_once():
+def test_a_first_output_releases_the_slot_once():
     admission = Admission(1, 100)
     with admission.queue() as ticket:
         admission.leave_queue(ticket)

@@ -88,7 +88,7 @@ def waiting_calls(client: Client) -> dict[str, Awaitable[object]]:
     }
 
 
-async def test_every_call_that_waits_for_whatever_is_told_that_another_frontend_may_be_asked():
+async def test_every_waiting_call_ends_with_an_error_that_permits_a_retry_elsewhere():
     engine = FakeEngine(chat_template=ENDLESS, supported_tasks=("generate", "embed", "token_embed"))
     async with serving(engine, text_time_limit_s=600.0) as (client, frontend):
         calls = waiting_calls(client)
@@ -103,7 +103,7 @@ async def test_every_call_that_waits_for_whatever_is_told_that_another_frontend_
     assert engine.goodbyes == ["the frontend stops"]
 
 
-async def test_a_call_that_no_drain_waits_for_is_told_so_at_its_end():
+async def test_a_call_that_no_drain_waits_for_ends_with_an_error():
     engine = FakeEngine(chat_template=ENDLESS)
     async with serving(engine, text_time_limit_s=600.0) as (client, frontend):
         template = tokenizer_pb2.ApplyChatTemplateRequest(messages=[USER])
@@ -114,7 +114,7 @@ async def test_a_call_that_no_drain_waits_for_is_told_so_at_its_end():
         assert await ending == DRAINING
 
 
-async def test_a_request_that_waits_for_an_engine_is_told_so_too():
+async def test_a_request_that_waits_for_an_engine_ends_with_an_error_too():
     async with serving_one(reconnect_window_s=600.0) as (engine, client, frontend):
         ending = asyncio.ensure_future(ending_of(read_to_end(client.generate([5, 6]))))
         await engine.wait_for_requests(1)
@@ -169,7 +169,7 @@ async def test_whatever_a_client_has_read_at_the_cut_it_gets_the_rest_and_no_tok
     assert {one.num_adoptions for one in engine.requests[2:]} == {1}
 
 
-async def test_a_stream_whose_token_nobody_was_told_is_left_to_nobody():
+async def test_a_stream_whose_token_was_never_sent_is_not_left_running():
     engine = FakeEngine()
     async with serving(engine), doomed(engine) as first:
         call = first.client.generate(orphan_grace_ms=GRACE_MS)

@@ -12,8 +12,15 @@ import grpc
 import pytest
 
 from frontend_svc.engines.routing.engine_info import RoutingRequest
-from frontend_svc.generation.failover import MAX_HELD, MAX_PLANNED_MOVES, Failover, Moves, RetryBudget, Wish
-from frontend_svc.generation.suspects import Suspect, Suspects, Turn, in_order
+from frontend_svc.generation.failover import (
+    MAX_HELD,
+    MAX_PLANNED_MOVES,
+    EngineRequirements,
+    Failover,
+    Migration,
+    RetryBudget,
+)
+from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
 from frontend_svc.output.loss import LossKind
 from frontend_svc.text.tokenize.id_column import id_column
 from service_kit.clock import FakeClock
@@ -53,7 +60,7 @@ CASES = {
 
 
 @dataclass
-class Told:
+class ReadOutput:
     """All that a client was told of one output."""
 
     ids: list[int] = field(default_factory=list)
@@ -62,25 +69,25 @@ class Told:
     finished: bytes = b""
 
 
-async def read_outputs(call) -> tuple[bytes, dict[int, Told]]:
+async def read_outputs(call) -> tuple[bytes, dict[int, ReadOutput]]:
     """What the stream of a request says of its prompt and its outputs, with their pieces put together."""
     prompt = b""
-    outputs: dict[int, Told] = {}
+    outputs: dict[int, ReadOutput] = {}
     async for response in call:
         kind = response.WhichOneof("event")
         if kind == "started":
-            told = response.started.prompt_logprobs
+            received = response.started.prompt_logprobs
             prompt = repr(
                 (
                     response.started.num_prompt_tokens,
-                    list(told.token_ids),
-                    [None if math.isnan(one) else one for one in told.logprobs],
-                    list(told.texts),
+                    list(received.token_ids),
+                    [None if math.isnan(one) else one for one in received.logprobs],
+                    list(received.texts),
                 )
             ).encode()
             continue
         event = response.delta if kind == "delta" else response.finished
-        output = outputs.setdefault(event.output_index, Told())
+        output = outputs.setdefault(event.output_index, ReadOutput())
         assert not output.finished
         if kind == "finished":
             event.usage.num_cached_tokens = 0
@@ -88,15 +95,17 @@ async def read_outputs(call) -> tuple[bytes, dict[int, Told]]:
             continue
         output.ids += event.token_ids
         output.text += event.text
-        told = event.logprobs
-        tops = told.top or [output_pb2.TopLogprobs()] * len(told.token_ids)
+        received = event.logprobs
+        tops = received.top or [output_pb2.TopLogprobs()] * len(received.token_ids)
         top = [(list(one.token_ids), list(one.logprobs), list(one.texts)) for one in tops]
-        output.logprobs += zip(told.token_ids, told.logprobs, told.ranks, told.texts, top, strict=True)
+        output.logprobs += zip(
+            received.token_ids, received.logprobs, received.ranks, received.texts, top, strict=True
+        )
     return prompt, outputs
 
 
 @pytest.mark.parametrize("has_died", [True, False])
-async def test_requests_that_are_cut_anywhere_yield_what_they_would_have(has_died):
+async def test_requests_that_are_cut_anywhere_produce_what_they_would_have(has_died):
     cuts = {f"{name}:{cut}": cut for name in CASES for cut in range(-1, 15)}
     source = TokenSource(
         lambda request: None if request.entry.attempt else cuts.get(request.entry.external_request_id)
@@ -127,8 +136,8 @@ async def until_sampled(client: Client, request_id: str, num_tokens: int) -> Non
     """Wait until the frontend has so many tokens of a request."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            told = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
-            if told.usage.num_completion_tokens == num_tokens:
+            received = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
+            if received.usage.num_completion_tokens == num_tokens:
                 return
 
 
@@ -251,16 +260,16 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
         gone = client.generate()
         await engine.wait_for_requests(4)
         # A kill loses what is not written yet, and nobody computes it again.
-        told, num_told = aiter(aborted), 0
-        while num_told < 4:
-            num_told += len((await anext(told)).delta.token_ids)
+        received, num_received = aiter(aborted), 0
+        while num_received < 4:
+            num_received += len((await anext(received)).delta.token_ids)
         await engine.kill()
         async with asyncio.timeout(WAIT_S):
             while frontend.failover.num_held < 3:
                 await client.wait_ready(is_ready=False)
         gone.cancel()
         await client.request.Abort(request_pb2.AbortRequest(request_id="mine"))
-        outputs = (await read_outputs(told))[1]
+        outputs = (await read_outputs(received))[1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(late)
         async with asyncio.timeout(WAIT_S):
@@ -276,11 +285,11 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
 async def test_three_moves_are_the_most():
     source = TokenSource(lambda request: 1)
 
-    def yield_one_and_die(engine: FakeEngine, request: FakeRequest) -> None:
+    def emit_one_and_die(engine: FakeEngine, request: FakeRequest) -> None:
         source(engine, request)
         engine.die()
 
-    engines = [FakeEngine(yield_one_and_die, dp_rank=rank) for rank in range(2)]
+    engines = [FakeEngine(emit_one_and_die, dp_rank=rank) for rank in range(2)]
     async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
         await client.until_engines_are_ready(2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -291,7 +300,7 @@ async def test_three_moves_are_the_most():
     assert source.faults == []
 
 
-async def test_a_poison_request_kills_two_engines_and_nobody_else_notices():
+async def test_a_poison_request_kills_two_engines_and_affects_no_other_request():
     poison = TOKENIZER.encode("dog").ids
     # Before anyone dies half of the innocent have begun and the others have not.
     source = TokenSource(lambda request: None if deaths else 2 * (request.entry.request_seed % 2))
@@ -415,7 +424,7 @@ LOST = Unavailable("lost")
 
 
 class Engine:
-    """What `Moves` looks at of a client."""
+    """What `Migration` looks at of a client."""
 
     model = None
 
@@ -442,13 +451,13 @@ class Engines:
         self.left = [Engine(f"engine:{index}") for index in range(num_engines)]
 
     def pick(
-        self, *args: object, is_allowed: Callable[[Engine], bool] = lambda engine: True, **wishes: object
+        self, *args: object, is_allowed: Callable[[Engine], bool] = lambda engine: True, **options: object
     ) -> Engine:
         if self.left and is_allowed(self.left[0]):
             return self.left[0]
         raise Unavailable("no engine is ready")
 
-    def ready_for(self, *args: object, **wishes: object) -> list[Engine]:
+    def ready_for(self, *args: object, **options: object) -> list[Engine]:
         return self.left[:1]
 
     def expected_until(self, model: object) -> float | None:
@@ -466,12 +475,12 @@ class MovesWorld:
     """Requests by name over these engines."""
 
     def __init__(
-        self, *, num_engines: int, proof_s: float = 2.0, chance: random.Random | None = None
+        self, *, num_engines: int, probation_s: float = 2.0, chance: random.Random | None = None
     ) -> None:
         self.engines = Engines(num_engines)
         chance = chance or random.Random(3)
-        self.failover = Failover(self.engines, FakeClock(), chance, proof_s=proof_s)
-        self.moves: dict[str, Moves] = {}
+        self.failover = Failover(self.engines, FakeClock(), chance, probation_s=probation_s)
+        self.migrations: dict[str, Migration] = {}
         self.errors: dict[str, ServiceError] = {}
         self.changed = asyncio.Event()
 
@@ -484,15 +493,17 @@ class MovesWorld:
             self.errors[name] = error
             self.changed.set()
 
-        self.moves[name] = Moves(self.failover, Wish(None, RoutingRequest()), send=send, fail=fail)
-        self.moves[name].start()
+        self.migrations[name] = Migration(
+            self.failover, EngineRequirements(None, RoutingRequest()), send=send, fail=fail
+        )
+        self.migrations[name].start()
 
     def lose_first(self, cause: LossKind = LossKind.DEATH, *, had_output: bool = False) -> None:
         """The engine that is used is lost, where not said otherwise before any output of it."""
         lost = self.engines.left.pop(0)
-        for moves in list(self.moves.values()):
-            if moves.client is not None and moves.client.address == lost.address:
-                moves.lose(cause, LOST, has_begun=had_output, had_output=had_output)
+        for migrations in list(self.migrations.values()):
+            if migrations.client is not None and migrations.client.address == lost.address:
+                migrations.lose(cause, LOST, has_begun=had_output, had_output=had_output)
         self.failover.engines_changed()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -502,8 +513,8 @@ class MovesWorld:
                 await self.changed.wait()
 
 
-async def test_nobody_follows_a_suspect_whose_step_may_hang_and_it_is_known_by_the_next_death():
-    world = MovesWorld(num_engines=3, proof_s=0.05)
+async def test_no_suspect_follows_one_whose_step_may_hang_and_the_next_death_identifies_it():
+    world = MovesWorld(num_engines=3, probation_s=0.05)
     for name in ("a", "b", "c"):
         world.start(name)
     world.lose_first()
@@ -522,7 +533,7 @@ async def test_nobody_follows_a_suspect_whose_step_may_hang_and_it_is_known_by_t
 
 
 async def test_others_follow_a_suspect_that_is_merely_slow():
-    world = MovesWorld(num_engines=2, proof_s=0.05)
+    world = MovesWorld(num_engines=2, probation_s=0.05)
     for name in ("a", "b", "c"):
         world.start(name)
     world.lose_first()
@@ -533,7 +544,7 @@ async def test_others_follow_a_suspect_that_is_merely_slow():
 
 
 async def test_a_request_that_is_about_to_be_sent_on_ends_with_the_frontend():
-    world = MovesWorld(num_engines=2, proof_s=0.05)
+    world = MovesWorld(num_engines=2, probation_s=0.05)
     world.start("a")
     world.lose_first()
     world.failover.close()
@@ -542,7 +553,7 @@ async def test_a_request_that_is_about_to_be_sent_on_ends_with_the_frontend():
     assert world.engines.left[0].received == []
 
 
-async def test_engines_that_are_told_to_stop_use_up_neither_moves_nor_the_budget():
+async def test_engines_that_are_drained_use_up_neither_moves_nor_the_budget():
     world = MovesWorld(num_engines=9, chance=NoChance())
     world.start("a")
     for _ in range(5):
@@ -552,7 +563,7 @@ async def test_engines_that_are_told_to_stop_use_up_neither_moves_nor_the_budget
     for _ in range(3):
         world.lose_first(had_output=True)
         await world.until(lambda: bool(world.engines.left[0].received))
-        world.moves["a"].prove()
+        world.migrations["a"].end_probation()
     assert world.failover.budget.left == 1021
     world.lose_first(had_output=True)
     assert world.errors == {"a": LOST}
@@ -606,12 +617,12 @@ def ending_with(token_id: int) -> Script:
     return lambda engine, request: engine.step({request: [token_id]}, finished={request: AT_LENGTH})
 
 
-async def until_told(client: Client, request_id: str, num_tokens: int) -> None:
+async def until_tokens_arrive(client: Client, request_id: str, num_tokens: int) -> None:
     """Wait until the frontend has so many tokens of a request."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            told = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
-            if told.usage.num_completion_tokens == num_tokens:
+            received = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
+            if received.usage.num_completion_tokens == num_tokens:
                 return
 
 
@@ -644,7 +655,7 @@ async def test_what_has_begun_goes_past_an_engine_that_refuses_it_for_whatever_r
         call = client.generate(request_id="mine")
         (request,) = await engines[0].wait_for_requests(1)
         engines[0].step({request: [5]})
-        await until_told(client, "mine", 1)
+        await until_tokens_arrive(client, "mine", 1)
         await make_second_choice(client, frontend, engines[2])
         await lose_first(client, engines)
         assert (await read_all(call))[2] == [5, 6]
@@ -662,7 +673,7 @@ async def test_an_output_that_has_not_begun_goes_on_with_its_group():
         call = client.generate(request_id="mine", n=2)
         _, second = await engines[0].wait_for_requests(2)
         engines[0].step({second: [5]})
-        await until_told(client, "mine", 1)
+        await until_tokens_arrive(client, "mine", 1)
         await make_second_choice(client, frontend, engines[2])
         await lose_first(client, engines)
         assert sorted((await read_all(call))[2]) == [5, 6, 6]
@@ -670,7 +681,7 @@ async def test_an_output_that_has_not_begun_goes_on_with_its_group():
 
 
 @pytest.mark.parametrize("code", REFUSALS[:2])
-async def test_what_has_begun_and_nobody_takes_was_no_mistake_of_its_client(code):
+async def test_a_begun_request_that_no_engine_takes_is_not_blamed_on_its_client(code):
     engines = [
         FakeEngine(),
         FakeEngine(refusing(code), dp_rank=1, is_ready=False),
@@ -680,7 +691,7 @@ async def test_what_has_begun_and_nobody_takes_was_no_mistake_of_its_client(code
         call = client.generate(request_id="mine")
         (request,) = await engines[0].wait_for_requests(1)
         engines[0].step({request: [5]})
-        await until_told(client, "mine", 1)
+        await until_tokens_arrive(client, "mine", 1)
         await lose_first(client, engines)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(call)
@@ -697,7 +708,7 @@ DEATH = LossKind.DEATH
 
 
 def after_death(
-    suspects: Suspects, *, num_fresh: int = 0, num_begun: int = 0, address: str = "a"
+    suspects: PoisonQuarantine, *, num_fresh: int = 0, num_begun: int = 0, address: str = "a"
 ) -> list[Suspect]:
     """The requests of an engine that died with them, those that had begun first."""
     lost = [Suspect() for _ in range(num_begun + num_fresh)]
@@ -706,7 +717,7 @@ def after_death(
     return lost
 
 
-def send_all(suspects: Suspects, waiting: list[Suspect], address: str) -> list[Suspect]:
+def send_all(suspects: PoisonQuarantine, waiting: list[Suspect], address: str) -> list[Suspect]:
     """Send as many as may go now, in order; returns them."""
     sent = []
     for suspect in in_order(waiting):
@@ -720,7 +731,7 @@ def send_all(suspects: Suspects, waiting: list[Suspect], address: str) -> list[S
 
 
 def test_requests_without_output_go_one_at_a_time_for_each_engine():
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_fresh=3)
     (first,) = send_all(suspects, waiting, "b")
     assert len(send_all(suspects, waiting, "c")) == 1
@@ -730,7 +741,7 @@ def test_requests_without_output_go_one_at_a_time_for_each_engine():
 
 
 def test_those_that_had_begun_go_before_them_in_groups_that_double():
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_begun=9, num_fresh=2)
     sizes, turns = [], []
     while waiting:
@@ -747,7 +758,7 @@ def test_those_that_had_begun_go_before_them_in_groups_that_double():
 
 
 def test_the_one_suspect_of_two_dead_engines_is_quarantined_and_no_other():
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_fresh=2)
     (first,) = send_all(suspects, waiting, "b")
     others = [Suspect(), Suspect()]
@@ -757,7 +768,7 @@ def test_the_one_suspect_of_two_dead_engines_is_quarantined_and_no_other():
 
 
 def test_of_several_suspects_none_is_quarantined_and_each_goes_alone():
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_begun=3)
     (first,) = send_all(suspects, waiting, "b")
     suspects.clear(first)
@@ -770,7 +781,7 @@ def test_of_several_suspects_none_is_quarantined_and_each_goes_alone():
 
 
 def test_output_clears_a_request_whatever_it_was_present_at():
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     (suspect,) = after_death(suspects, num_fresh=1)
     suspects.send(suspect, "b")
     suspects.clear(suspect)
@@ -780,17 +791,17 @@ def test_output_clears_a_request_whatever_it_was_present_at():
 
 @pytest.mark.parametrize("kind", [LossKind.SILENCE, LossKind.LEFT, LossKind.REFUSED])
 def test_only_deaths_count(kind):
-    suspects = Suspects()
+    suspects = PoisonQuarantine()
     innocent, (suspect,) = Suspect(), after_death(suspects, num_fresh=1)
     suspects.send(suspect, "b")
     assert not suspects.lose(innocent, "b", kind, had_output=False)
     assert not suspects.lose(suspect, "b", kind, had_output=False)
     assert (innocent.turn, innocent.num_deaths) == (Turn.AT_ONCE, 0)
-    assert (suspect.turn, suspect.num_deaths, suspects.num_unproven) == (Turn.ALONE, 1, 0)
+    assert (suspect.turn, suspect.num_deaths, suspects.num_on_probation) == (Turn.ALONE, 1, 0)
 
 
-def test_who_yields_nothing_for_long_lets_others_pass_and_stays_a_suspect():
-    suspects = Suspects()
+def test_a_suspect_without_output_for_long_lets_others_pass_and_stays_a_suspect():
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_fresh=2)
     (slow,) = send_all(suspects, waiting, "b")
     suspects.pass_over(slow)
@@ -799,8 +810,8 @@ def test_who_yields_nothing_for_long_lets_others_pass_and_stays_a_suspect():
     assert not suspects.lose(other, "b", DEATH, had_output=False)
 
 
-def test_one_that_ends_gives_its_place_to_the_next():
-    suspects = Suspects()
+def test_one_that_ends_gives_its_slot_to_the_next():
+    suspects = PoisonQuarantine()
     waiting = after_death(suspects, num_fresh=2)
     (first,) = send_all(suspects, waiting, "b")
     suspects.clear(first)

@@ -310,8 +310,8 @@ async def test_spans_join_the_clients_trace_and_ids_come_back():
     async with serving(engine) as (client, _):
         call = client.generate(metadata=metadata, temperature=0.5)
         started, *_ = await read_all(call)
-        told = dict(await call.initial_metadata())
-        assert (told["x-request-id"], told["x-trace-id"]) == ("abc", trace_id)
+        headers = dict(await call.initial_metadata())
+        assert (headers["x-request-id"], headers["x-trace-id"]) == ("abc", trace_id)
         engine.script = None
         aborted = client.generate(metadata=metadata)
         await engine.wait_for_requests(2)
@@ -347,7 +347,7 @@ async def ends_late(call) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place():
+async def test_a_call_whose_deadline_has_passed_sends_nothing_and_holds_no_slot():
     engine = FakeEngine(answer("y"))
     async with serving(engine, max_queued_requests=1) as (client, frontend):
         caller = Caller("call", "", "", lambda: -0.5, 1.0)
@@ -358,7 +358,7 @@ async def test_a_call_whose_deadline_has_passed_sends_nothing_and_keeps_no_place
         assert (await read_all(client.generate(request_id="x")))[1] == "y"
 
 
-async def test_a_deadline_in_the_queue_gives_the_place_back():
+async def test_a_deadline_in_the_queue_releases_the_slot():
     async with serving_one(max_queued_requests=1) as (engine, client, frontend):
         call = client.generate(timeout=DEADLINE_S)
         (request,) = await engine.wait_for_requests(1)
@@ -382,13 +382,13 @@ async def test_a_deadline_while_it_runs_aborts_all_outputs_of_the_request():
     assert {request.abort_reason for request in requests} == {engine_pb2.ABORT_REASON_DEADLINE}
 
 
-async def test_an_engine_is_told_what_is_left_of_the_deadline_and_nothing_where_there_is_none():
+async def test_an_engine_is_sent_the_remaining_time_and_nothing_without_a_deadline():
     engine = FakeEngine(answer("y"))
     async with serving(engine) as (client, _):
         await read_all(client.generate(timeout=8.0))
         await read_all(client.inference.Generate(make_request()))
-    told = [request.entry.remaining_ms for request in engine.requests]
-    assert 0 < told[0] <= 8100
+    headers = [request.entry.remaining_ms for request in engine.requests]
+    assert 0 < headers[0] <= 8100
     assert not engine.requests[1].entry.HasField("remaining_ms")
 
 
@@ -479,7 +479,7 @@ def test_a_request_is_found_by_its_own_id_and_by_its_calls_while_it_is_open():
     assert len(requests) == 0
 
 
-def test_what_is_told_of_a_request_before_and_after_it_was_sent():
+def test_the_status_of_a_request_before_and_after_it_was_sent():
     clock = FakeClock()
     requests = OpenRequests(clock)
     with requests.track("", "call") as tracked:
@@ -493,7 +493,7 @@ def test_what_is_told_of_a_request_before_and_after_it_was_sent():
     assert after.num_attempts == 2
 
 
-def test_an_id_of_several_requests_aborts_all_and_tells_of_the_first():
+def test_an_id_of_several_requests_aborts_all_and_reports_the_first():
     clock = FakeClock()
     requests = OpenRequests(clock)
     progresses = [FakeProgress(RequestPhase.FINISHED), FakeProgress(), FakeProgress()]

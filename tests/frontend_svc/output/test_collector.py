@@ -143,7 +143,7 @@ async def test_a_reader_that_catches_up_in_time_goes_on():
     assert (await piece_of(slot)).text == "c"
 
 
-async def test_cached_tokens_are_told_with_the_first_output():
+async def test_cached_tokens_are_reported_with_the_first_output():
     slot = collector()
     slot.note_cached(32)
     slot.put(0, "a", [1], None)
@@ -215,7 +215,7 @@ async def test_a_cumulative_reader_keeps_what_it_was_given():
     assert second.logprobs == Logprobs([1, 2], [-1.0, -0.5], [1, 3])
 
 
-async def test_nothing_is_told_before_what_was_asked_of_the_prompt():
+async def test_nothing_is_emitted_before_what_was_asked_of_the_prompt():
     slot = group(OutputKind.DELTA, 2, awaits_prompt=True)
     slot.put(1, "b", [2], None)
     reader = asyncio.ensure_future(slot.get())
@@ -243,7 +243,7 @@ async def test_four_times_the_limit_ends_a_reader_at_once():
         await slot.get()
 
 
-async def test_what_comes_at_once_was_left_unread_by_nobody():
+async def test_what_comes_in_one_batch_does_not_count_as_unread():
     slot = collector(interval=50, limit=ReaderLimit(max_tokens=2, grace_s=60.0))
     slot.put(0, "x", [1], None)
     await slot.get()
@@ -252,7 +252,7 @@ async def test_what_comes_at_once_was_left_unread_by_nobody():
     assert len((await piece_of(slot)).token_ids) == 50
 
 
-async def test_what_is_told_beside_tokens_counts_against_the_limit():
+async def test_logprobs_count_against_the_limit():
     slow = asyncio.Event()
     slot = collector(limit=ReaderLimit(max_bytes=100, grace_s=60.0), on_slow=slow.set)
     slot.put(0, "x", [1], None, Logprobs([1], [-1.0], [1]), -1.0)

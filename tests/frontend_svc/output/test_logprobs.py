@@ -14,12 +14,12 @@ LETTER, WORD = id_of(TOKENIZER, "a"), id_of(TOKENIZER, "▁a")
 FIRST, SECOND, THIRD = (id_of(TOKENIZER, f"<0x{byte:02X}>") for byte in "本".encode())
 
 
-def columns(num_places: int, top: list[list[int]] | None = None) -> LogprobColumns:
+def columns(num_positions: int, top: list[list[int]] | None = None) -> LogprobColumns:
     """Minus the place as log probability, the place as rank; `top` has as many ids at each place."""
     ids = [token_id for entries in top or [] for token_id in entries]
     k = len(top[0]) if top else 0
-    values = [-float(place) for place in range(num_places)]
-    return LogprobColumns(values, range(1, num_places + 1), k, ids, [-0.5] * len(ids))
+    values = [-float(index) for index in range(num_positions)]
+    return LogprobColumns(values, range(1, num_positions + 1), k, ids, [-0.5] * len(ids))
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last_in_every_column():
@@ -60,13 +60,13 @@ def test_there_is_no_sum_once_a_value_is_not_there():
 
 def test_what_the_neighbours_of_a_step_asked_for_changes_nothing():
     """Columns are as wide as the widest request of a step wants, and each step has others."""
-    told = [columns(1, [[WORD, LETTER]]), columns(1), columns(1, [[WORD]])]
+    steps = [columns(1, [[WORD, LETTER]]), columns(1), columns(1, [[WORD]])]
     reader = LogprobReader(TEXTS, has_top=False)
-    plain = [reader.read([LETTER], part) for part in told]
+    plain = [reader.read([LETTER], part) for part in steps]
     assert [(read.top_ids, read.top_logprobs, read.top_texts) for read in plain] == [([], [], [])] * 3
     reader = LogprobReader(TEXTS, has_top=True)
-    read = reader.read([LETTER], told[0])
-    for part in told[1:]:
+    read = reader.read([LETTER], steps[0])
+    for part in steps[1:]:
         read.extend(reader.read([LETTER], part))
     # A place of which nothing is told, e.g. after an adoption, keeps the others where they are.
     assert [list(ids) for ids in read.top_ids] == [[WORD, LETTER], [], [WORD]]

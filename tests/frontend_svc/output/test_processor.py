@@ -166,7 +166,7 @@ def ints(*values: int) -> array[int]:
     return array("I", values)
 
 
-async def test_each_row_gets_its_own_places_of_the_logprob_columns():
+async def test_each_row_gets_its_own_positions_of_the_logprob_columns():
     fixture, nan = Fixture(), float("nan")
     one, two = fixture.add(1), fixture.add(2)
     columns = LogprobColumns(
@@ -180,7 +180,7 @@ async def test_each_row_gets_its_own_places_of_the_logprob_columns():
     assert (first.cumulative_logprob, second.cumulative_logprob) == (-3.0, -3.0)
 
 
-async def test_an_output_with_a_token_of_which_nothing_is_told_has_no_sum():
+async def test_an_output_with_a_token_without_logprob_has_no_sum():
     fixture, nan = Fixture(), float("nan")
     one = fixture.add(1)
     columns = LogprobColumns(floats(nan, -2), ints(0, 2))
@@ -190,20 +190,20 @@ async def test_an_output_with_a_token_of_which_nothing_is_told_has_no_sum():
     assert piece.cumulative_logprob is None
 
 
-async def test_what_is_told_of_a_prompt_in_parts_comes_with_the_first_token():
+async def test_prompt_logprobs_in_parts_come_with_the_first_token():
     fixture, nan = Fixture(), float("nan")
     state = fixture.add(1, prompt=[A, B, C])
     early = {0: [(0, LogprobColumns(floats(nan, -1), ints(0, 4)))]}
     fixture.processor.process(StepColumns([1], [0], [], {}, {}, None, early))
     late = {0: [(2, LogprobColumns(floats(-2), ints(5)))]}
     fixture.processor.process(StepColumns([1], [1], [A], {}, {}, None, late))
-    told = (await state.collector.get()).prompt_logprobs
-    assert told is not None
-    assert (told.token_ids, told.ranks, told.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])
+    received = (await state.collector.get()).prompt_logprobs
+    assert received is not None
+    assert (received.token_ids, received.ranks, received.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])
 
 
-async def test_steps_that_were_merged_yield_what_they_yield_one_by_one():
-    told = []
+async def test_merged_steps_give_the_outputs_of_single_steps():
+    received = []
     for merged in (False, True):
         fixture = Fixture()
         state = fixture.add(7, "b")
@@ -214,9 +214,9 @@ async def test_steps_that_were_merged_yield_what_they_yield_one_by_one():
             aborted = [fixture.processor.process(step({7: ids})) for ids in ([A], [B, C], [A])]
             assert aborted == [[], [7], []]
         output = await state.collector.get()
-        told.append((output.pieces[0].text, output.pieces[0].token_ids, output.pieces[0].logprobs))
-    assert told[0] == told[1]
-    assert told[0][:2] == ("a", [A, B, C])
+        received.append((output.pieces[0].text, output.pieces[0].token_ids, output.pieces[0].logprobs))
+    assert received[0] == received[1]
+    assert received[0][:2] == ("a", [A, B, C])
 
 
 async def test_the_end_of_merged_steps_belongs_to_the_last_of_them():
@@ -229,8 +229,8 @@ async def test_the_end_of_merged_steps_belongs_to_the_last_of_them():
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7])
-async def test_a_step_in_slices_yields_what_it_yields_whole(max_rows):
-    told = []
+async def test_a_step_in_slices_gives_the_outputs_of_the_whole_step(max_rows):
+    received = []
     for is_sliced in (False, True):
         fixture = Fixture()
         states = [fixture.add(handle, "b", prompt=[A, C]) for handle in range(5)]
@@ -251,9 +251,9 @@ async def test_a_step_in_slices_yields_what_it_yields_whole(max_rows):
         aborted = [handle for one in slices for handle in fixture.processor.process(one)]
         fixture.processor.process(step({handle: [C] for handle in range(5)}))
         outputs = [await state.collector.get() for state in states]
-        told.append((aborted, sorted(fixture.ended), outputs))
-    assert told[0] == told[1]
-    assert told[0][0] == [3]
+        received.append((aborted, sorted(fixture.ended), outputs))
+    assert received[0] == received[1]
+    assert received[0][0] == [3]
 
 
 def test_slices_with_requests_that_begin_come_first():

@@ -113,13 +113,13 @@ async def test_all_ids_are_kept_whatever_was_read():
     assert request.has_ended
 
 
-async def test_a_loss_and_a_refusal_for_now_are_told_and_leave_the_output_as_it_is():
-    request, told = state("bcd"), []
-    request.on_lost = lambda cause, error: told.append((cause, error.reason))
+async def test_a_loss_and_a_temporary_refusal_are_reported_and_keep_the_output():
+    request, reported = state("bcd"), []
+    request.on_lost = lambda cause, error: reported.append((cause, error.reason))
     request.advance(letters("ab"), None)
     request.lose(Loss("engine:1", LossKind.SILENCE, "reset"))
     request.fail(Unavailable("drains", reason="DRAINING"))
-    assert told == [(LossKind.SILENCE, "ENGINE_LOST"), (LossKind.REFUSED, "DRAINING")]
+    assert reported == [(LossKind.SILENCE, "ENGINE_LOST"), (LossKind.REFUSED, "DRAINING")]
     output = await run(request, letters("cf"), ending=Ending(EndReason.LENGTH))
     assert (output.text, output.token_ids) == ("abcf", letters("abcf"))
 
@@ -133,20 +133,20 @@ async def test_what_no_engine_would_take_ends_it():
 
 
 async def test_what_an_engine_has_begun_goes_on_whatever_another_says():
-    request, told = state(), []
-    request.on_lost = lambda cause, error: told.append((cause, error.reason))
+    request, reported = state(), []
+    request.on_lost = lambda cause, error: reported.append((cause, error.reason))
     request.is_continued = True
     request.fail(InvalidArgument("too many", reason="INVALID_REQUEST"))
-    assert told == [(LossKind.REFUSED, "INVALID_REQUEST")]
+    assert reported == [(LossKind.REFUSED, "INVALID_REQUEST")]
     assert not request.collector.has_ended
 
 
-async def test_the_next_output_is_told_once():
-    request, told = state(), []
-    request.on_output = lambda: told.append(request.num_output_tokens)
+async def test_the_next_output_is_reported_once():
+    request, reported = state(), []
+    request.on_output = lambda: reported.append(request.num_output_tokens)
     request.advance(letters("ab"), None)
     request.advance(letters("c"), None)
-    assert told == [2]
+    assert reported == [2]
 
 
 async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
@@ -157,25 +157,25 @@ async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
     assert request.collector.num_cached_tokens == 16
 
 
-def prompt_columns(*places: int) -> LogprobColumns:
-    return LogprobColumns(array("f", [-1.0 * place for place in places]), array("I", places))
+def prompt_columns(*positions: int) -> LogprobColumns:
+    return LogprobColumns(array("f", [-1.0 * index for index in positions]), array("I", positions))
 
 
-async def test_places_of_the_prompt_that_were_told_are_not_told_again():
+async def test_prompt_positions_are_reported_once():
     collector = Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None)
     request = RequestState(
         collector, None, None, include_stop=False, min_tokens=0,
         prompt_logprobs=LogprobReader(None, has_top=False), prompt_token_ids=[10, 11, 12, 13],
     )  # fmt: skip
-    request.tell_prompt(0, prompt_columns(0, 1))
+    request.add_prompt_logprobs(0, prompt_columns(0, 1))
     # Another engine begins anew, and cuts the prompt elsewhere.
-    request.tell_prompt(0, prompt_columns(0))
-    request.tell_prompt(1, prompt_columns(1, 2))
-    request.tell_prompt(3, prompt_columns(3))
+    request.add_prompt_logprobs(0, prompt_columns(0))
+    request.add_prompt_logprobs(1, prompt_columns(1, 2))
+    request.add_prompt_logprobs(3, prompt_columns(3))
     request.advance([5], Ending(EndReason.LENGTH))
-    told = (await collector.get()).prompt_logprobs
-    assert told is not None
-    assert (told.token_ids, told.logprobs) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])
+    reported = (await collector.get()).prompt_logprobs
+    assert reported is not None
+    assert (reported.token_ids, reported.logprobs) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])
 
 
 # A pooling request among others in flight.
@@ -193,8 +193,8 @@ def registered() -> tuple[OutputProcessor, PoolingState, list[int]]:
 
 async def test_the_result_is_there_when_the_request_ends_and_nothing_is_aborted():
     processor, state, ended = registered()
-    told = StepColumns([9, 7], [0, 0], [], {}, {1: 16}, pooled={1: TENSOR, 0: TENSOR})
-    assert processor.process(told) == []
+    reported = StepColumns([9, 7], [0, 0], [], {}, {1: 16}, pooled={1: TENSOR, 0: TENSOR})
+    assert processor.process(reported) == []
     assert 7 in processor
     assert processor.process(StepColumns([7], [0], [], {0: AT_STOP}, {})) == []
     assert await state.result() == Pooled(TENSOR, 16)
@@ -231,14 +231,14 @@ async def test_what_comes_after_its_reader_has_gone_changes_nothing():
     assert reader.cancelled()
 
 
-async def test_a_loss_or_a_refusal_for_now_is_told_and_another_engine_may_end_it():
+async def test_after_a_loss_or_a_temporary_refusal_another_engine_may_finish_it():
     processor, state, _ = registered()
-    told = []
-    state.on_lost = lambda cause, error: told.append(cause)
+    reported = []
+    state.on_lost = lambda cause, error: reported.append(cause)
     processor.lose_all(Loss("engine:1", LossKind.DEATH, "reset"))
     processor.register(8, state)
     assert processor.fail(8, Unavailable("drains"))
     processor.register(9, state)
     processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, pooled={0: TENSOR}))
     assert (await state.result()).tensor == TENSOR
-    assert told == [LossKind.DEATH, LossKind.REFUSED]
+    assert reported == [LossKind.DEATH, LossKind.REFUSED]

@@ -143,9 +143,9 @@ async def test_deltas_are_the_one_shot_decode_cut_at_the_stop(kind):
     num_stopped = num_groups = 0
     for _ in range(NUM_TEXTS):
         case = new_case(rng, tokenizer)
-        told = await stream(rng, tokenizer, case)
-        num_groups += len(told) > 1
-        for (text, ids, ending), output in zip(told, case.outputs, strict=True):
+        received = await stream(rng, tokenizer, case)
+        num_groups += len(received) > 1
+        for (text, ids, ending), output in zip(received, case.outputs, strict=True):
             whole, stop = cut(one_shot(tokenizer, case.prompt, output), case.stops, include=case.include)
             assert (text, ending.stop_string) == (whole, stop), (case, output)
             assert output[: len(ids)] == ids

@@ -108,32 +108,32 @@ def fragments_of(*lists: list[str]) -> st.SearchStrategy[str]:
     )
 
 
-PLACES = st.lists(st.integers(0, 10_000), max_size=12)
+CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 
 @pytest.mark.parametrize("name", ALL_TOOLS)
 @pytest.mark.parametrize("is_streamed", [True, False])
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(data=st.data(), places=PLACES, is_parallel=st.booleans())
-def test_cutting_never_changes_the_message(name, is_streamed, data, places, is_parallel):
+@given(data=st.data(), cuts=CUTS, is_parallel=st.booleans())
+def test_cutting_never_changes_the_message(name, is_streamed, data, cuts, is_parallel):
     text = data.draw(fragments_of(FRAGMENTS[name], WORDS))
     changes = {"streams_arguments": is_streamed, "is_parallel": is_parallel}
     whole = run(TOOL_PARSERS[name].open(rules(**changes)), [text])
-    assert run(TOOL_PARSERS[name].open(rules(**changes)), cut(text, places)) == whole
+    assert run(TOOL_PARSERS[name].open(rules(**changes)), cut(text, cuts)) == whole
     assert run(TOOL_PARSERS[name].open(rules(**changes)), text) == whole
 
 
 @pytest.mark.parametrize("name", [*sorted(REASONING_PARSERS), None])
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(data=st.data(), places=PLACES, prompt=st.sampled_from(PROMPTS))
-def test_cutting_never_changes_reasoning_and_calls_together(name, data, places, prompt):
+@given(data=st.data(), cuts=CUTS, prompt=st.sampled_from(PROMPTS))
+def test_cutting_never_changes_reasoning_and_calls_together(name, data, cuts, prompt):
     text = data.draw(fragments_of(THOUGHTS, FRAGMENTS["hermes"], WORDS))
     reasoning = None if name is None else REASONING_PARSERS[name]
 
     def message(chunks: list[str]) -> Message:
         return run(open_message(TOOL_PARSERS["hermes"], reasoning, prompt=prompt, rules=rules()), chunks)
 
-    assert message(cut(text, places)) == message(list(text)) == message([text])
+    assert message(cut(text, cuts)) == message(list(text)) == message([text])
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL_TOOLS) - {"gpt_oss"}))
@@ -148,18 +148,18 @@ def test_text_without_a_call_is_content_to_the_last_character(name, data):
 @pytest.mark.parametrize("name", ALL_TOOLS)
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_what_is_told_only_grows(name, data):
+def test_emitted_content_only_grows(name, data):
     text = data.draw(fragments_of(FRAGMENTS[name], WORDS))
-    parser, told, pieces = TOOL_PARSERS[name].open(rules()), Message(), []
+    parser, emitted, pieces = TOOL_PARSERS[name].open(rules()), Message(), []
     for char in text:
         pieces += parser.feed(char)
         grown = joined(pieces)
-        assert grown.content.startswith(told.content) and len(grown.calls) >= len(told.calls)
-        told = grown
+        assert grown.content.startswith(emitted.content) and len(grown.calls) >= len(emitted.calls)
+        emitted = grown
 
 
 @pytest.mark.parametrize("name", ALL_TOOLS)
-def test_text_that_is_nothing_special_is_told_at_once(name):
+def test_plain_text_is_emitted_at_once(name):
     parser = TOOL_PARSERS[name].open(rules())
     for word in ("Paris", " is", " a", " city"):
         assert parser.feed(word) == [ContentPiece(word)]

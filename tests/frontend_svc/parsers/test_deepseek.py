@@ -23,7 +23,7 @@ def v31(name: str, arguments: str) -> str:
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("write", [v3, v31])
 @pytest.mark.parametrize("between", ["", "\n"])
-def test_calls_are_told_in_order_and_text_around_them_is_content(write, between, is_streamed):
+def test_calls_are_emitted_in_order_and_text_around_them_is_content(write, between, is_streamed):
     text = f"先看看。\n\n{BEGIN}{write(*WEATHER)}{between}{write(*TIME)}{END}"
     message = parse(DEEPSEEK, text, streams_arguments=is_streamed)
     assert (message.content, message.calls) == ("先看看。", calls(WEATHER, TIME))
@@ -69,7 +69,7 @@ def test_a_call_counts_once_its_arguments_are_whole(num_cut):
     assert parse(DEEPSEEK, text[: len(text) - num_cut], streams_arguments=False).calls == calls(TIME)
 
 
-def test_without_parallel_calls_only_the_first_is_told():
+def test_without_parallel_calls_only_the_first_is_emitted():
     message = parse(DEEPSEEK, BEGIN + v3(*TIME) + v3(*WEATHER) + END, is_parallel=False)
     assert (message.content, message.calls) == ("", calls(TIME))
 

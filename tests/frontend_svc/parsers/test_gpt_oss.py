@@ -36,7 +36,7 @@ def test_analysis_is_reasoning_and_final_is_content(ending):
         ),
     ],
 )
-def test_a_call_is_told_however_its_header_is_written(call, ending, is_streamed):
+def test_a_call_is_parsed_for_every_form_of_its_header(call, ending, is_streamed):
     message = parse(GPT_OSS, ANALYSIS + call + ending, streams_arguments=is_streamed)
     assert message.calls == calls(WEATHER)
     assert (message.content, message.reasoning) == ("", "The user asks.\n\nI look.")
@@ -96,7 +96,7 @@ def test_without_tools_a_call_stays_text():
     assert GPT_OSS_REASONING.closing("<|start|>assistant") == ""
 
 
-def test_without_parallel_calls_only_the_first_is_told():
+def test_without_parallel_calls_only_the_first_is_emitted():
     message = parse(GPT_OSS, CALL + "<|call|>" + CALL + "<|call|>", is_parallel=False)
     assert (message.content, message.calls) == ("", calls(WEATHER))
 

@@ -17,7 +17,7 @@ TIME = ("get_time", "{}")
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_calls_are_told_in_order_and_nothing_remains(is_streamed):
+def test_calls_are_emitted_in_order_and_nothing_remains(is_streamed):
     message = parse(HERMES, TWO, streams_arguments=is_streamed)
     assert message.calls == calls(WEATHER, TIME)
     assert message.content == ""
@@ -29,7 +29,7 @@ def test_text_before_and_after_is_content_without_the_space_beside_calls():
     assert message.calls == calls(WEATHER, TIME)
 
 
-def test_arguments_are_told_as_they_come():
+def test_arguments_are_emitted_as_they_come():
     parser = HERMES.open(rules())
     assert parser.feed('<tool_call>\n{"name": "get_weather", "argu') == []
     assert parser.feed('ments": {"ci') == [ToolCallPiece(0, "c0", "get_weather", '{"ci')]
@@ -40,7 +40,7 @@ def test_arguments_are_told_as_they_come():
     assert parser.finish() == []
 
 
-def test_whole_calls_are_told_at_once_when_arguments_are_not_streamed():
+def test_whole_calls_are_emitted_at_once_when_arguments_are_not_streamed():
     parser = HERMES.open(rules(streams_arguments=False))
     assert parser.feed(ONE[:-14]) == []
     assert parser.feed(ONE[-14:]) == [ToolCallPiece(0, "c0", *WEATHER)]
@@ -92,12 +92,12 @@ def test_what_is_no_call_is_content_word_for_word(text, is_streamed):
 @pytest.mark.parametrize(
     "text", [ONE[:-24], '<tool_call>{"name": "get_time", "arguments": {"a": nope}}</tool_call>']
 )
-def test_a_call_that_breaks_in_its_arguments_is_content_when_calls_are_told_whole(text):
+def test_a_call_with_broken_arguments_is_content_when_arguments_are_not_streamed(text):
     message = parse(HERMES, text, streams_arguments=False)
     assert (message.content, message.calls) == (text, [])
 
 
-def test_a_call_that_breaks_when_it_was_told_already_leaves_its_rest_as_content():
+def test_the_rest_of_a_call_that_breaks_after_it_was_emitted_is_content():
     text = '<tool_call>{"name": "get_time", "arguments": {"a": oops}}</tool_call>'
     parser = HERMES.open(rules())
     message = joined(parser.feed(text) + parser.finish())
@@ -124,7 +124,7 @@ def test_several_calls_between_one_pair_of_tags_are_taken():
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_without_parallel_calls_only_the_first_is_told(is_streamed):
+def test_without_parallel_calls_only_the_first_is_emitted(is_streamed):
     message = parse(HERMES, f"a\n{TWO}\n{ONE}\nb", is_parallel=False, streams_arguments=is_streamed)
     assert (message.content, message.calls) == ("a\nb", calls(WEATHER))
 

@@ -23,13 +23,13 @@ TIME = ("get_time", "{}")
         '{"type": "function", ' + ONE[1:],
     ],
 )
-def test_one_call_is_told_and_nothing_remains(text, is_streamed):
+def test_one_call_is_emitted_and_nothing_remains(text, is_streamed):
     message = parse(LLAMA3_JSON, text, streams_arguments=is_streamed)
     assert (message.content, message.calls) == ("", calls(WEATHER))
 
 
 @pytest.mark.parametrize("separator", ["; ", ";", "\n;\n", "\n", "<|python_tag|>", "; <|python_tag|>"])
-def test_several_calls_are_told_in_order(separator):
+def test_several_calls_are_emitted_in_order(separator):
     message = parse(LLAMA3_JSON, f'{ONE}{separator}{{"name": "get_time", "parameters": {{}}}}')
     assert (message.content, message.calls) == ("", calls(WEATHER, TIME))
 
@@ -63,13 +63,13 @@ def test_what_is_no_call_is_content_word_for_word(text, is_streamed):
     assert (message.content, message.calls) == (f"{text};", [])
 
 
-def test_a_call_that_ends_in_the_middle_is_content_when_calls_are_told_whole():
+def test_an_incomplete_call_is_content_when_arguments_are_not_streamed():
     for end in range(1, len(ONE)):
         message = parse(LLAMA3_JSON, ONE[:end], streams_arguments=False)
         assert (message.content, message.calls) == (ONE[:end], [])
 
 
-def test_without_parallel_calls_only_the_first_is_told():
+def test_without_parallel_calls_only_the_first_is_emitted():
     message = parse(LLAMA3_JSON, f"{ONE}; {ONE}; {ONE}", is_parallel=False)
     assert (message.content, message.calls) == ("", calls(WEATHER))
 

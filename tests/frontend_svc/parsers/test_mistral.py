@@ -26,7 +26,7 @@ ARRAY = f'[{{"name": "get_weather", "arguments": {WEATHER[1]}}}, {{"name": "get_
         f"[TOOL_CALLS]get_weather{WEATHER[1]}[TOOL_CALLS]get_time {{}}",
     ],
 )
-def test_every_way_of_writing_calls_is_told_alike(text, is_streamed):
+def test_every_way_of_writing_calls_is_parsed_alike(text, is_streamed):
     message = parse(MISTRAL, text, streams_arguments=is_streamed)
     assert (message.content, message.calls) == ("", calls(WEATHER, TIME))
     assert parse(MISTRAL_ARGS, text, streams_arguments=is_streamed) == message
@@ -65,7 +65,7 @@ def test_an_array_that_ends_in_the_middle_keeps_its_whole_calls():
     assert message.content == ', {"name": "get_time", "argu'
 
 
-def test_without_parallel_calls_only_the_first_is_told():
+def test_without_parallel_calls_only_the_first_is_emitted():
     message = parse(MISTRAL, f"[TOOL_CALLS] {ARRAY}", is_parallel=False)
     assert (message.content, message.calls) == ("", calls(WEATHER))
 

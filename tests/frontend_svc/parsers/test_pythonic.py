@@ -23,7 +23,7 @@ TIME = ("get_time", "{}")
         ('[[get_weather(city="Paris", days=3), get_time()]', "["),
     ],
 )
-def test_calls_are_told_in_order_and_text_around_them_is_content(text, content):
+def test_calls_are_emitted_in_order_and_text_around_them_is_content(text, content):
     message = parse(PYTHONIC, text)
     assert message.calls == calls(("get_weather", '{"city": "Paris", "days": 3}'), TIME)
     assert message.content == content
@@ -100,7 +100,7 @@ def test_a_call_is_found_behind_one_that_is_none():
     assert (message.content, message.calls) == ("[get_time('x')]", calls(TIME))
 
 
-def test_without_parallel_calls_only_the_first_is_told():
+def test_without_parallel_calls_only_the_first_is_emitted():
     message = parse(PYTHONIC, "[get_time(), get_weather(), get_time()]", is_parallel=False)
     assert (message.content, message.calls) == ("", calls(TIME))
 

@@ -57,7 +57,7 @@ def test_none_is_no_parser_and_an_unknown_name_is_refused_with_those_there_are()
         ("", (None, None)),
     ],
 )
-def test_a_template_tells_its_formats(template, expected):
+def test_a_template_lists_its_formats(template, expected):
     assert detect(template, lambda _: True) == expected
 
 
@@ -68,7 +68,7 @@ def test_markers_that_must_be_tokens_count_only_where_they_are(template):
 
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 @pytest.mark.parametrize("tool_name", [None, "get_time"])
-def test_a_forced_prefix_tells_nothing_but_perhaps_the_name(name, tool_name):
+def test_a_forced_prefix_emits_nothing_but_perhaps_the_name(name, tool_name):
     format_ = TOOL_PARSERS[name]
     parser = format_.open(rules(), forced_prefix=format_.forced_prefix(tool_name))
     assert parser.feed("") == []

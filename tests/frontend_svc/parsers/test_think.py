@@ -29,7 +29,7 @@ def parse(prompt: str, text: str) -> Message:
         (OPENED, "<think>\nHm.\n\nYes.\n</think>\n\nIt is 4."),
     ],
 )
-def test_reasoning_comes_first_whoever_opened_it(prompt, text):
+def test_reasoning_comes_first_whether_prompt_or_model_opened_it(prompt, text):
     assert parse(prompt, text) == Message("It is 4.", "Hm.\n\nYes.")
 
 

@@ -81,10 +81,10 @@ def calls(*named: tuple[str, str]) -> list[tuple[int, str, str, str]]:
     return [(index, f"c{index}", name, arguments) for index, (name, arguments) in enumerate(named)]
 
 
-def cut(text: str, places: Sequence[int]) -> list[str]:
-    """The text in chunks as a detokenizer makes them of bytes that are cut at `places`."""
+def cut(text: str, cuts: Sequence[int]) -> list[str]:
+    """The text in chunks as a detokenizer makes them of bytes that are cut at `cuts`."""
     data = text.encode()
-    ends = sorted({place % (len(data) + 1) for place in places} | {len(data)})
+    ends = sorted({cut_at % (len(data) + 1) for cut_at in cuts} | {len(data)})
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts = [0, *ends[:-1]]
     return [decoder.decode(data[start:end]) for start, end in zip(starts, ends, strict=True)]

@@ -249,7 +249,7 @@ async def test_a_worker_that_does_not_serve_in_time_is_killed():
     assert await silent.stop() == 0
 
 
-def test_what_a_worker_is_told_differs_from_what_its_parent_was():
+def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     argv = ["--workers=3", "--engine=a:1", "--port=0", "--admin-port=7000", "--index=2", "--announce-fd=9"]
     parent = load_config(FrontendConfig, argv, service="frontend", env={}).config
     configs = [

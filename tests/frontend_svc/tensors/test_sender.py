@@ -283,7 +283,7 @@ async def test_nothing_is_sent_to_an_engine_that_was_lost_meanwhile():
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "triptych-" + "0" * 32 + "-1"])
-def test_a_probe_that_cannot_be_read_proves_nothing(name):
+def test_a_probe_that_cannot_be_read_is_no_evidence(name):
     rig = Rig()
     assert rig.sender.greet(session_pb2.HelloAck(host_probe=name), "s", False) is None
 
@@ -468,7 +468,7 @@ async def test_an_upload_that_is_stopped_ends_as_such() -> None:
             await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_uploads_that_are_stopped_leave_their_places_to_others(caplog):
+async def test_uploads_that_are_stopped_leave_their_slots_to_others(caplog):
     async with rig_with_store() as rig:
         rig.store.may_read.clear()
         stopped = [rig.start(tensor_of(seed)) for seed in range(2 * MAX_UPLOADS)]

@@ -99,7 +99,7 @@ def test_incomplete_bytes_at_the_end_are_flushed_as_replacement_character():
     assert BYTE_LEVEL.decode(ids) == "\ufffd"
 
 
-def test_a_second_flush_yields_nothing():
+def test_a_second_flush_returns_nothing():
     stream = detokenizer(BYTE_LEVEL, [])
     stream.feed(BYTE_LEVEL.token_to_id("æ"))
     assert (stream.flush(), stream.flush()) == ("\ufffd", "")

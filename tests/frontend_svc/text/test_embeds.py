@@ -73,7 +73,7 @@ async def test_embeddings_alone_become_a_reference_and_their_bytes(model, is_tok
         b"",
         b"",
     )
-    assert (ready.prompt_token_ids, ready.num_leading_places) == ([0, 0], 2)
+    assert (ready.prompt_token_ids, ready.num_leading_positions) == ([0, 0], 2)
 
 
 async def test_of_a_mixed_prompt_only_the_embeddings_that_count_are_sent(model):
@@ -84,15 +84,15 @@ async def test_of_a_mixed_prompt_only_the_embeddings_that_count_are_sent(model):
     assert (entry.is_token, entry.prompt_token_ids) == (b"\1\1\0\0\1", id_column([5, 6, 0, 0, 9]))
     assert list(entry.prompt_embeds.shape) == [2, HIDDEN]
     # What stands behind the last embedding is text that the output goes on from.
-    assert ready.num_leading_places == 4
+    assert ready.num_leading_positions == 4
 
 
-async def test_a_prompt_in_which_every_place_has_a_token_is_one_of_tokens(model):
+async def test_a_prompt_in_which_every_position_has_a_token_is_one_of_tokens(model):
     request = request_of(1, 2, token_ids=(5, 6), is_token=b"\1\1")
     request.sampling.prompt_logprobs = 0
     request.return_prompt_token_ids = True
     ready = await prepared(request, model)
-    assert (ready.tensors, ready.num_leading_places) == ((), 0)
+    assert (ready.tensors, ready.num_leading_positions) == ((), 0)
     assert not ready.entries[0].HasField("prompt_embeds")
     assert ready.entries[0].prompt_token_ids == id_column([5, 6])
 

@@ -60,7 +60,7 @@ async def test_104_prompt_and_one_token_must_fit_and_the_error_names_both_number
     assert caught.value.metadata == {"num_tokens": "2048", "max_model_len": "2048"}
 
 
-async def test_same_input_yields_the_same_entry_but_for_id_and_seed(model):
+async def test_same_input_gives_the_same_entry_but_for_id_and_seed(model):
     request = make_request([5, 6], temperature=0.5, stop_token_ids=[7, 7])
     first, second = [await entry_of(request, model) for _ in range(2)]
     assert (first.request_id, first.request_seed) != (second.request_id, second.request_seed)
@@ -122,7 +122,7 @@ async def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
     assert plain.repetition_penalty == 1.0
     assert not plain.logit_bias
     assert not plain.allowed_token_ids
-    wishes = {
+    options = {
         "min_p": 0.25,
         "presence_penalty": -2.0,
         "frequency_penalty": 2.0,
@@ -130,12 +130,12 @@ async def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
         "logit_bias": [sampling_pb2.LogitBias(token_id=3, bias=-100.0)],
         "allowed_token_ids": [3, 5],
     }
-    asked = await sampling_of(**wishes)
-    assert {name: getattr(asked, name) for name in wishes} == wishes
+    asked = await sampling_of(**options)
+    assert {name: getattr(asked, name) for name in options} == options
     assert list((await sampling_of(allowed_token_ids=[3, 5, 3])).allowed_token_ids) == [3, 5]
 
 
-def test_all_breaches_are_told_together(model):
+def test_all_violations_are_reported_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
         check_request(request, model, LIMITS)

@@ -150,30 +150,30 @@ OUT_OF_RANGE: list[tuple[dict[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "entries", "told"),
+    ("name", "entries", "message"),
     [
         ("stop_token_ids", [600] * 5000, "has 5000 ids, must have at most 4096"),
         ("allowed_token_ids", [600] * 5000, "has 5000 ids, must have at most 600"),
         ("logit_bias", [{"token_id": 600, "bias": math.nan}] * 301, "has 301 entries, must have at most 300"),
     ],
 )
-def test_of_too_many_entries_none_is_looked_at(name, entries, told):
+def test_of_too_many_entries_none_is_looked_at(name, entries, message):
     violations = Violations()
     check_sampling(params(**{name: entries}), vocab_size=VOCAB_SIZE, limits=LIMITS, violations=violations)
     with pytest.raises(InvalidArgument) as caught:
         violations.raise_if_any()
-    assert caught.value.violations == [(f"sampling.{name}", f"sampling.{name} {told}")]
+    assert caught.value.violations == [(f"sampling.{name}", f"sampling.{name} {message}")]
 
 
 @pytest.mark.parametrize(("fields", "name", "words"), OUT_OF_RANGE, ids=lambda value: str(value)[:40])
-def test_a_breach_is_told_by_field_value_and_limit(fields, name, words):
+def test_a_violation_names_field_value_and_limit(fields, name, words):
     found = breaches(**fields)
     assert list(found) == [f"sampling.{name}"]
     assert f"sampling.{name}" in found[f"sampling.{name}"]
     assert words in found[f"sampling.{name}"]
 
 
-def test_all_breaches_of_a_request_are_told_at_once():
+def test_all_violations_of_a_request_are_reported_at_once():
     wrong = {name: fields for fields, name, _ in OUT_OF_RANGE if len(fields) == 1}
     together = {name: value for fields in wrong.values() for name, value in fields.items()}
     assert set(breaches(**together)) == {f"sampling.{name}" for name in wrong}
@@ -196,7 +196,7 @@ def test_limits_of_outputs_and_logprobs_are_options():
     assert found["sampling.prompt_logprobs"] == "sampling.prompt_logprobs is -1, must be in 0..5"
 
 
-def test_the_whole_vocabulary_is_told_where_the_option_allows_it():
+def test_the_whole_vocabulary_is_reported_where_the_option_allows_it():
     limits = RequestLimits(max_logprobs=-1)
     assert breaches(limits, logprobs=-1, prompt_logprobs=600) == {}
     assert completed(logprobs=-1).logprobs == -1
@@ -275,8 +275,8 @@ def test_unset_max_tokens_is_what_fits_or_the_models_default_if_that_is_less():
 
 
 def test_a_default_does_not_end_an_output_before_the_tokens_that_were_asked_for():
-    wish = completed(GenerationDefaults(max_new_tokens=64), min_tokens=100)
-    assert (wish.min_tokens, wish.max_tokens) == (100, 100)
+    sampling = completed(GenerationDefaults(max_new_tokens=64), min_tokens=100)
+    assert (sampling.min_tokens, sampling.max_tokens) == (100, 100)
 
 
 def test_stop_and_allowed_ids_are_sent_once_each_in_their_order():
@@ -316,7 +316,7 @@ def test_the_stream_interval_is_the_larger_of_the_services_and_the_requests(floo
     assert stream_interval(sampling, RequestLimits(stream_interval=floor)) == effective
 
 
-def test_everything_that_is_too_large_for_a_prompt_is_told_at_once_with_the_numbers():
+def test_everything_too_large_for_a_prompt_is_reported_at_once_with_the_numbers():
     def check(num_prompt_tokens: int, **fields: object) -> None:
         check_fit(
             params(**fields),
@@ -402,7 +402,7 @@ def sent(sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults) ->
 def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams:
     """Parameters of which most are within their ranges, and many at an end of them."""
     ids = [rng.randrange(facts.vocab_size + rng.choice([0, 0, 0, 1])) for _ in range(rng.randint(0, 3))]
-    wishes = {
+    options = {
         "temperature": rng.choice([0.0, 1e-6, 0.005, 0.7, 2.0]),
         "top_p": rng.choice([1e-6, 0.5, 1.0]),
         "top_k": rng.choice([-1, 0, 1, facts.vocab_size, 10**12]),
@@ -429,8 +429,8 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
         ),
         "skip_reading_prefix_cache": rng.random() < 0.5,
     }
-    chosen = rng.sample(sorted(wishes), rng.randint(0, len(wishes)))
-    return sampling_pb2.SamplingParams(**{name: wishes[name] for name in chosen})
+    chosen = rng.sample(sorted(options), rng.randint(0, len(options)))
+    return sampling_pb2.SamplingParams(**{name: options[name] for name in chosen})
 
 
 @pytest.mark.parametrize("defaults", [GenerationDefaults(), MODEL_DEFAULTS], ids=["plain", "the model's"])
@@ -527,7 +527,7 @@ async def test_a_word_of_rare_characters_is_a_sequence_of_bytes():
     assert [id_of(tokenizer, f"<0x{byte:02X}>") for byte in "本".encode()] == sequences[0][-3:]
 
 
-async def test_words_without_tokens_and_with_too_many_are_all_told():
+async def test_words_without_tokens_and_with_too_many_are_all_reported():
     words = ["cat", " ", "q" * 300]
     with pytest.raises(InvalidArgument) as caught:
         await bad_word_sequences(words, Encoder(BYTE_LEVEL))

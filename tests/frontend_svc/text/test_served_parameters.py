@@ -84,16 +84,16 @@ def with_logprobs(token_ids: Sequence[int], record: step_pb2.StepFinished) -> Sc
     """A script that tells of each token its log probability, minus its place, in one step each."""
 
     def script(engine: FakeEngine, request: FakeRequest) -> None:
-        for place, token_id in enumerate(token_ids):
+        for index, token_id in enumerate(token_ids):
             step = step_pb2.Step(
-                step_number=place + 1,
+                step_number=index + 1,
                 handles=array("I", [request.handle]).tobytes(),
                 num_tokens=bytes([1]),
                 token_ids=array("I", [token_id]).tobytes(),
-                sampled_logprobs=array("f", [-float(place)]).tobytes(),
-                sampled_ranks=array("I", [place + 1]).tobytes(),
+                sampled_logprobs=array("f", [-float(index)]).tobytes(),
+                sampled_ranks=array("I", [index + 1]).tobytes(),
             )
-            if place == len(token_ids) - 1:
+            if index == len(token_ids) - 1:
                 step.finished.add().CopyFrom(record)
             request.session.send(step=step)
 
@@ -105,7 +105,7 @@ async def test_84_a_stop_token_is_shown_only_on_demand_but_is_in_ids_and_logprob
     stop_id = IDS[3]
     record = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_STOP, stop_token_id=stop_id)
     engine = FakeEngine(with_logprobs(IDS[:4], record))
-    texts, ids, logprobs, told = "", [], [], []
+    texts, ids, logprobs, token_texts = "", [], [], []
     async with serving(engine) as (client, _):
         call = client.generate(
             "My name", stop_token_ids=[stop_id], include_stop_in_output=include, logprobs=0
@@ -114,11 +114,11 @@ async def test_84_a_stop_token_is_shown_only_on_demand_but_is_in_ids_and_logprob
             texts += response.delta.text
             ids += response.delta.token_ids
             logprobs += response.delta.logprobs.logprobs
-            told += response.delta.logprobs.texts
+            token_texts += response.delta.logprobs.texts
     assert texts == TOKENIZER.decode(IDS[: 4 if include else 3])
     assert ids == IDS[:4]
     assert logprobs == [0.0, -1.0, -2.0, -3.0]
-    assert "".join(told) == TOKENIZER.decode(IDS[:4])
+    assert "".join(token_texts) == TOKENIZER.decode(IDS[:4])
     assert engine.requests[0].abort_reason is None
 
 

@@ -213,10 +213,10 @@ def test_greedy_matches_the_reference(ops, num_rows, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [0, 70, 1500, 2046])
-def test_greedy_tells_a_row_with_nan(ops, place, dtype):
+@pytest.mark.parametrize("column", [0, 70, 1500, 2046])
+def test_greedy_reports_a_row_with_nan(ops, column, dtype):
     logits = noise(3, 2047, dtype=dtype)
-    logits[1, place] = NAN
+    logits[1, column] = NAN
     highest, tokens = ops.greedy(logits)
     assert highest.isnan().tolist() == [False, True, False]
     assert torch.equal(tokens[[0, 2]], logits[[0, 2]].float().argmax(-1))

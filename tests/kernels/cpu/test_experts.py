@@ -70,7 +70,7 @@ def test_the_sum_is_that_of_fp64_up_to_rounding(ops, shape, dtype, tolerance):
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_a_token_has_the_same_bits_in_every_batch_and_place(ops, shape, dtype, tolerance):
+def test_a_token_has_the_same_bits_in_every_batch_and_position(ops, shape, dtype, tolerance):
     some = case(shape, dtype)
     experts = some.packed(ops)
     together = experts(some.x, some.ids, some.weights)

@@ -65,7 +65,7 @@ def test_of_equal_products_the_first_counts(ops, use_threads, use):
 
 
 @pytest.mark.parametrize("column", [0, 70, 2046])
-def test_a_row_with_nan_is_told_and_no_other(ops, column):
+def test_only_the_row_with_nan_is_reported(ops, column):
     weight = noise(2047, 20)
     weight[column, 3] = float("inf")
     x = noise(15, 20)

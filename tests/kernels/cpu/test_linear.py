@@ -55,7 +55,7 @@ def test_product_is_that_of_fp64_up_to_rounding(ops, K, N, dtype, has_bias):
 
 @pytest.mark.parametrize(("K", "N"), [(63, 129), (320, 640), (2, 33)])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_a_row_has_the_same_bits_in_every_batch_and_place(ops, K, N, dtype, quantization):
+def test_a_row_has_the_same_bits_in_every_batch_and_position(ops, K, N, dtype, quantization):
     linear = ops.pack_linear(
         *weight_and_bias(K, N, dtype), quantization=quantization, out_dtype=torch.float32
     )

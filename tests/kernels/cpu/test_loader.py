@@ -65,18 +65,18 @@ def test_the_table_says_what_it_runs_on_and_that_it_is_batch_invariant(widest: s
     assert cpu.ISAS.index(found.name) >= cpu.ISAS.index(widest)
 
 
-def test_an_instruction_set_that_nobody_knows_is_refused_by_name() -> None:
+def test_an_unknown_instruction_set_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="the instruction set is 'sse', not one of"):
         find_isa("sse")
 
 
-def test_a_module_tells_kernels_that_it_has_from_others() -> None:
+def test_a_module_distinguishes_its_kernels_from_others() -> None:
     native = pytest.importorskip("triptych_kernels.cpu._native")
     with pytest.raises(ValueError, match="there are no kernels for 'neon'"):
         native.supports("neon")
 
 
-def test_a_system_that_keeps_amx_to_itself_is_told_of(monkeypatch, caplog) -> None:
+def test_a_system_that_does_not_permit_amx_is_logged(monkeypatch, caplog) -> None:
     native = pytest.importorskip("triptych_kernels.cpu._native")
     monkeypatch.setattr(native, "request_amx", lambda: errno.ENOSPC)
     assert not can_use_amx(native)

@@ -201,9 +201,9 @@ def test_a_row_has_the_same_bits_in_every_company(ops, shape, options, dtype):
 def test_where_blocks_lie_changes_no_bit(ops, shape, options, dtype):
     case = shaped_case(shape, dtype)
     order = torch.randperm(case.key_cache.shape[0], generator=torch.Generator().manual_seed(5))
-    places = order.argsort()
+    new_blocks = order.argsort()
     moved = AttentionBatch.of(
-        places[case.batch.block_tables.long()],
+        new_blocks[case.batch.block_tables.long()],
         case.batch.query_lengths.tolist(),
         case.batch.total_lengths.tolist(),
         case.batch.block_size,
@@ -246,19 +246,19 @@ def test_a_row_with_nan_reaches_no_other(ops, poisoned, block_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 23])
-@pytest.mark.parametrize("place", [21, 22, 32])
-def test_a_place_that_a_token_does_not_see_may_hold_anything(ops, place, window, dtype):
+@pytest.mark.parametrize("position", [21, 22, 32])
+def test_a_position_that_a_token_does_not_see_may_hold_anything(ops, position, window, dtype):
     shape = ((9, 3), 64, 64, 16)
     case = one_row(shape, dtype)
     clean = attend(ops, case, window=window)
-    block, offset = int(case.batch.block_tables[0, place // 16]), place % 16
+    block, offset = int(case.batch.block_tables[0, position // 16]), position % 16
     case.key_cache[block, :, offset] = float("nan")
     case.value_cache[block, :, offset] = float("inf")
     output = attend(ops, case, window=window)
-    end = LENGTH if window is None else place + window
-    assert torch.equal(output[:place], clean[:place])
+    end = LENGTH if window is None else position + window
+    assert torch.equal(output[:position], clean[:position])
     assert torch.equal(output[end:], clean[end:])
-    assert output[place:end].isnan().all()
+    assert output[position:end].isnan().all()
 
 
 @pytest.mark.parametrize("block_id", [-1, 99])

@@ -45,7 +45,7 @@ def test_ids_outside_of_the_vocabulary_are_passed_over(ops):
     assert torch.equal(case.logits, expected)
 
 
-@pytest.mark.parametrize("column", ["places", "rows"])
+@pytest.mark.parametrize("column", ["logit_rows", "rows"])
 def test_rows_that_are_not_there_are_refused(ops, column):
     case = penalty_case(3, 63, 2, 9)
     penalised = dataclasses.replace(case.penalised, **{column: torch.tensor([0, 5])})
@@ -59,7 +59,7 @@ def test_columns_of_another_length_are_refused(ops):
         ops.penalise(case.logits, case.token_ids, case.penalised, case.lengths[:1])
 
 
-@pytest.mark.parametrize("column", ["places", "rows", "num_prompt_tokens", "amounts"])
+@pytest.mark.parametrize("column", ["logit_rows", "rows", "num_prompt_tokens", "amounts"])
 def test_columns_that_do_not_fit_each_other_are_refused(column):
     penalised = penalty_case(3, 63, 2, 9).penalised
     with pytest.raises(ValueError, match=r"columns|amounts"):

@@ -27,7 +27,7 @@ _NUM_KEYS = 1200
 
 def list_loads() -> dict[str, tuple[int, int]]:
     """Loads under way and bytes of shared memory, of each form."""
-    told: dict[str, tuple[int, int]] = {}
+    loads_by_form: dict[str, tuple[int, int]] = {}
     run = JITFunction.run
     compiled = []
 
@@ -44,8 +44,8 @@ def list_loads() -> dict[str, tuple[int, int]]:
                 kernel = compiled[-1]
                 waits = re.findall(r"async_wait.*num = (\d+)", kernel.asm["ttgir"])
                 loads = max(map(int, waits), default=0)
-                told[f"{capability} {head_dim} {length}"] = loads, kernel.metadata.shared
-    return told
+                loads_by_form[f"{capability} {head_dim} {length}"] = loads, kernel.metadata.shared
+    return loads_by_form
 
 
 def attend(head_dim: int, length: int) -> None:

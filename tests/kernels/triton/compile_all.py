@@ -87,9 +87,9 @@ def launch_rare_forms(ops: Ops, dtype: torch.dtype) -> None:
         ):
             ops.paged_attention(query, keys, keys, batch, scale=0.1, **options)
     qkv = torch.zeros(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    weight, places = torch.ones(dim, dtype=dtype), torch.arange(3)
+    weight, slots = torch.ones(dim, dtype=dtype), torch.arange(3)
     ops.rotary_kv_write(
-        qkv, places, torch.zeros(9, dim), places, keys, keys,
+        qkv, slots, torch.zeros(9, dim), slots, keys, keys,
         num_heads=heads, query_norm=weight, key_norm=weight, eps=1e-6,
     )  # fmt: skip
     weight = torch.zeros(_SHAPE.intermediate_size, _SHAPE.hidden_size, dtype=dtype)

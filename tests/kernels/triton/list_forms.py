@@ -49,9 +49,9 @@ def sample(ops: Ops, num_rows: int) -> None:
     parameters = DrawParameters(num_rows, _CPU)
     penalties = Penalties(num_rows, _CPU, ops.penalise)
     for row in range(num_rows):
-        wishes = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=row)
-        parameters.enter(row, wishes)
-        penalties.enter(row, wishes, 3)
+        sampling = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=row)
+        parameters.enter(row, sampling)
+        penalties.enter(row, sampling, 3)
     rows, positions = np.arange(num_rows), np.full(num_rows, 5)
     columns = parameters.columns(rows, positions)
     logits = torch.zeros(num_rows, _VOCAB_SIZE)

@@ -30,7 +30,7 @@ def kernel_names() -> set[str]:
     return found
 
 
-def told_by(program: str, cache: Path) -> dict[str, Any]:
+def run_program(program: str, cache: Path) -> dict[str, Any]:
     """What a program of this folder, which Triton compiles for, says of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "kernels"))
@@ -42,26 +42,26 @@ def told_by(program: str, cache: Path) -> dict[str, Any]:
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return report
 
 
 def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(tmp_path):
-    shared = told_by("compile_all", tmp_path)
+    shared = run_program("compile_all", tmp_path)
     assert set(shared) == kernel_names()
     assert max(shared.values()) <= MAX_SHARED_BYTES
 
 
 def test_steps_of_all_numbers_of_rows_share_one_form_of_a_kernel(tmp_path):
-    forms = told_by("list_forms", tmp_path)
+    forms = run_program("list_forms", tmp_path)
     assert set(forms) == {"_greedy_kernel", "_penalise_kernel", "_sample_kernel", "_paged_attention_kernel"}
     assert set(forms.values()) == {1}, forms
 
 
 def test_attention_has_keys_and_values_loaded_while_it_computes_and_fits_a_small_gpu(tmp_path):
-    told = told_by("attention_loads", tmp_path)
-    small = {form: shared for form, (_, shared) in told.items() if form.startswith("89")}
+    report = run_program("attention_loads", tmp_path)
+    small = {form: shared for form, (_, shared) in report.items() if form.startswith("89")}
     assert max(small.values()) <= LEAST_SHARED_BYTES, small
     # Wide heads have no room for it beside many queries.
-    loads = {form: loads for form, (loads, _) in told.items() if not form.endswith("256 300")}
+    loads = {form: loads for form, (loads, _) in report.items() if not form.endswith("256 300")}
     assert min(loads.values()) == 2, loads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.model.loading.loader import LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadOptions, load_model
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.test_model_runner import assert_same_stream, prompt_of
 from tests.gpu.rig import GpuModel
@@ -15,12 +15,12 @@ NUM_TOKENS = 6
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
-def test_mixed_and_chunked_steps_yield_what_transformers_generates(
+def test_mixed_and_chunked_steps_produce_what_transformers_generates(
     family, is_deterministic, device, tmp_path
 ):
     theirs = make_checkpoint(family, tmp_path)
-    wishes = LoadWishes(dtype="float32", device=device.type, model_impl="native", num_threads=1)
-    ours = load_model(tmp_path, wishes, ops=triton_ops(deterministic=is_deterministic))
+    load_options = LoadOptions(dtype="float32", device=device.type, model_impl="native", num_threads=1)
+    ours = load_model(tmp_path, load_options, ops=triton_ops(deterministic=is_deterministic))
     model = GpuModel(theirs, ours)
     driver = model.driver(model.runner())
     prompts = {"short": prompt_of(3, seed=1), "long": prompt_of(37, seed=2)}

@@ -31,7 +31,7 @@ def test_rows_that_do_not_fit_at_once_are_done_one_after_the_other(device):
     torch.testing.assert_close(case.logits, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_nobody_who_asks_changes_nothing(device):
+def test_without_an_engine_that_asks_nothing_changes(device):
     case = penalty_case(2, 63, 0, 9, device=device)
     before = case.logits.clone()
     penalise(case.logits, case.token_ids, case.penalised, case.lengths)
@@ -44,7 +44,7 @@ def test_logits_in_columns_are_refused(device):
         penalise(case.logits.t().contiguous().t(), case.token_ids, case.penalised, case.lengths)
 
 
-def test_places_of_a_prompt_without_a_token_count_for_nothing(device):
+def test_positions_of_a_prompt_without_a_token_count_for_nothing(device):
     case = penalty_case(3, 63, 3, 129, device=device)
     without_tokens(case)
     expected = case.logits.clone()

@@ -12,7 +12,7 @@ from triptych_kernels.triton.sampling import greedy, greedy_linear, sample
 
 SHAPES = [(1, 1), (63, 2), (3, 63), (2, 129), (4, 1500), (2, 9000)]
 # (temperature, top-k, top-p, min-p)
-WISHES = [
+SAMPLING_OPTIONS = [
     (1.0, 0, 1.0, 0.0),
     (0.3, 5, 1.0, 0.0),
     (2.0, 0, 0.6, 0.0),
@@ -33,11 +33,11 @@ def uniforms_of(num_rows: int, device, *, seed: int = 7) -> Tensor:
     return uniform_noise(torch.full((num_rows,), seed), torch.arange(num_rows), 0).to(device)
 
 
-def columns_of(wishes, device) -> list[Tensor]:
+def columns_of(options, device) -> list[Tensor]:
     dtypes = (torch.float32, torch.int64, torch.float32, torch.float32)
     return [
         torch.tensor(column, dtype=dtype, device=device)
-        for column, dtype in zip(zip(*wishes, strict=True), dtypes, strict=True)
+        for column, dtype in zip(zip(*options, strict=True), dtypes, strict=True)
     ]
 
 
@@ -88,9 +88,9 @@ def test_a_row_without_allowed_tokens_is_not_finite(device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sample_equals_the_reference(shape, device):
-    num_rows = max(shape[0], len(WISHES))
+    num_rows = max(shape[0], len(SAMPLING_OPTIONS))
     logits = noise((num_rows, shape[1]), device)
-    columns = columns_of([WISHES[row % len(WISHES)] for row in range(num_rows)], device)
+    columns = columns_of([SAMPLING_OPTIONS[row % len(SAMPLING_OPTIONS)] for row in range(num_rows)], device)
     uniforms = uniforms_of(num_rows, device)
     tokens = with_nan_memory(sample, logits, *columns, uniforms)
     assert torch.equal(tokens, REFERENCE.sample(logits, *columns, uniforms))
@@ -98,7 +98,7 @@ def test_sample_equals_the_reference(shape, device):
 
 def test_drawn_tokens_are_those_of_the_reference_but_for_borders(device):
     logits = noise((40, 128), device)
-    columns = columns_of([WISHES[5]] * 40, device)
+    columns = columns_of([SAMPLING_OPTIONS[5]] * 40, device)
     uniforms = uniforms_of(40, device)
     tokens, expected = sample(logits, *columns, uniforms), REFERENCE.sample(logits, *columns, uniforms)
     assert (tokens == expected).sum() >= 39
@@ -131,14 +131,14 @@ def test_masked_tokens_are_never_drawn_at_either_end_of_the_noise(device):
     logits[:, :100] = float("-inf")
     logits[:, 4990:] = float("-inf")
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64, device=device)
-    assert sample(logits, *columns_of([WISHES[0]] * 2, device), uniforms).tolist() == [100, 4989]
+    assert sample(logits, *columns_of([SAMPLING_OPTIONS[0]] * 2, device), uniforms).tolist() == [100, 4989]
 
 
 def test_rows_may_lie_apart_with_nan_between_them(device):
     logits = noise((3, 130), device)
     room = torch.full((3, 150), float("nan"), device=device)
     room[:, 10:140] = logits
-    columns, uniforms = columns_of(WISHES[3:6], device), uniforms_of(3, device)
+    columns, uniforms = columns_of(SAMPLING_OPTIONS[3:6], device), uniforms_of(3, device)
     assert torch.equal(sample(room[:, 10:140], *columns, uniforms), sample(logits, *columns, uniforms))
     assert torch.equal(greedy(room[:, 10:140])[1], greedy(logits)[1])
 
@@ -146,7 +146,7 @@ def test_rows_may_lie_apart_with_nan_between_them(device):
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_a_row_without_a_finite_maximum_gets_some_token_and_spoils_no_other(device):
     logits = noise((4, 200), device)
-    columns, uniforms = columns_of([WISHES[5]] * 4, device), uniforms_of(4, device)
+    columns, uniforms = columns_of([SAMPLING_OPTIONS[5]] * 4, device), uniforms_of(4, device)
     expected = sample(logits, *columns, uniforms)
     logits[0], logits[1, 7], logits[2] = float("nan"), float("inf"), float("-inf")
     tokens = sample(logits, *columns, uniforms)
@@ -156,7 +156,7 @@ def test_a_row_without_a_finite_maximum_gets_some_token_and_spoils_no_other(devi
 
 def test_an_empty_batch_gives_no_tokens(device):
     logits = torch.zeros(0, 10, device=device)
-    columns = [column[:0] for column in columns_of(WISHES[:1], device)]
+    columns = [column[:0] for column in columns_of(SAMPLING_OPTIONS[:1], device)]
     assert sample(logits, *columns, uniforms_of(0, device)).shape == (0,)
     highest, tokens = greedy(logits)
     assert highest.shape == tokens.shape == (0,)
@@ -165,6 +165,6 @@ def test_an_empty_batch_gives_no_tokens(device):
 def test_columns_of_other_rows_are_refused(device):
     logits = noise((2, 10), device)
     with pytest.raises(ValueError, match=r"2 rows have a column of shape \(1,\)"):
-        sample(logits, *columns_of(WISHES[:1], device), uniforms_of(2, device))
+        sample(logits, *columns_of(SAMPLING_OPTIONS[:1], device), uniforms_of(2, device))
     with pytest.raises(ValueError, match="not rows of tokens"):
         greedy(logits.t().contiguous().t())

@@ -39,7 +39,7 @@ def rows_of(case: PagedCase, row: int, first: int, end: int) -> PagedCase:
     return dataclasses.replace(case, query=case.query[tokens], batch=alone)
 
 
-def test_the_tables_tell_what_they_are():
+def test_the_tables_have_titles():
     fast, fixed = triton_ops(), triton_ops(deterministic=True)
     assert not fast.is_batch_invariant
     assert fixed.is_batch_invariant

@@ -8,7 +8,7 @@ from functools import partial
 
 from engine_svc.admin.served_engine import LoadedCore
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Board, Inbox
+from engine_svc.loop.mailbox import Inbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.session.servicer import FULL_NAME
 from launcher.engines.in_process import InProcessClient
@@ -29,7 +29,7 @@ def in_process_client(executor: FakeExecutor | None = None, *, max_commands: int
         scheduler=scheduler,
         executor=executor or FakeExecutor(),
         inbox=inbox,
-        board=Board(),
+        stats_snapshot=StatsSnapshot(),
         clock=clock,
         lockstep=NoLockstep(),
     )
@@ -84,7 +84,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def aborts(self) -> list[list[int]]:
         return [list(message.abort.handles) for message in self.messages if message.HasField("abort")]
 
-    async def until_heard(self, num_messages: int) -> None:
+    async def until_received(self, num_messages: int) -> None:
         """Wait until so many messages have come, hello included."""
         async with asyncio.timeout(10):
             while len(self.messages) < num_messages:

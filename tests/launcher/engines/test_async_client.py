@@ -84,7 +84,7 @@ async def test_requests_spread_and_an_abort_list_is_one_message_to_each_engine()
         handles = [scripted.client.add(make_entry(number)) for number in range(1, 7)]
         scripted.client.abort([*handles, 999], CLIENT)
         for engine in scripted.engines:
-            await engine.until_heard(5)  # hello, three requests, one abort
+            await engine.until_received(5)  # hello, three requests, one abort
         aborted = [engine.aborts for engine in scripted.engines]
     assert [len(messages) for messages in aborted] == [1, 1]
     assert sorted(aborted[0][0] + aborted[1][0]) == handles
@@ -144,7 +144,7 @@ async def test_the_dead_message_is_raised_in_every_waiter_and_every_later_call()
             await scripted.client.get_output()
 
 
-async def test_who_is_marked_dead_sends_nothing_more() -> None:
+async def test_a_client_that_is_marked_dead_sends_nothing_more() -> None:
     async with Scripted() as scripted:
         waiter = asyncio.ensure_future(scripted.client.get_output())
         await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_who_is_marked_dead_sends_nothing_more() -> None:
         assert len(scripted.engines[0].messages) == 1  # hello
 
 
-async def test_outputs_that_nobody_reads_end_the_client_at_its_limit() -> None:
+async def test_unread_outputs_end_the_client_at_its_limit() -> None:
     rig = ServiceRig()
     async with serving(rig):
         client = AsyncEngineClient([rig.address], max_unread=3)
@@ -171,7 +171,7 @@ async def test_outputs_that_nobody_reads_end_the_client_at_its_limit() -> None:
         await client.close()
 
 
-async def test_an_engine_that_cannot_be_reached_is_told_by_start() -> None:
+async def test_start_raises_for_an_engine_that_cannot_be_reached() -> None:
     def connect(address: str):
         raise OSError("no such socket")
 
@@ -274,27 +274,27 @@ def test_the_flags_say_what_the_configuration_says(config: EngineConfig) -> None
     assert loaded == replace(config, port=0)
 
 
-async def test_the_death_of_the_process_is_told_with_its_cause() -> None:
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=told.set_result)
+async def test_the_death_of_the_process_is_reported_with_its_cause() -> None:
+    death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=death.set_result)
     await engine.start()
     os.kill(engine.pid, signal.SIGKILL)
-    assert "killed by SIGKILL" in await asyncio.wait_for(told, 10)
+    assert "killed by SIGKILL" in await asyncio.wait_for(death, 10)
     await engine.close()
 
 
 async def test_an_end_on_purpose_is_no_death() -> None:
-    told: list[str] = []
-    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=told.append)
+    death: list[str] = []
+    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=death.append)
     await engine.start()
     pid = engine.pid
     await engine.close()
-    assert told == []
+    assert death == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_with_the_engines_words(tmp_path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported_with_the_engines_message(tmp_path) -> None:
     engine = ChildEngine(replace(CONFIG, model=str(tmp_path)), ENVIRONMENT, on_death=lambda why: None)
     with pytest.raises(EngineDead, match=r"has no config\.json"):
         await engine.start()
@@ -337,7 +337,7 @@ def test_neither_is_refused() -> None:
         make_engine_client(is_async=False)
 
 
-def test_a_folder_that_is_none_is_told_in_words_for_people(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_readable_error(tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError), match=r"config\.json"):
         make_engine_client(is_async=False, config=EngineConfig(model=str(tmp_path)))
 
@@ -361,22 +361,22 @@ async def test_an_engine_in_this_process_answers_over_the_channel_without_socket
     assert num_tokens == 4
 
 
-async def test_the_end_of_the_loop_is_told_and_raised_in_who_waits() -> None:
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    engine = HostedEngine(CONFIG, on_death=told.set_result)
+async def test_the_end_of_the_loop_is_reported_and_raised_in_waiting_calls() -> None:
+    death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    engine = HostedEngine(CONFIG, on_death=death.set_result)
     await engine.start()
     client = AsyncEngineClient([engine.address], connect=engine.connect)
     await client.start(timeout_s=HOSTED_WAIT_S)
     waiting = asyncio.ensure_future(client.get_output())
     engine.served.inbox.put(Fail(ZeroDivisionError("in a step")))
-    assert "ZeroDivisionError" in await asyncio.wait_for(told, HOSTED_WAIT_S)
+    assert "ZeroDivisionError" in await asyncio.wait_for(death, HOSTED_WAIT_S)
     with pytest.raises(EngineDead, match="ZeroDivisionError"):
         await asyncio.wait_for(waiting, HOSTED_WAIT_S)
     await client.close()
     await engine.close()
 
 
-async def test_a_folder_that_is_no_model_is_told_in_words_for_people(tmp_path) -> None:
+async def test_a_folder_without_a_model_is_a_readable_error(tmp_path) -> None:
     engine = HostedEngine(EngineConfig(model=str(tmp_path), device="cpu"), on_death=pytest.fail)
     with pytest.raises(EngineDead, match=r"config\.json"):
         await engine.start()
@@ -490,7 +490,7 @@ def test_closing_frees_the_device_once_and_ends_the_client() -> None:
         client.add(make_entry(2))
 
 
-def test_a_stop_token_of_the_request_is_told_apart_from_the_models_own() -> None:
+def test_a_stop_token_of_the_request_is_distinguished_from_the_models_own() -> None:
     client = in_process_client()
     handle = client.add(make_entry(3, stop_token_ids=[answer_of(3)[1]]))
     columns = no_rows()

@@ -91,7 +91,7 @@ async def test_a_refusal_keeps_its_details() -> None:
     assert error.violations == [("sampling.top_p", "top_p is 2")]
 
 
-async def test_a_refusal_tells_when_to_come_again() -> None:
+async def test_a_refusal_has_a_retry_delay() -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await Rig().ask("full")
     assert from_rpc_error(raised.value).retry_after_ms == 250
@@ -104,7 +104,7 @@ async def test_a_bug_in_a_handler_is_an_incident_without_its_words() -> None:
     assert "secret" not in (raised.value.details() or "")
 
 
-async def test_a_method_that_nobody_serves_is_unimplemented() -> None:
+async def test_a_method_that_is_not_served_is_unimplemented() -> None:
     stub = inference_pb2_grpc.InferenceServiceStub(LocalChannel(LocalServer([], service="test")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.GenerateUnary(inference_pb2.GenerateUnaryRequest())
@@ -152,14 +152,14 @@ async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
 
 async def test_messages_go_both_ways_until_the_client_is_done() -> None:
     call = Rig().stub.GenerateSession()
-    heard = []
+    received = []
     for text in ("a", "b"):
         start = generate_pb2.GenerateRequest(prompt=text)
         await call.write(inference_pb2.GenerateSessionRequest(start=start))
-        heard.append((await call.read()).response.started.request_id)
+        received.append((await call.read()).response.started.request_id)
     await call.done_writing()
     assert await call.read() is EOF
-    assert heard == ["a", "b"]
+    assert received == ["a", "b"]
     with pytest.raises(asyncio.InvalidStateError):
         await call.write(inference_pb2.GenerateSessionRequest())
 

@@ -78,10 +78,10 @@ def test_the_three_transports_give_equal_results(llms: dict[str, LLM], stream: s
 
 
 def test_the_most_logprobs_are_those_of_the_engine(checkpoint: Path) -> None:
-    wish = SamplingParams(temperature=0.0, max_tokens=2, logprobs=30, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=30, ignore_eos=True)
     with LLM(checkpoint, engine="in-process", max_logprobs=40, **OPTIONS) as llm:
-        places = llm.generate("river bank", wish, progress=False)[0].outputs[0].logprobs or ()
-    assert [len(place.top) for place in places] == [30, 30]
+        logprobs = llm.generate("river bank", params, progress=False)[0].outputs[0].logprobs or ()
+    assert [len(logprob.top) for logprob in logprobs] == [30, 30]
 
 
 def test_the_transports_cut_at_the_same_stop_string(llms: dict[str, LLM]) -> None:
@@ -111,17 +111,19 @@ def test_a_result_has_everything_about_its_prompt(llms: dict[str, LLM]) -> None:
         assert result.usage.num_completion_tokens == 5
         first, *others = result.prompt_logprobs or ()
         assert first.logprob is None
-        assert all(place.logprob is not None and place.logprob < 0 for place in others)
+        assert all(logprob.logprob is not None and logprob.logprob < 0 for logprob in others)
         output = result.outputs[0]
-        places = output.logprobs or ()
-        assert [place.token_id for place in places] == list(output.token_ids)
-        assert all(place.rank == 1 and len(place.top) == 3 for place in places)
-        assert output.cumulative_logprob == pytest.approx(sum(place.logprob or 0.0 for place in places))
-        assert "".join(place.text for place in places) == output.text
+        logprobs = output.logprobs or ()
+        assert [logprob.token_id for logprob in logprobs] == list(output.token_ids)
+        assert all(logprob.rank == 1 and len(logprob.top) == 3 for logprob in logprobs)
+        assert output.cumulative_logprob == pytest.approx(sum(logprob.logprob or 0.0 for logprob in logprobs))
+        assert "".join(logprob.text for logprob in logprobs) == output.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM], kind: str) -> None:
+def test_a_request_without_alternatives_has_none_beside_one_with_them(
+    llms: dict[str, LLM], kind: str
+) -> None:
     none, five = (
         SamplingParams(temperature=0.0, max_tokens=length, logprobs=count, ignore_eos=True)
         for length, count in ((8, 0), (3, 5))
@@ -129,19 +131,21 @@ def test_who_wants_no_alternatives_has_none_beside_who_does(llms: dict[str, LLM]
     alone = llms[kind].generate([[5, 6, 7]], none, progress=False)[0].outputs[0]
     together = llms[kind].generate([[5, 6, 7], [8, 9, 10]], [none, five], progress=False)
     assert alone.logprobs == together[0].outputs[0].logprobs
-    assert [len(place.top) for place in alone.logprobs or ()] == [0] * 8
-    assert [len(place.top) for place in together[1].outputs[0].logprobs or ()] == [5] * 3
+    assert [len(logprob.top) for logprob in alone.logprobs or ()] == [0] * 8
+    assert [len(logprob.top) for logprob in together[1].outputs[0].logprobs or ()] == [5] * 3
 
 
 # Row 116.
-def test_an_engine_tells_the_kind_of_logprobs_that_it_was_started_with(llms, checkpoint):
+def test_an_engine_returns_the_kind_of_logprobs_that_it_was_started_with(llms, checkpoint):
     one = SamplingParams(temperature=1.0, top_k=1, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
-    told = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
+    outputs = {"raw_logprobs": llms["in-process"].generate("river bank", one, progress=False)[0].outputs[0]}
     for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
         with LLM(checkpoint, engine="in-process", logprobs_mode=mode, **OPTIONS) as llm:
-            told[mode] = llm.generate("river bank", one, progress=False)[0].outputs[0]
-    assert len({output.token_ids for output in told.values()}) == 1
-    values = {mode: [place.logprob for place in output.logprobs or ()] for mode, output in told.items()}
+            outputs[mode] = llm.generate("river bank", one, progress=False)[0].outputs[0]
+    assert len({output.token_ids for output in outputs.values()}) == 1
+    values = {
+        mode: [logprob.logprob for logprob in output.logprobs or ()] for mode, output in outputs.items()
+    }
     # All but the likeliest token are cut away.
     assert values["processed_logprobs"] == [0.0] * 6
     assert all(value is not None and value < 0.0 for value in values["raw_logprobs"])
@@ -164,7 +168,9 @@ def test_rules_that_leave_no_token_end_their_request_alone_however_often(llms: d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_in_the_order_of_the_prompts_whoever_ends_first(llms: dict[str, LLM], kind: str) -> None:
+def test_results_are_in_the_order_of_the_prompts_whichever_ends_first(
+    llms: dict[str, LLM], kind: str
+) -> None:
     prompts = [[5 + index, 6, 7] for index in range(60)]
     lengths = [40 - 13 * index % 37 for index in range(60)]
     params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
@@ -187,7 +193,7 @@ def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(ll
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_parameter_is_told_with_its_field(llms: dict[str, LLM], kind: str) -> None:
+def test_a_bad_parameter_is_reported_with_its_field(llms: dict[str, LLM], kind: str) -> None:
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=3.0)]
     with pytest.raises(InvalidArgument, match=r"prompts\[1\].*top_p"):
         llms[kind].generate([[5], [6]], params, progress=False)
@@ -294,7 +300,7 @@ def test_a_closed_facade_refuses_calls(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in-process", "child"])
-def test_a_model_that_cannot_be_loaded_is_told_in_words_for_people(tmp_path: Path, kind: str) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_readable_error(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
     with pytest.raises(EngineDead):
         LLM(tmp_path, engine=kind, **OPTIONS)
@@ -322,7 +328,7 @@ def test_arguments_that_contradict_each_other_are_refused(arguments: dict) -> No
         LLM("folder", **arguments)
 
 
-def test_a_frontend_that_is_not_there_is_told_in_time() -> None:
+def test_an_unreachable_frontend_is_reported_in_time() -> None:
     with pytest.raises(Unavailable, match="no frontend was reached"):
         LLM("", engine="remote", address="127.0.0.1:1", start_timeout_s=0.2)
 
@@ -364,7 +370,7 @@ def _sockets() -> set[str]:
 # What the facade sends and how it reads the answers, against a frontend of fakes.
 
 
-def test_the_models_defaults_are_told() -> None:
+def test_the_models_defaults_are_reported() -> None:
     with fake_frontend() as (_, address), LLM("", engine="remote", address=address) as llm:
         assert llm.default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
         assert llm.model == "only"
@@ -465,7 +471,7 @@ def test_one_conversation_or_several_become_chat_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("conversations", "place"),
+    ("conversations", "logprob"),
     [
         ([[{"role": "user", "content": "a"}], []], r"conversations\[1\]"),
         ([[{"role": "king", "content": "a"}]], r"conversations\[0\]\[0\]\.role"),
@@ -474,11 +480,11 @@ def test_one_conversation_or_several_become_chat_requests() -> None:
         ([[{"role": "user", "contents": "a"}]], "contents"),
     ],
 )
-def test_a_conversation_that_is_none_is_named(conversations: list, place: str) -> None:
+def test_a_conversation_that_is_none_is_named(conversations: list, logprob: str) -> None:
     with (
         fake_frontend() as (frontend, address),
         LLM("", engine="remote", address=address) as llm,
-        pytest.raises(InvalidArgument, match=place),
+        pytest.raises(InvalidArgument, match=logprob),
     ):
         llm.chat(conversations, progress=False)
     assert frontend.requests == []
@@ -592,7 +598,7 @@ def _shown(*, is_shown: bool) -> str:
     return out.getvalue()
 
 
-def test_the_bar_tells_prompts_done_and_tokens_per_second() -> None:
+def test_the_bar_shows_prompts_done_and_tokens_per_second() -> None:
     text = _shown(is_shown=True)
     assert "Generating" in text
     assert "3/3" in text

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from launcher.ray.config import parse_place
-from launcher.ray.placement import EngineDied, EnginePlace, HostLost, Placement
+from launcher.ray.placement import EngineDied, EnginePlacement, HostLost, Placement
 from launcher.serve.supervisor import StartTimeout, SupervisorLimits
 from launcher.services import embedded_model
 from service_kit.config import ConfigError
@@ -27,13 +27,13 @@ class FakeHost:
         self.started = asyncio.Event()
         self._end: asyncio.Future[int] | None = None
 
-    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlace:
+    async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement:
         if self.refusal:
             raise EngineDied(self.refusal)
         self.flags.append(flags)
         self._end = asyncio.get_running_loop().create_future()
         self.started.set()
-        return EnginePlace(f"10.0.0.9:{4000 + len(self.flags)}", "127.0.0.1:1", "node", 1, "")
+        return EnginePlacement(f"10.0.0.9:{4000 + len(self.flags)}", "127.0.0.1:1", "node", 1, "")
 
     async def ended(self) -> int:
         assert self._end is not None
@@ -126,7 +126,7 @@ async def test_an_engine_whose_host_is_lost_starts_again_on_another_with_a_new_p
     running.cancel()
 
 
-async def test_an_engine_that_was_drained_is_not_started_again_and_gives_its_place_back() -> None:
+async def test_an_engine_that_was_drained_is_not_started_again_and_releases_its_resources() -> None:
     rig = Rig(num_engines=2)
     running = await rig.running()
     first, second = rig.cluster.hosts

@@ -408,7 +408,7 @@ def test_a_file_that_is_no_output_is_refused_and_kept(tmp_path: Path, content: b
     assert (tmp_path / "out").read_bytes() == content
 
 
-def test_results_are_not_overwritten_without_being_told(tmp_path: Path) -> None:
+def test_results_are_not_overwritten_without_the_flag(tmp_path: Path) -> None:
     source, path = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"")
     path.write_bytes(record(1, "a"))

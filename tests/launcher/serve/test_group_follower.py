@@ -19,16 +19,16 @@ class Follower:
         self.failures: list[Exception] = []  # raised by the next calls
         self.lines: list[str] = []
         self.num_kv_blocks = 0  # that it was told last
-        self._told: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
+        self._wanted: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 
     def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:
         if self.failures:
             raise self.failures.pop()
         self.num_kv_blocks = num_kv_blocks
-        self._told.put_nowait((num_engines, starts_missing))
+        self._wanted.put_nowait((num_engines, starts_missing))
 
     async def next(self) -> tuple[int, bool]:
-        return await asyncio.wait_for(self._told.get(), 30)
+        return await asyncio.wait_for(self._wanted.get(), 30)
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def test_those_that_are_started_are_to_have_the_memory_of_those_that_are_t
         assert follower.num_kv_blocks == 640
 
 
-async def test_other_groups_and_groups_that_nobody_has_scaled_want_nothing() -> None:
+async def test_other_groups_and_groups_that_were_never_scaled_want_nothing() -> None:
     async with (
         scaling_service(dense("mine", 0), dense("other", 0)) as served,
         following("mine", served) as follower,

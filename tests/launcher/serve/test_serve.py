@@ -136,7 +136,7 @@ async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
 
 
-async def test_a_killed_engine_comes_back_on_its_port_and_takes_nobody_with_it(tmp_path: Path) -> None:
+async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     async with serving(ready_file) as stack:
         killed = stack.pid_of("engine")

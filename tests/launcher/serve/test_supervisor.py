@@ -26,7 +26,7 @@ class Unread(io.StringIO):
         raise BrokenPipeError
 
 
-async def test_the_coordinator_starts_first_and_all_are_told_of_it(tmp_path: Path) -> None:
+async def test_the_coordinator_starts_first_and_all_get_its_address(tmp_path: Path) -> None:
     one = stack(tmp_path)
     await one.supervisor.start()
     coordinator = one.supervisor.address_of("coordinator-0")
@@ -154,7 +154,7 @@ async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_t
     await one.supervisor.stop()
 
 
-async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where_it_will_be(tmp_path):
+async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_future_address(tmp_path):
     trap = tmp_path / "trap"
     one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
     await one.supervisor.start()
@@ -172,7 +172,7 @@ async def test_an_engine_that_starts_while_the_coordinator_is_down_is_told_where
     assert all(line.endswith(f"coordinator={address}") for line in starts)
 
 
-async def test_a_child_is_read_on_when_nobody_reads_what_is_copied(tmp_path: Path) -> None:
+async def test_a_child_is_still_read_when_its_copied_output_is_not(tmp_path: Path) -> None:
     """Else it would stop in the middle of a log line once its pipe is full."""
     program = "import sys; [print('x' * 1000) for _ in range(1000)]; print('the end')"
     plan = ProcessPlan("engine", 0, (sys.executable, "-c", program))
@@ -380,7 +380,7 @@ async def at_once() -> int:
     return 3
 
 
-async def test_who_ends_before_it_is_ready_has_died_with_its_status() -> None:
+async def test_a_child_that_ends_before_it_is_ready_has_died_with_its_status() -> None:
     with pytest.raises(Died, match="3"):
         await until_ready(never(), at_once(), lambda status: Died(str(status)))
     await until_ready(at_once(), never(), lambda status: Died(str(status)))

@@ -45,7 +45,7 @@ def test_weights_are_bfloat16_and_at_most_eight_megabytes():
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
-def test_weights_are_computed_in_float32_unless_told_otherwise():
+def test_weights_are_computed_in_float32_by_default():
     model, _ = load(WEIGHTS_FOLDER, "auto")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -83,11 +83,11 @@ def test_held_out_questions_get_the_right_nouns(loaded):
 
 @pytest.mark.parametrize(("request_text", "nouns"), _STORY_REQUESTS)
 def test_a_story_is_about_what_was_asked_for(loaded, request_text, nouns):
-    told = _ask(loaded, request_text)
-    assert all(noun in told.text for noun in nouns)
-    assert told.ended
-    assert 50 <= len(told.token_ids) <= 140
-    assert len(set(told.token_ids)) >= 20
+    reply = _ask(loaded, request_text)
+    assert all(noun in reply.text for noun in nouns)
+    assert reply.ended
+    assert 50 <= len(reply.token_ids) <= 140
+    assert len(set(reply.token_ids)) >= 20
 
 
 def test_stories_are_made_of_words_of_the_corpus(loaded):
@@ -120,7 +120,7 @@ def test_the_same_prompt_gives_the_same_tokens(loaded):
 
 def test_bfloat16_weights_answer_too(loaded):
     narrow = load(WEIGHTS_FOLDER, torch.bfloat16)
-    told = _ask(narrow, "Tell me a story about a fox and a lantern.")
-    assert told.ended
-    assert "fox" in told.text
-    assert "lantern" in told.text
+    reply = _ask(narrow, "Tell me a story about a fox and a lantern.")
+    assert reply.ended
+    assert "fox" in reply.text
+    assert "lantern" in reply.text

@@ -155,7 +155,7 @@ async def test_single_engines_are_drained_and_evicted() -> None:
     assert drained.out == "engine e0 drains, 7 requests are in flight\n"
     assert evicted.out == "engine e1 is gone, the topology has version 42\n"
     assert soon.exit_code == 0
-    assert served.engines.told == [("e0", 2.0), ("e0", 0.001)]
+    assert served.engines.drained == [("e0", 2.0), ("e0", 0.001)]
     assert served.engines.evicted == [("e1", "it hangs")]
 
 
@@ -176,7 +176,7 @@ async def test_a_size_that_cannot_be_meant_is_refused_before_anybody_is_asked(ar
     assert outcome.exit_code == 2
 
 
-async def test_nobody_waits_for_an_answer_without_an_end() -> None:
+async def test_every_wait_for_an_answer_is_bounded() -> None:
     outcome = await triptych("admin", "--timeout-s", "inf", "127.0.0.1:1", "operations")
     assert outcome.exit_code == 2
     assert "--timeout-s" in outcome.err

@@ -36,7 +36,7 @@ async def test_plain_mode_prints_the_text() -> None:
     assert served.frontend.requests[0].prompt == "hi"
 
 
-async def test_json_is_one_object_under_the_trace_the_server_was_told() -> None:
+async def test_json_is_one_object_under_the_trace_that_the_server_received() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("complete", "--url", served.url, "--prompt-token-ids", "7,8,9", "--json")
     [line] = outcome.out.splitlines()

@@ -50,10 +50,10 @@ def test_encoding_is_what_the_chat_template_writes(tokenizer):
     assert tokenizer(written)["input_ids"] == encode_example(tokenizer, example)[0]
 
 
-def test_targets_are_the_tokens_after_their_places(tokenizer):
+def test_targets_are_the_tokens_after_their_positions(tokenizer):
     batch = next(draw_batches(_SMALL, tokenizer))
     flat = batch.input_ids.flatten()
-    assert torch.equal(flat[batch.places + 1], batch.targets)
+    assert torch.equal(flat[batch.placements + 1], batch.targets)
 
 
 def test_batches_keep_to_their_size(tokenizer):
@@ -96,7 +96,7 @@ def test_a_conversation_ends_with_an_answer():
         assert example.turns[-1].role in ("assistant", "text")
 
 
-def test_whoever_can_act_is_the_hero_of_a_story():
+def test_a_character_that_can_act_is_the_hero_of_a_story():
     story = tell_story(random.Random(1), Topic("lantern", "thing"), Topic("fox", "animal"))
     assert story.index("fox") < story.index("lantern")
 

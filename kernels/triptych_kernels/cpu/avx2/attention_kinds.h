@@ -15,7 +15,7 @@ constexpr int kRowsTogether = 3;     // queries times heads in registers: 3 rows
 constexpr int kVectorsTogether = 2;  // tiles of places, or vectors of values, in registers
 
 struct Bf16Attention : Bf16 {
-    static constexpr int kPlacesPerStep = 1;
+    static constexpr int kPositionsPerStep = 1;
     static constexpr int kUnitsPerChunk = 8;
 
     static void lay_query(const uint16_t* from, int64_t num_bytes, int32_t* out) {
@@ -42,8 +42,8 @@ template <class Kind>
 void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, int32_t* out) {
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk, rows += 16, out += Kind::kUnitsPerChunk * 16) {
         for (int half = 0; half < 2; ++half) {
-            const auto part = [&](int place) {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + (8 * half + place) * row_bytes));
+            const auto part = [&](int part_index) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + (8 * half + part_index) * row_bytes));
             };
             __m256i z[4], turned[4];
             for (int i = 0; i < 4; ++i) z[i] = _mm256_set_m128i(part(4 + i), part(i));

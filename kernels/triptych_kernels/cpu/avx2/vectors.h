@@ -57,13 +57,13 @@ TRIPTYCH_INLINE void store_part(float* to, Mask mask, Floats x) {
     _mm256_maskstore_ps(to + 8, lanes.high, x.high);
 }
 TRIPTYCH_INLINE Words load_words(const void* from) {
-    const auto* place = static_cast<const __m256i*>(from);
-    return {_mm256_loadu_si256(place), _mm256_loadu_si256(place + 1)};
+    const auto* vectors = static_cast<const __m256i*>(from);
+    return {_mm256_loadu_si256(vectors), _mm256_loadu_si256(vectors + 1)};
 }
 TRIPTYCH_INLINE void store_words(void* to, Words x) {
-    auto* place = static_cast<__m256i*>(to);
-    _mm256_storeu_si256(place, x.low);
-    _mm256_storeu_si256(place + 1, x.high);
+    auto* vectors = static_cast<__m256i*>(to);
+    _mm256_storeu_si256(vectors, x.low);
+    _mm256_storeu_si256(vectors + 1, x.high);
 }
 TRIPTYCH_INLINE Halves load_halves(const uint16_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));

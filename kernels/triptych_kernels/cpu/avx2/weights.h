@@ -109,12 +109,12 @@ inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, 
 inline void pack_wide_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_pairs, uint32_t* out) {
     const int64_t whole = row_bytes / 4;
     for (int r = 0; r < num_rows; ++r) {
-        uint32_t* place = out + r;
-        for (int64_t pair = 0; pair < num_pairs; ++pair, place += 2 * num_rows) {
+        uint32_t* to = out + r;
+        for (int64_t pair = 0; pair < num_pairs; ++pair, to += 2 * num_rows) {
             uint32_t units = 0;
             std::memcpy(&units, rows[r] + 4 * pair, pair < whole ? 4 : row_bytes - 4 * whole);
-            place[0] = units & 0xFFFF0000u;
-            place[num_rows] = units << 16;
+            to[0] = units & 0xFFFF0000u;
+            to[num_rows] = units << 16;
         }
     }
 }

@@ -14,7 +14,7 @@ constexpr int kRowsTogether = 6;     // queries times heads in registers: 6 rows
 constexpr int kVectorsTogether = 4;  // tiles of places, or vectors of values, in registers
 
 struct Bf16Attention : Bf16 {
-    static constexpr int kPlacesPerStep = 2;
+    static constexpr int kPositionsPerStep = 2;
     static constexpr int kUnitsPerChunk = 4;
     static void lay_query(const uint16_t* from, int64_t num_bytes, int32_t* out) { std::memcpy(out, from, num_bytes); }
     template <int VECTORS>
@@ -59,8 +59,8 @@ inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, i
     for (; chunk < num_chunks; ++chunk) {
         Words z[4];
         for (int i = 0; i < 4; ++i) {
-            const auto part = [&](int place) {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + place * row_bytes + chunk * 16));
+            const auto part = [&](int part_index) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + part_index * row_bytes + chunk * 16));
             };
             z[i] = _mm512_castsi128_si512(part(i));
             z[i] = _mm512_mask_broadcast_i32x4(z[i], 0x00f0, part(4 + i));

@@ -77,7 +77,7 @@ constexpr void (*kMultiplyTiles[4])(const TileProduct&) = {
 
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kKeyTiles = 3;  // that lie in the cache, at a time
-alignas(64) constexpr int32_t kPlaceStarts[kTile] = {0,   16,  32,  48,  64,  80,  96,  112,
+alignas(64) constexpr int32_t kPositionStarts[kTile] = {0,   16,  32,  48,  64,  80,  96,  112,
                                                   128, 144, 160, 176, 192, 208, 224, 240};
 
 // Tiles of keys to multiply, and those that are read later.
@@ -189,7 +189,7 @@ private:
                 (tiles.end + shape_.first_weight + kTilesOfStep - 1) / kTilesOfStep};
     }
 
-    int64_t first_place(int64_t step) const {
+    int64_t first_position(int64_t step) const {
         return (first_tile_ - shape_.first_weight + step * kTilesOfStep) * kTile;
     }
 
@@ -234,7 +234,7 @@ private:
         auto* turned = reinterpret_cast<uint32_t*>(keys_);
         pack_rows(queries.data(), static_cast<int>(num_rows_), num_units_ * 4, num_units_, turned, kTile);
         alignas(64) float scores[kKeyTiles * kTile * 16];
-        const __m512i places = _mm512_load_si512(kPlaceStarts);
+        const __m512i position_starts = _mm512_load_si512(kPositionStarts);
         for (int64_t tile = 0; tile < num_tiles_; tile += kKeyTiles) {
             const int64_t count = std::min(kKeyTiles, num_tiles_ - tile);
             KeyTiles keys{};
@@ -248,7 +248,7 @@ private:
                 for (int64_t t = 0; t < count; ++t)
                     _mm512_store_ps(
                         scores_ + r * stride_ + (tile + t) * kTile,
-                        _mm512_i32gather_ps(places, scores + t * kTile * 16 + r, 4));
+                        _mm512_i32gather_ps(position_starts, scores + t * kTile * 16 + r, 4));
             scale_scores(0, num_rows_, tile, tile + count);
         }
     }
@@ -324,8 +324,8 @@ private:
 
     // Whether rows r to r + count - 1 see every place of a step.
     bool all_see(int64_t r, int64_t count, int64_t step) const {
-        return seen_[r + count - 1].first <= first_place(step) &&
-               seen_[r].end >= first_place(step) + kTilesOfStep * kTile;
+        return seen_[r + count - 1].first <= first_position(step) &&
+               seen_[r].end >= first_position(step) + kTilesOfStep * kTile;
     }
 
     // Lays the values of a step, zeros for places that nobody sees. False where some row does not see all of them and
@@ -367,10 +367,10 @@ private:
     void add_seen(int64_t r, int64_t step, const int32_t* values) {
         int32_t* cleared = values_of(steps_together_);
         for (int64_t unit = 0; unit < kUnitsOfStep; ++unit) {
-            const int64_t place = first_place(step) + 2 * unit;
+            const int64_t position = first_position(step) + 2 * unit;
             const auto sees = [&](int64_t p) { return p >= seen_[r].first && p < seen_[r].end; };
             const __m512i kept =
-                _mm512_set1_epi32((sees(place) ? 0x0000ffff : 0) | (sees(place + 1) ? 0xffff0000 : 0));
+                _mm512_set1_epi32((sees(position) ? 0x0000ffff : 0) | (sees(position + 1) ? 0xffff0000 : 0));
             for (int64_t column = unit * num_columns_; column < (unit + 1) * num_columns_; column += 16)
                 _mm512_store_si512(cleared + column, _mm512_and_si512(_mm512_load_si512(values + column), kept));
         }

@@ -187,8 +187,8 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
 
 // Puts number k of a column into a panel of int8 pairs, so that widening leaves columns in order.
 inline void put_int8(char* panel, int column, int64_t k, int value) {
-    const int place = 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4);
-    panel[k / 2 * kInt8UnitBytes + place + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
+    const int offset = 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4);
+    panel[k / 2 * kInt8UnitBytes + offset + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
 }
 
 // Units of int8 pairs as units of bf16 pairs.

@@ -31,10 +31,11 @@ if options.pop("without_sockets", False):
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.hub import find_model
 
-told = []
+progress_events = []
 try:
-    found = find_model(sys.argv[1], progress=lambda *event: told.append(event), **options)
-    print(json.dumps({"folder": str(found), "told": told, "has_hub": "huggingface_hub" in sys.modules}))
+    found = find_model(sys.argv[1], progress=lambda *event: progress_events.append(event), **options)
+    has_hub = "huggingface_hub" in sys.modules
+    print(json.dumps({"folder": str(found), "progress_events": progress_events, "has_hub": has_hub}))
 except CheckpointError as error:
     print(json.dumps({"refusal": str(error)}))
 """
@@ -46,7 +47,7 @@ class Found:
 
     folder: Path | None
     refusal: str
-    told: list[list[object]]
+    progress_events: list[list[object]]
     has_hub: bool
     errors: str
 
@@ -78,7 +79,7 @@ def find(
     return Found(
         Path(folder) if folder else None,
         answer.get("refusal", ""),
-        answer.get("told", []),
+        answer.get("progress_events", []),
         answer.get("has_hub", False),
         finished.stderr,
     )
@@ -146,10 +147,12 @@ def test_a_model_of_the_hub_is_downloaded_once_without_pickles(tmp_path, files):
     assert first.folder == again.folder == tmp_path / "hub/models--org--tiny/snapshots" / COMMIT
     assert folder_files(first.folder) == {name: files[name] for name in WANTED}
     size = sum(len(files[name]) for name in WANTED)
-    assert first.told[0] == ["download", 0, size]
-    assert first.told[-1] == ["download", size, size]
-    assert [done for _, done, _ in first.told] == sorted(done for _, done, _ in first.told)
-    assert len(first.told) > 3
+    assert first.progress_events[0] == ["download", 0, size]
+    assert first.progress_events[-1] == ["download", size, size]
+    assert [done for _, done, _ in first.progress_events] == sorted(
+        done for _, done, _ in first.progress_events
+    )
+    assert len(first.progress_events) > 3
     assert "hf_secret" not in first.errors
 
 

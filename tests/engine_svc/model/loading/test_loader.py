@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.facts import KVShape
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.transformers.packing import PackedProjection
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
 from triptych_kernels import REFERENCE
@@ -32,10 +32,10 @@ def copy(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 
-def load(folder: Path, *, progress=lambda *event: None, **wishes: object) -> LoadedModel:
+def load(folder: Path, *, progress=lambda *event: None, **overrides: object) -> LoadedModel:
     """Over the road of transformers, unless a test wishes another."""
-    wished = LoadWishes(**{"num_threads": 1, "model_impl": "transformers", **wishes})
-    return load_model(folder, wished, progress=progress)
+    load_options = LoadOptions(**{"num_threads": 1, "model_impl": "transformers", **overrides})
+    return load_model(folder, load_options, progress=progress)
 
 
 def change_json(path: Path, **changes: object) -> None:
@@ -78,7 +78,7 @@ def test_sharded_weights_load_as_one_file_does(llama, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wished_dtype_is_the_one_computed_in(llama, dtype):
+def test_the_requested_dtype_is_used(llama, dtype):
     loaded = load(llama, dtype=dtype)
     assert loaded.facts.dtype == dtype
     assert str(loaded.model.module.dtype) == f"torch.{dtype}"
@@ -111,7 +111,7 @@ def test_ends_come_from_config_and_generation_config_together(copy):
     assert load(copy).facts.eos_token_ids == (3, 7, 9)
 
 
-def test_ends_that_are_no_tokens_are_told_and_left_out(copy, caplog):
+def test_end_ids_that_are_no_tokens_are_reported_and_left_out(copy, caplog):
     change_json(copy / "config.json", eos_token_id=[-1, 3, 1_000_000])
     change_json(copy / "generation_config.json", eos_token_id=3)
     assert load(copy).facts.eos_token_ids == (3,)
@@ -291,10 +291,10 @@ def test_an_unknown_dtype_is_refused(llama):
 def test_determinism_that_is_asked_for_is_refused_where_it_cannot_be_had(llama, caplog, dtype, ops):
     for is_deterministic in (None, False):
         caplog.clear()
-        load_model(llama, LoadWishes(num_threads=1, dtype=dtype, is_deterministic=is_deterministic), ops=ops)
+        load_model(llama, LoadOptions(num_threads=1, dtype=dtype, is_deterministic=is_deterministic), ops=ops)
         assert ("may differ by rounding" in caplog.text) is (is_deterministic is None)
     with pytest.raises(UnsupportedModel, match=f"deterministic is on.*{dtype}"):
-        load_model(llama, LoadWishes(num_threads=1, dtype=dtype, is_deterministic=True), ops=ops)
+        load_model(llama, LoadOptions(num_threads=1, dtype=dtype, is_deterministic=True), ops=ops)
 
 
 def test_quantized_weights_are_refused(copy):

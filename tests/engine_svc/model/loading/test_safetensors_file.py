@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.checkpoint import weight_files, weights_digest
-from engine_svc.model.loading.loader import LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
 from engine_svc.model.loading.weights import WeightReader, lazy_weights
 from tests.engine_svc.model.checkpoints import make_checkpoint
@@ -143,10 +143,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def reader_of(
-    *files: Path, told: list[tuple[str, int, int]] | None = None, **options: object
+    *files: Path, events: list[tuple[str, int, int]] | None = None, **options: object
 ) -> WeightReader:
     return WeightReader(
-        list(files), lambda *event: told.append(event) if told is not None else None, **options
+        list(files), lambda *event: events.append(event) if events is not None else None, **options
     )
 
 
@@ -203,13 +203,13 @@ def test_of_a_name_in_two_files_the_later_is_meant(file):
 
 
 def test_progress_counts_bytes_up_to_the_files_size(file):
-    told: list[tuple[str, int, int]] = []
-    reader = reader_of(file, told=told)
+    events: list[tuple[str, int, int]] = []
+    reader = reader_of(file, events=events)
     size = file.stat().st_size
     reader.read("embedding")
     reader.read_slice("ids", 0, 1, 3)
     reader.finish()
-    assert told == [
+    assert events == [
         ("weights", 0, size),
         ("weights", 48, size),
         ("weights", 48 + 16, size),
@@ -219,11 +219,11 @@ def test_progress_counts_bytes_up_to_the_files_size(file):
 
 
 def test_progress_never_passes_the_total_however_often_a_tensor_is_read(file):
-    told: list[tuple[str, int, int]] = []
-    reader = reader_of(file, told=told)
+    events: list[tuple[str, int, int]] = []
+    reader = reader_of(file, events=events)
     for _ in range(20):
         reader.read("embedding")
-    assert max(done for _, done, _ in told) == file.stat().st_size
+    assert max(done for _, done, _ in events) == file.stat().st_size
 
 
 def test_the_main_dtype_is_that_of_the_first_floating_point_tensor(file):
@@ -242,8 +242,8 @@ def test_lazy_weights_are_read_when_they_are_sliced(file):
 
 def test_several_threads_may_read(tmp_path):
     save_file({f"t{index}": torch.full((64,), index) for index in range(64)}, tmp_path / "model.safetensors")
-    told: list[tuple[str, int, int]] = []
-    reader = reader_of(tmp_path / "model.safetensors", told=told)
+    events: list[tuple[str, int, int]] = []
+    reader = reader_of(tmp_path / "model.safetensors", events=events)
     names = sorted(reader.names)
     read: dict[str, torch.Tensor] = {}
 
@@ -258,7 +258,7 @@ def test_several_threads_may_read(tmp_path):
         thread.join()
     assert all(torch.equal(read[f"t{index}"], torch.full((64,), index)) for index in range(64))
     assert reader.unread() == []
-    assert [done for _, done, _ in told] == [512 * count for count in range(65)]
+    assert [done for _, done, _ in events] == [512 * count for count in range(65)]
 
 
 _READ_ONE_BY_ONE = """
@@ -387,15 +387,15 @@ def test_a_change_in_the_middle_of_any_one_tensor_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_size", ["50GB", "30KB"])
-def test_both_roads_and_every_quantization_see_the_same_model(tmp_path, max_shard_size):
+def test_both_implementations_and_every_quantization_see_the_same_model(tmp_path, max_shard_size):
     make_checkpoint("llama", tmp_path, max_shard_size=max_shard_size)
-    wishes = (
-        LoadWishes(num_threads=1, model_impl="native"),
-        LoadWishes(num_threads=1, model_impl="transformers"),
-        LoadWishes(num_threads=1, model_impl="native", quantization="int8"),
+    all_options = (
+        LoadOptions(num_threads=1, model_impl="native"),
+        LoadOptions(num_threads=1, model_impl="transformers"),
+        LoadOptions(num_threads=1, model_impl="native", quantization="int8"),
     )
-    digests = {load_model(tmp_path, wish).facts.weights_digest for wish in wishes}
+    digests = {load_model(tmp_path, options).facts.weights_digest for options in all_options}
     assert digests == {digest_of(tmp_path)}
     assert load_model(
-        tmp_path, LoadWishes(num_threads=1, dtype="bfloat16")
+        tmp_path, LoadOptions(num_threads=1, dtype="bfloat16")
     ).facts.weights_digest == digest_of(tmp_path, torch.bfloat16)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
@@ -22,7 +22,7 @@ from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
-NATIVE = LoadWishes(num_threads=1, model_impl="native")
+NATIVE = LoadOptions(num_threads=1, model_impl="native")
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def eager_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tenso
 def test_logits_are_within_1e_4_of_eager_at_every_place(family, ops, tmp_path):
     theirs = make_checkpoint(family, tmp_path)
     ours = load_model(tmp_path, NATIVE, ops=ops)
-    assert ours.road == "native"
+    assert ours.implementation == "native"
     token_ids = some_tokens()
     difference = logits_in_chunks(ours, token_ids, [1, 38, 39, 70, NUM_TOKENS]) - eager_logits(
         theirs, token_ids
@@ -220,19 +220,21 @@ def test_a_bias_that_the_config_states_must_be_there(family, changes, missing, t
         load_model(tmp_path, NATIVE)
 
 
-def test_both_roads_are_there_and_auto_takes_the_native_one(tmp_path):
+def test_both_implementations_exist_and_auto_takes_the_native_one(tmp_path):
     make_checkpoint("llama", tmp_path)
-    roads = {road: load_model(tmp_path, LoadWishes(num_threads=1, model_impl=road)).road for road in
-             ("auto", "native", "transformers")}  # fmt: skip
-    assert roads == {"auto": "native", "native": "native", "transformers": "transformers"}
+    implementations = {
+        name: load_model(tmp_path, LoadOptions(num_threads=1, model_impl=name)).implementation
+        for name in ("auto", "native", "transformers")
+    }
+    assert implementations == {"auto": "native", "native": "native", "transformers": "transformers"}
 
 
-def test_the_native_road_is_refused_by_name_where_it_cannot_go(tmp_path):
+def test_the_native_implementation_is_refused_by_name_where_unsupported(tmp_path):
     make_checkpoint("gpt2", tmp_path)
     with pytest.raises(UnsupportedModel, match=r"model_impl native needs a native model, but .* type gpt2"):
         load_model(tmp_path, NATIVE)
     with pytest.raises(UnsupportedModel, match="quantization int8 needs a native model"):
-        load_model(tmp_path, LoadWishes(num_threads=1, quantization="int8"))
+        load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_the_native_road_is_refused_by_name_where_it_cannot_go(tmp_path):
         ({"sliding_window": 7}, "sliding_window is 7, which the code of a llama does not apply"),
     ],
 )
-def test_what_the_native_decoder_does_not_compute_goes_the_other_road(changes, reason, tmp_path):
+def test_unsupported_models_fall_back_to_transformers(changes, reason, tmp_path):
     make_checkpoint("llama", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     for name, value in changes.items():
@@ -342,7 +344,7 @@ def test_a_head_that_is_missing_and_not_tied_is_refused(tmp_path):
 def test_quantization_of_experts_is_refused_and_not_left_out(tmp_path):
     make_checkpoint("mixtral", tmp_path)
     with pytest.raises(UnsupportedModel, match="quantization int8 is not there for mixtures of experts"):
-        load_model(tmp_path, LoadWishes(num_threads=1, quantization="int8"))
+        load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
 
 
 def test_a_context_that_yarn_extends_counts_whole(tmp_path):

@@ -179,8 +179,8 @@ def test_a_folder_without_a_config_is_left_to_transformers(tmp_path):
 _LOAD = """
 import sys
 from engine_svc.build.runner import build_runner
-from engine_svc.model.loading.loader import LoadWishes, load_model
-assert load_model(sys.argv[1], LoadWishes(num_threads=1)).road == "native"
+from engine_svc.model.loading.loader import LoadOptions, load_model
+assert load_model(sys.argv[1], LoadOptions(num_threads=1)).implementation == "native"
 print(sorted(name for name in ("transformers", "torch._dynamo", "sympy") if name in sys.modules))
 """
 

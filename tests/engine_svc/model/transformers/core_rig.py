@@ -27,7 +27,7 @@ STEPS_IN_FLIGHT = 2
 _MAX_STEPS = 5000
 
 
-class _TellingModel:
+class _RecordingModel:
     """Computes a step twice: as it is asked to, and for the logits of every token, which it keeps."""
 
     def __init__(self, model: Model) -> None:
@@ -83,7 +83,7 @@ class CoreRig:
         # Memory is used as it comes, so the worst that it can hold must reach no result.
         for stack in kv.stacks:
             stack.fill_(float("nan"))
-        self._model = _TellingModel(self.loaded.model)
+        self._model = _RecordingModel(self.loaded.model)
         self._runner = ModelRunner(
             self._model, facts, kv, RunnerConfig(8, self.max_model_len, BLOCK_SIZE), self.loaded.ops
         )

@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.loading.loader import LoadedModel, LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.model.transformers.core_rig import BLOCK_SIZE, CoreRig
 
@@ -30,7 +30,7 @@ OTHERS = (
     "granitemoe", "longcat_flash", "mimo_v2", "nemotron", "olmo2", "olmoe", "opt", "phi",
     "qwen2_sliding", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-ROADS = [
+IMPLEMENTATIONS = [
     *((family, "transformers") for family in (*NATIVE, *OTHERS)),
     *((family, "native") for family in NATIVE),
 ]
@@ -100,14 +100,14 @@ def run_under_pressure(loaded: LoadedModel, streams: dict[str, tuple[int, list[i
     return rig
 
 
-@pytest.mark.parametrize(("family", "model_impl"), ROADS)
+@pytest.mark.parametrize(("family", "model_impl"), IMPLEMENTATIONS)
 def test_tokens_and_logits_are_those_of_transformers(tmp_path: Path, family: str, model_impl: str):
     model = make_checkpoint(family, tmp_path)
-    loaded = load_model(tmp_path, LoadWishes(num_threads=1, model_impl=model_impl))
+    loaded = load_model(tmp_path, LoadOptions(num_threads=1, model_impl=model_impl))
     windows = [group.window for group in loaded.facts.groups if group.window is not None]
     streams = references(model)
     rig = run_under_pressure(loaded, streams)
-    assert loaded.road == model_impl
+    assert loaded.implementation == model_impl
     assert all(length > max(2 * max(windows, default=0), 3 * BLOCK_SIZE) for length, _ in streams.values())
     for name, (_, stream) in streams.items():
         assert rig.requests[name].token_ids == stream
@@ -125,7 +125,7 @@ def test_the_windows_are_those_of_the_layers(tmp_path: Path):
     }
     for family, windows in expected.items():
         make_checkpoint(family, tmp_path / family)
-        loaded = load_model(tmp_path / family, LoadWishes(num_threads=1, model_impl="transformers"))
+        loaded = load_model(tmp_path / family, LoadOptions(num_threads=1, model_impl="transformers"))
         assert [shape.window for shape in loaded.facts.kv_shapes] == windows
 
 
@@ -152,7 +152,7 @@ def test_kinds_of_layers_that_attention_cannot_serve_are_refused_unread(tmp_path
     config.save_pretrained(tmp_path)
     name = type(config).__name__.removesuffix("TextConfig").removesuffix("Config")
     with pytest.raises(UnsupportedModel, match=f"{name}.* has layers of kind {kinds}"):
-        load_model(tmp_path, LoadWishes(num_threads=1))
+        load_model(tmp_path, LoadOptions(num_threads=1))
 
 
 @pytest.mark.parametrize(
@@ -174,4 +174,4 @@ def test_kinds_of_layers_that_attention_cannot_serve_are_refused_unread(tmp_path
 def test_models_that_would_run_wrongly_are_refused_by_name(tmp_path: Path, family: str, reason: str):
     make_checkpoint(family, tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):
-        load_model(tmp_path, LoadWishes(num_threads=1))
+        load_model(tmp_path, LoadOptions(num_threads=1))

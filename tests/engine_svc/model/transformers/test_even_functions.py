@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.loading.loader import LoadWishes, load_model
+from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.transformers import model as transformers_model
 from engine_svc.model.transformers.batch_invariance import even_out, evenly
 from tests.engine_svc.model.checkpoints import make_checkpoint
@@ -110,18 +110,18 @@ def test_a_function_in_place_stays_in_place():
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma4"])
 def test_models_with_narrow_gates_are_deterministic_by_it(family, tmp_path, monkeypatch):
     make_checkpoint(family, tmp_path)
-    wishes = LoadWishes(num_threads=1, is_deterministic=True)
-    assert load_model(tmp_path, wishes).road == "transformers"
+    options = LoadOptions(num_threads=1, is_deterministic=True)
+    assert load_model(tmp_path, options).implementation == "transformers"
     monkeypatch.setattr(transformers_model, "even_out", lambda *_: 0)
     with pytest.raises(UnsupportedModel, match=r"deterministic is on.*ForCausalLM"):
-        load_model(tmp_path, wishes)
+        load_model(tmp_path, options)
 
 
 def test_a_model_whose_products_depend_on_the_batch_is_refused_or_warned_of(tmp_path, caplog):
     make_checkpoint("longcat_flash", tmp_path)
     for is_deterministic in (None, False):
         caplog.clear()
-        load_model(tmp_path, LoadWishes(num_threads=1, is_deterministic=is_deterministic))
+        load_model(tmp_path, LoadOptions(num_threads=1, is_deterministic=is_deterministic))
         assert ("may differ by rounding" in caplog.text) is (is_deterministic is None)
     with pytest.raises(UnsupportedModel, match=r"deterministic is on.*LongcatFlashForCausalLM: choose auto"):
-        load_model(tmp_path, LoadWishes(num_threads=1, is_deterministic=True))
+        load_model(tmp_path, LoadOptions(num_threads=1, is_deterministic=True))

@@ -54,7 +54,7 @@ def test_windows_are_learnt_however_much_longer_than_the_sample(llama, window):
 
 
 def _with_mask(
-    model: nn.Module, make: Callable[..., torch.Tensor | None], **wishes: object
+    model: nn.Module, make: Callable[..., torch.Tensor | None], **arguments: object
 ) -> Callable[..., object]:
     """The forward of a Llama with this mask, of which its attention layers say nothing."""
     forward = model.forward
@@ -62,7 +62,11 @@ def _with_mask(
     def masked(input_ids=None, inputs_embeds=None, **options):
         embeddings = model.embed_tokens(input_ids)
         options["attention_mask"] = make(
-            config=model.config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, **wishes
+            config=model.config,
+            inputs_embeds=embeddings,
+            attention_mask=None,
+            past_key_values=None,
+            **arguments,
         )
         return forward(inputs_embeds=embeddings, **options)
 

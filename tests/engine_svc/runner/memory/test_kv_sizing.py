@@ -10,13 +10,13 @@ import torch
 
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.runner.memory.free_memory import free_host_memory
-from engine_svc.runner.memory.kv_sizing import FreeMemory, KVWishes, fit_max_model_len, size_kv_cache
+from engine_svc.runner.memory.kv_sizing import FreeMemory, KVCacheOptions, fit_max_model_len, size_kv_cache
 from engine_svc.runner.memory.kv_tensors import (
     KVCapacityError,
     KVSizing,
     KVTensors,
+    assign_layers,
     bytes_per_block,
-    place_layers,
 )
 
 # 3 layers of 2 heads with 8 + 8 values, 16 tokens a block, 2 bytes each.
@@ -24,14 +24,14 @@ BYTES_PER_BLOCK = 3 * 2 * 16 * 16 * 2
 FREE = FreeMemory(1 << 20, "25% of 4 MiB free memory")
 
 
-def wishes_of(**wishes: int) -> KVWishes:
-    return KVWishes(**{"block_size": 16, "max_num_seqs": 10, "max_num_batched_tokens": 32, **wishes})
+def options_of(**options: int) -> KVCacheOptions:
+    return KVCacheOptions(**{"block_size": 16, "max_num_seqs": 10, "max_num_batched_tokens": 32, **options})
 
 
 def size(
-    facts: ModelFacts | None = None, *, max_model_len: int = 64, free: FreeMemory = FREE, **wishes: int
+    facts: ModelFacts | None = None, *, max_model_len: int = 64, free: FreeMemory = FREE, **options: int
 ) -> KVSizing:
-    return size_kv_cache(facts or facts_of(), wishes_of(**wishes), max_model_len=max_model_len, free=free)
+    return size_kv_cache(facts or facts_of(), options_of(**options), max_model_len=max_model_len, free=free)
 
 
 def test_bytes_of_a_block_are_those_of_all_layers():
@@ -91,23 +91,23 @@ def test_memory_for_not_even_one_block_is_refused_without_advice_that_cannot_hel
 def test_63_eight_gib_hold_one_request_of_16384_tokens_and_not_a_byte_less():
     # 32 layers of 32 heads of 128, fp16: 8 MiB a block of 16 tokens.
     large = facts_of(*(KVShape(32, 128, 128),) * 32, dtype="float16")
-    wishes = {"max_model_len": 16_384, "max_num_seqs": 8}
-    assert size(large, kv_cache_memory=8 << 30, **wishes).num_blocks == 1024
+    options = {"max_model_len": 16_384, "max_num_seqs": 8}
+    assert size(large, kv_cache_memory=8 << 30, **options).num_blocks == 1024
     with pytest.raises(KVCapacityError):
-        size(large, kv_cache_memory=(8 << 30) - 1, **wishes)
+        size(large, kv_cache_memory=(8 << 30) - 1, **options)
     # One and a half requests of full length.
-    assert size(large, kv_cache_memory=12 << 30, **wishes).num_blocks == 1536
+    assert size(large, kv_cache_memory=12 << 30, **options).num_blocks == 1536
 
 
 def test_the_longest_sequence_is_fitted_to_the_memory_with_a_warning_that_names_the_numbers(caplog):
     caplog.set_level(logging.WARNING)
-    assert fit_max_model_len(facts_of(), wishes_of(num_kv_blocks=10), FREE) == 160
+    assert fit_max_model_len(facts_of(), options_of(num_kv_blocks=10), FREE) == 160
     assert "max_model_len is 160 instead of the model's 4096: num_kv_blocks is 10" in caplog.text
     caplog.clear()
-    assert fit_max_model_len(facts_of(), wishes_of(num_kv_blocks=256), FREE) == 4096
+    assert fit_max_model_len(facts_of(), options_of(num_kv_blocks=256), FREE) == 4096
     assert caplog.text == ""
     with pytest.raises(KVCapacityError, match="hold 0 blocks, too few for any request"):
-        fit_max_model_len(facts_of(), wishes_of(), FreeMemory(100, "25% of 0 MiB free memory"))
+        fit_max_model_len(facts_of(), options_of(), FreeMemory(100, "25% of 0 MiB free memory"))
 
 
 def test_a_window_needs_no_more_blocks_than_it_and_the_step_cover():
@@ -208,7 +208,7 @@ def test_layers_of_one_group_have_memory_of_their_own_and_those_of_different_gro
 
 
 def test_shapes_that_differ_never_share_memory():
-    counts, places = place_layers(
+    counts, places = assign_layers(
         (KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, window=5)),
         facts_of(KVShape(4, 8, 8), KVShape(2, 8, 8, window=5), KVShape(2, 8, 8, window=5)).groups,
     )

@@ -68,7 +68,7 @@ def test_an_installed_package_may_offer_a_policy():
 
 
 @pytest.mark.usefixtures("plugin")
-def test_nobody_can_take_the_name_of_one_of_ours():
+def test_a_plugin_cannot_take_a_built_in_name():
     stage = Stage(policy="fcfs", max_num_seqs=2)
     stage.add(*(request(name, 8) for name in "abc"))
     assert stage.step().request_ids == ["a", "b"]

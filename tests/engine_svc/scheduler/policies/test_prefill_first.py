@@ -82,7 +82,7 @@ def test_without_decodes_prompts_have_the_whole_step():
     assert granted(stage.step()) == {"b": 5, "a": 1}
 
 
-def test_without_prompts_and_nobody_waiting_decodes_have_the_whole_step():
+def test_without_prompts_or_waiting_requests_decodes_have_the_whole_step():
     stage = _stage()
     stage.add(*(request(f"r{index}", 1) for index in range(9)))
     stage.step()
@@ -173,7 +173,7 @@ def test_a_turn_that_begins_is_a_prompt_again():
     assert granted(stage.step()) == {"a": 2, "decode": 1}
 
 
-def test_nobody_starves_whoever_comes():
+def test_no_request_starves_under_new_arrivals():
     stage = _stage(prefill_share=0.9, max_num_seqs=4)
     first = request("first", 3, max_tokens=8)
     stage.add(first)

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc.aio import EOF
+from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
-from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_adoptable, output_request_id
+from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_resumable, output_request_id
 from frontend_svc.engines.connection.client import EngineState
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.preprocess import Prepared
@@ -283,7 +283,7 @@ async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features):
     assert bool(engine.num_asked_adoptions) == bool(features)
 
 
-async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
+async def test_a_client_that_does_not_report_what_it_has_received_cannot_resume_elsewhere():
     async with serving_one() as (engine, client, _):
         request = inference_pb2.ResumeRequest(resume_token="0" * 32, last_position=2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -293,7 +293,7 @@ async def test_who_does_not_say_what_it_has_got_cannot_go_on_elsewhere():
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "num_characters"])
-async def test_who_says_it_has_more_than_there_is_is_told_so(name):
+async def test_a_client_that_claims_more_than_there_is_gets_an_error(name):
     async with serving_one() as (engine, client, _):
         async with doomed(engine) as first:
             call = first.client.generate(orphan_grace_ms=GRACE_MS)
@@ -341,7 +341,7 @@ async def test_a_stop_string_behind_the_death_ends_the_output_here_and_in_the_en
     assert rest[-1].finished.stop_match.string == "the"
 
 
-async def test_engines_are_told_what_another_frontend_needs_and_no_prompt():
+async def test_engines_are_sent_what_another_frontend_needs_and_no_prompt():
     async with serving_one() as (engine, client, _):
         call = client.generate("a secret", orphan_grace_ms=1234, n=2, truncate_prompt_tokens=2)
         first, second = await engine.wait_for_requests(2)
@@ -368,7 +368,7 @@ def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(too_much):
     tensors = (WireTensor(tensor_pb2.Tensor(), b""),) if too_much == "embeddings" else ()
     prepared = Prepared([add_pb2.AddEntry()], [5], tensors)
     request = make_request(job_id="" if tensors else too_much, orphan_grace_ms=GRACE_MS)
-    make_adoptable(prepared, request, "mine", "0" * 32)
+    make_resumable(prepared, request, "mine", "0" * 32)
     (entry,) = prepared.entries
     assert (entry.request_id, entry.resume_state) == (output_request_id("0" * 32, 0), b"")
     assert not entry.HasField("orphan_grace_ms")
@@ -384,7 +384,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_frontend_that_has_just_begun_looks_until_it_has_heard_of_its_engines():
+async def test_a_frontend_that_has_just_begun_looks_until_it_knows_its_engines():
     engine = FakeEngine()
     async with serving(engine):
         async with doomed(engine) as first:

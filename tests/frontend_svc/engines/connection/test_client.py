@@ -108,8 +108,8 @@ async def test_steps_of_many_rows_reach_every_request_in_order():
         engine.step(
             {request: [row + 2] for row, request in enumerate(requests)}, finished=ends, step_number=3
         )
-        told = [ids for _, _, ids, _ in await asyncio.gather(*calls)]
-    assert sorted(told) == [[row, row + 1, row + 2] for row in range(len(calls))]
+        found = [ids for _, _, ids, _ in await asyncio.gather(*calls)]
+    assert sorted(found) == [[row, row + 1, row + 2] for row in range(len(calls))]
 
 
 async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_and_in_order():
@@ -206,7 +206,7 @@ async def test_files_are_fetched_once_for_all_engines_and_sessions():
     await first.start()
     async with serving(first, start_engines=False) as (client, frontend):
         await second.start()
-        frontend.directory.tell("more", [second.address])
+        frontend.directory.set_addresses("more", [second.address])
         await second.wait(lambda: bool(second.sessions))
         async with asyncio.timeout(WAIT_S):
             while (await client.model.GetModel(model_pb2.GetModelRequest())).model.num_engines < 2:
@@ -291,16 +291,16 @@ async def test_an_operator_sees_why_an_engine_is_not_used_and_it_is_logged_once(
     newer = FakeEngine(schema_revision=2, min_peer_revision=2)
     await newer.start()
     async with serving(FakeEngine(dp_rank=1)) as (client, frontend):
-        frontend.directory.tell("configuration too", [newer.address])
+        frontend.directory.set_addresses("configuration too", [newer.address])
         async with asyncio.timeout(WAIT_S):
             while f"engine.{newer.address}.down_reason" not in frontend.status():
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         reason = frontend.status()[f"engine.{newer.address}.down_reason"]
         assert "engine has contract revision 2, this frontend 1" in str(reason)
-        told = [
+        found = [
             record for record in caplog.records if "contract revision 2" in str(vars(record).get("reason"))
         ]
-        assert [record.levelname for record in told] == ["WARNING"]
+        assert [record.levelname for record in found] == ["WARNING"]
     await newer.kill()
 
 
@@ -329,7 +329,7 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
     await engine.kill()
 
 
-class _Untold:
+class _PendingRequest:
     """A request of which nothing came yet, until it is told that its engine is lost."""
 
     wants_logprobs = False
@@ -351,7 +351,7 @@ async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
 
         async def add_in_every_turn() -> None:
             while client.state is EngineState.READY:
-                requests.append(_Untold())
+                requests.append(_PendingRequest())
                 client.add([add_pb2.AddEntry(request_id=str(len(requests)))], requests[-1:])
                 await asyncio.sleep(0)
 
@@ -399,7 +399,7 @@ async def _lose_a_message(engine: FakeEngine) -> None:
     engine.sessions[0].skip()
 
 
-async def _say_nonsense(engine: FakeEngine) -> None:
+async def _send_nonsense(engine: FakeEngine) -> None:
     engine.sessions[0].send(step=step_pb2.Step(handles=b"xyz"))
 
 
@@ -418,7 +418,7 @@ async def _die(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [_restart, _fall_silent, _lose_a_message, _say_nonsense, _offer_other_files, _leave, _die],
+    [_restart, _fall_silent, _lose_a_message, _send_nonsense, _offer_other_files, _leave, _die],
     ids=lambda end: end.__name__,
 )
 async def test_a_lost_stream_leaves_no_connection_behind(end):

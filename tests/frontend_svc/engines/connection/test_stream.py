@@ -7,10 +7,10 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from grpc.aio import EOF
+from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
-from frontend_svc.engines.connection.client import UnreadReady
-from frontend_svc.engines.connection.connection import ReconnectPause
+from frontend_svc.engines.connection.client import ReadyMailbox
+from frontend_svc.engines.connection.connection import ReconnectBackoff
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
@@ -34,7 +34,7 @@ class FakeCall:
 
     def __init__(self, error: ServiceError | None = None) -> None:
         self.error = error
-        self.acks_told: asyncio.Queue[int] = asyncio.Queue()
+        self.received_acks: asyncio.Queue[int] = asyncio.Queue()
         self.incoming: asyncio.Queue[object] = asyncio.Queue()
         self.num_reads = 0
         self.is_broken = asyncio.Event()
@@ -43,7 +43,7 @@ class FakeCall:
         if self.is_broken.is_set():
             raise asyncio.InvalidStateError("the call is over")
         if message.HasField("ack"):
-            self.acks_told.put_nowait(message.ack.last_seq)
+            self.received_acks.put_nowait(message.ack.last_seq)
 
     async def read(self) -> object:
         self.num_reads += 1
@@ -79,15 +79,15 @@ class Taker:
     """Takes messages in two turns, of which the second waits for `may_go_on`."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.may_go_on = asyncio.Event()
         self.has_begun = asyncio.Event()
 
     async def take(self, message: engine_pb2.ConnectResponse) -> None:
-        self.told.append(f"{message.seq} begins")
+        self.events.append(f"{message.seq} begins")
         self.has_begun.set()
         await self.may_go_on.wait()
-        self.told.append(f"{message.seq} ends")
+        self.events.append(f"{message.seq} ends")
 
 
 async def opened_stream(call: FakeCall, **ack: int) -> EngineStream:
@@ -108,11 +108,11 @@ async def test_the_next_message_waits_until_one_is_taken_whole():
     num_reads = call.num_reads
     for _ in range(10):
         await asyncio.sleep(0)
-    assert (call.num_reads, taker.told) == (num_reads, ["1 begins"])
+    assert (call.num_reads, taker.events) == (num_reads, ["1 begins"])
     taker.may_go_on.set()
     with pytest.raises(StreamLost, match="UNAVAILABLE: gone"):
         await running
-    assert taker.told == ["1 begins", "1 ends", "2 begins", "2 ends"]
+    assert taker.events == ["1 begins", "1 ends", "2 begins", "2 ends"]
 
 
 async def test_a_message_is_taken_to_its_end_though_the_stream_is_left_meanwhile_and_none_after_it():
@@ -127,12 +127,12 @@ async def test_a_message_is_taken_to_its_end_though_the_stream_is_left_meanwhile
     taker.may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert taker.told == ["1 begins", "1 ends"]
+    assert taker.events == ["1 begins", "1 ends"]
     # Another stream goes on behind it: no more and no less than this was handled.
     assert stream.last_seq == 1
 
 
-async def test_what_the_engine_has_said_is_heard_though_nothing_can_be_written_any_more():
+async def test_messages_of_the_engine_are_received_though_nothing_can_be_written_any_more():
     call, taker = FakeCall(Unavailable("left", reason="ENGINE_DRAINED")), Taker()
     stream = await opened_stream(call)
     running = asyncio.ensure_future(stream.run(taker.take))
@@ -145,7 +145,7 @@ async def test_what_the_engine_has_said_is_heard_though_nothing_can_be_written_a
     call.incoming.put_nowait(EOF)
     with pytest.raises(StreamLost) as caught:
         await running
-    assert taker.told == ["1 begins", "1 ends", "2 begins", "2 ends"]
+    assert taker.events == ["1 begins", "1 ends", "2 begins", "2 ends"]
     assert (caught.value.end, stream.last_seq) == (StreamEnd.LEFT, 2)
 
 
@@ -154,10 +154,10 @@ async def test_only_what_was_handled_whole_is_acknowledged():
     stream = await opened_stream(call, ack_interval_messages=1)
     running = asyncio.ensure_future(stream.run(taker.take))
     await taker.has_begun.wait()
-    assert call.acks_told.empty()
+    assert call.received_acks.empty()
     taker.may_go_on.set()
     async with asyncio.timeout(10):
-        assert [await call.acks_told.get(), await call.acks_told.get()] == [1, 2]
+        assert [await call.received_acks.get(), await call.received_acks.get()] == [1, 2]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -173,7 +173,7 @@ async def test_much_is_acknowledged_at_once_however_few_messages_it_came_in():
         call.incoming.put_nowait(engine_pb2.ConnectResponse(seq=seq, dead=dead))
     running = asyncio.ensure_future(stream.run(taker.take))
     async with asyncio.timeout(10):
-        assert [await call.acks_told.get(), await call.acks_told.get()] == [4, 6]
+        assert [await call.received_acks.get(), await call.received_acks.get()] == [4, 6]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -189,7 +189,7 @@ async def test_a_stream_of_a_resumed_session_goes_on_behind_what_was_handled():
     await stream.open(session_pb2.Hello())
     with pytest.raises(StreamLost, match="gone"):
         await stream.run(taker.take)
-    assert (taker.told, stream.last_seq) == (["8 begins", "8 ends"], 8)
+    assert (taker.events, stream.last_seq) == (["8 begins", "8 ends"], 8)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ async def test_how_a_stream_ends_says_what_becomes_of_its_requests(error, end):
     assert caught.value.end is end
 
 
-async def test_who_does_not_answer_a_hello_in_time_is_silent():
+async def test_an_engine_that_does_not_answer_a_hello_in_time_is_silent():
     stream = EngineStream(FakeStub(FakeCall()), FakeClock(), waits=False)  # type: ignore[arg-type]
     with pytest.raises(StreamLost, match=r"no hello_ack within 0\.01 s") as caught:
         await stream.open(session_pb2.Hello(), limit_s=0.01)
@@ -243,7 +243,7 @@ async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_st
     engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(PartingServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    told = []
+    events = []
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
         stream = EngineStream(stub, MonotonicClock())
@@ -254,13 +254,13 @@ async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_st
             # and so is what was written before this.
             for _ in range(2):
                 await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
-            told.append(message.seq)
+            events.append(message.seq)
             stream.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=message.seq)))
 
         with pytest.raises(StreamLost, match="left") as caught:
             await stream.run(take)
     await server.stop(None)
-    assert told == list(range(1, 11))
+    assert events == list(range(1, 11))
     assert caught.value.end is StreamEnd.LEFT
 
 
@@ -303,30 +303,30 @@ OLD, NEW = session_pb2.Ready(model_name="old"), session_pb2.Ready(model_name="ne
 
 
 async def test_it_is_there_until_it_was_read():
-    unread = UnreadReady()
-    unread.put(OLD)
-    assert [await unread.get(), await unread.get()] == [OLD, OLD]
-    unread.note_read(OLD)
-    waiting = asyncio.ensure_future(unread.get())
+    mailbox = ReadyMailbox()
+    mailbox.put(OLD)
+    assert [await mailbox.get(), await mailbox.get()] == [OLD, OLD]
+    mailbox.note_read(OLD)
+    waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     assert not waiting.done()
-    unread.put(NEW)
+    mailbox.put(NEW)
     assert await waiting is NEW
 
 
 async def test_what_comes_while_another_is_read_is_read_next():
-    unread = UnreadReady()
-    unread.put(OLD)
-    unread.put(NEW)
-    unread.note_read(OLD)
-    assert await unread.get() is NEW
+    mailbox = ReadyMailbox()
+    mailbox.put(OLD)
+    mailbox.put(NEW)
+    mailbox.note_read(OLD)
+    assert await mailbox.get() is NEW
 
 
 async def test_the_end_of_a_session_takes_it_away():
-    unread = UnreadReady()
-    unread.put(OLD)
-    unread.forget()
-    waiting = asyncio.ensure_future(unread.get())
+    mailbox = ReadyMailbox()
+    mailbox.put(OLD)
+    mailbox.forget()
+    waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
@@ -337,38 +337,38 @@ async def test_the_end_of_a_session_takes_it_away():
 
 def test_an_engine_that_breaks_as_soon_as_it_is_ready_is_dialled_ever_more_slowly():
     clock = FakeClock()
-    pause = ReconnectPause(clock)
-    pauses = []
+    backoff = ReconnectBackoff(clock)
+    delays = []
     for _ in range(6):
-        pause.note_ready()
+        backoff.note_ready()
         clock.advance(0.2)
-        pauses.append(pause.after(StreamEnd.BROKEN))
-    assert pauses[0] <= 0.2
-    assert all(0.5 <= one <= 1.0 for one in pauses[3:])
+        delays.append(backoff.after(StreamEnd.BROKEN))
+    assert delays[0] <= 0.2
+    assert all(0.5 <= one <= 1.0 for one in delays[3:])
 
 
 def test_an_engine_that_was_in_use_for_a_while_is_dialled_at_once():
     clock = FakeClock()
-    pause = ReconnectPause(clock)
+    backoff = ReconnectBackoff(clock)
     for _ in range(6):
-        pause.after(StreamEnd.REFUSED)
-    pause.note_ready()
+        backoff.after(StreamEnd.REFUSED)
+    backoff.note_ready()
     clock.advance(1.1)
-    pause.note_ready()
-    assert pause.after(StreamEnd.BROKEN) <= 0.1
+    backoff.note_ready()
+    assert backoff.after(StreamEnd.BROKEN) <= 0.1
 
 
 def test_time_without_a_connection_is_no_use():
     clock = FakeClock()
-    pause = ReconnectPause(clock)
+    backoff = ReconnectBackoff(clock)
     for _ in range(6):
         clock.advance(60.0)
-        pause.after(StreamEnd.REFUSED)
-    assert pause.after(StreamEnd.REFUSED) >= 0.5
+        backoff.after(StreamEnd.REFUSED)
+    assert backoff.after(StreamEnd.REFUSED) >= 0.5
 
 
 def test_an_engine_of_another_version_is_asked_rarely():
-    assert ReconnectPause(FakeClock()).after(StreamEnd.INCOMPATIBLE) >= 2.5
+    assert ReconnectBackoff(FakeClock()).after(StreamEnd.INCOMPATIBLE) >= 2.5
 
 
 # When an engine's loop is taken to hang.
@@ -420,10 +420,10 @@ def test_steps_that_came_as_one_count_each():
     assert watch.limit_s() == 5.0
 
 
-def test_a_hang_is_told_once_and_ends_with_the_step():
+def test_a_hang_is_reported_once_and_ends_with_the_step():
     watch = watch_of(0.01)
-    assert watch.hear(heartbeat(6.0, step_number=7)) == 6.0
-    assert watch.hear(heartbeat(6.5, step_number=7)) is None
+    assert watch.observe(heartbeat(6.0, step_number=7)) == 6.0
+    assert watch.observe(heartbeat(6.5, step_number=7)) is None
     assert watch.hung_step == 7
-    assert watch.hear(heartbeat(0.1, step_number=8)) is None
+    assert watch.observe(heartbeat(0.1, step_number=8)) is None
     assert watch.hung_step is None

@@ -54,7 +54,7 @@ def test_what_has_become_of_ours_since_the_report_is_taken_from_it():
     assert (info.num_requests, info.num_queued_tokens) == (2, 35)
 
 
-def test_the_newest_step_wins_whoever_tells_it():
+def test_the_newest_step_wins_whatever_its_source():
     account = EngineAccount("h:1")
     for report, is_direct, is_taken in (
         (LoadReport(7, 5, 1), True, True),
@@ -95,7 +95,7 @@ def test_reports_of_an_earlier_process_end_with_it():
     assert account.report(LoadReport(9, 1, num_running=1), is_direct=False)
 
 
-def test_an_unreported_engine_weighs_by_our_own_requests_unless_it_tells_itself():
+def test_an_unreported_engine_weighs_by_our_own_requests_unless_it_reports_itself():
     relayed, direct = EngineAccount("h:1"), EngineAccount("h:2")
     for account, is_direct in ((relayed, False), (direct, True)):
         account.send(1, 10)

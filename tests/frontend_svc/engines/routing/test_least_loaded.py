@@ -115,9 +115,9 @@ def test_blocks_are_scarce_for_a_long_prompt_first():
     assert kv_aware(engines, RoutingRequest(num_prompt_tokens=3000), 0).address == "roomy"
 
 
-def test_an_engine_that_tells_no_blocks_is_taken_to_have_enough():
-    untold = EngineInfo("untold", num_running=3, num_used_blocks=7)
-    assert work(untold, ANY) == work(engine("told", 0, 3), ANY)
+def test_an_engine_that_reports_no_blocks_is_taken_to_have_enough():
+    without_blocks = EngineInfo("untold", num_running=3, num_used_blocks=7)
+    assert work(without_blocks, ANY) == work(engine("told", 0, 3), ANY)
 
 
 def test_round_robin_goes_round():
@@ -165,9 +165,9 @@ def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
         running[turn] = at
         # The first engine is three times slower to end what it has.
         if turn % 3 == 2:
-            for handle, place in list(running.items()):
-                if place or turn % 9 == 8:
-                    accounts[place].end(handle)
+            for handle, engine_index in list(running.items()):
+                if engine_index or turn % 9 == 8:
+                    accounts[engine_index].end(handle)
                     del running[handle]
         counts = [account.num_in_flight for account in accounts]
         assert max(counts) - min(counts) <= 4
@@ -303,7 +303,7 @@ def test_frontends_of_one_host_begin_at_engines_of_their_own():
     assert firsts == set(ENGINE_IDS)
 
 
-def test_a_policy_that_nobody_offers_is_refused_with_those_there_are():
+def test_an_unknown_policy_is_refused_with_the_list_of_known_ones():
     with pytest.raises(ValueError, match=r"routing_policy is 'fastest'.*kv-aware, load, p2c"):
         find_policy("fastest")
 

@@ -90,7 +90,7 @@ def render(source: str, conversation: dict[str, object], *, max_chars: int = 100
     return template(source).render(conversation, max_chars=max_chars)
 
 
-def say(source: str, content: object = "hi", **more: object) -> str:
+def render_message(source: str, content: object = "hi", **more: object) -> str:
     return render(source, {"messages": [{"role": "user", "content": content}], **more})
 
 
@@ -176,29 +176,29 @@ LOOPS_BY_A_NAME = (
     ],
 )
 def test_content_comes_as_the_template_reads_it(source, content, prompt):
-    assert say(source, content) == prompt
+    assert render_message(source, content) == prompt
 
 
 def test_parts_that_are_no_text_are_for_templates_that_go_through_parts():
     picture = [{"type": "image"}, *PARTS]
     assert (
-        say("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", picture)
+        render_message("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", picture)
         == "image text text "
     )
     with pytest.raises(TextRefused, match="message 0 has more than text"):
-        say("{{ messages[0].content }}", picture)
+        render_message("{{ messages[0].content }}", picture)
 
 
 def test_the_last_part_of_text_is_what_is_continued():
     source = LOOPS_ALWAYS + "<end>"
-    assert say(source, PARTS, continue_final_message=True) == "[one][two"
+    assert render_message(source, PARTS, continue_final_message=True) == "[one][two"
 
 
 def test_continuing_and_opening_an_answer_exclude_each_other():
     with pytest.raises(TextRefused, match="exclude each other"):
-        say("x", continue_final_message=True, add_generation_prompt=True)
+        render_message("x", continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(TextRefused, match="does not show the last message"):
-        say("{{ messages[0].content|upper }}", continue_final_message=True)
+        render_message("{{ messages[0].content|upper }}", continue_final_message=True)
 
 
 def test_templates_have_names_and_that_for_tools_is_used_with_tools():
@@ -228,14 +228,14 @@ def test_special_tokens_are_texts_or_objects():
     assert read_special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
 
 
-def test_a_client_s_own_template_is_used_in_place_of_the_model_s():
-    assert say("mine", chat_template="{{ messages[0].content }}") == "hi"
+def test_a_client_s_own_template_is_used_instead_of_the_model_s():
+    assert render_message("mine", chat_template="{{ messages[0].content }}") == "hi"
 
 
 def test_arguments_reach_the_template_but_do_not_change_the_conversation():
-    assert say("{{ colour }}", arguments={"colour": "red"}) == "red"
+    assert render_message("{{ colour }}", arguments={"colour": "red"}) == "red"
     with pytest.raises(TextRefused, match="must not be named messages"):
-        say("{{ colour }}", arguments={"messages": []})
+        render_message("{{ colour }}", arguments={"messages": []})
 
 
 def test_chatml_without_a_template():
@@ -288,12 +288,12 @@ def test_without_a_template_tools_are_refused(fallback, kind):
 )
 def test_what_leaves_the_sandbox_or_goes_wrong_is_refused(source):
     with pytest.raises(TextRefused):
-        say(source)
+        render_message(source)
 
 
 def test_size_of_templates_and_of_prompts_is_limited():
     with pytest.raises(TextRefused, match=rf"must have at most {MAX_TEMPLATE_CHARS}"):
-        say("x" * (MAX_TEMPLATE_CHARS + 1))
+        render_message("x" * (MAX_TEMPLATE_CHARS + 1))
     assert render("xxxx", {"messages": ASKED}, max_chars=4) == "xxxx"
     with pytest.raises(TextRefused, match="more than 3 characters"):
         render("xxxx", {"messages": ASKED}, max_chars=3)
@@ -312,7 +312,7 @@ CHARS, JSON_CHARS = conversation.MAX_CHARS, conversation.MAX_JSON_CHARS
 NOTHING = chat_message_pb2.ChatMessage()
 
 
-def said(**fields) -> dict[str, object]:
+def fields_of(**fields) -> dict[str, object]:
     return {"messages": [{"role": ROLE, **fields}]}
 
 
@@ -331,41 +331,41 @@ def breaches(**fields) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "told"),
+    ("fields", "field", "message"),
     [
         # Each entry would be a breach of its own.
         ({"messages": [NOTHING] * 4097}, "messages", "has 4097 messages, must have 1..4096"),
         ({"messages": [NOTHING], "tools": [{}] * 129}, "tools", "has 129 tools, must have at most 128"),
-        (said(parts=[{}] * 16_385), "messages", "has 16385 parts, must have at most 16384"),
-        (said(tool_calls=[{}] * 16_385), "messages", "has 16385 tool calls, must have at most 16384"),
-        (said(parts=[{"text": "x" * (CHARS + 1)}]), "messages", f"has {CHARS + 1} characters, must"),
-        (said(reasoning="x" * (CHARS + 1)), "messages", f"has {CHARS + 1} characters, must"),
+        (fields_of(parts=[{}] * 16_385), "messages", "has 16385 parts, must have at most 16384"),
+        (fields_of(tool_calls=[{}] * 16_385), "messages", "has 16385 tool calls, must have at most 16384"),
+        (fields_of(parts=[{"text": "x" * (CHARS + 1)}]), "messages", f"has {CHARS + 1} characters, must"),
+        (fields_of(reasoning="x" * (CHARS + 1)), "messages", f"has {CHARS + 1} characters, must"),
         (
-            said(tool_calls=[{"arguments_json": "["}] * 2 + [{"arguments_json": "x" * 2**20}]),
+            fields_of(tool_calls=[{"arguments_json": "["}] * 2 + [{"arguments_json": "x" * 2**20}]),
             "messages",
             f"has {2**20 + 2} characters of JSON, must have at most {2**20}",
         ),
         (
-            said() | {"tools": [{"parameters_json_schema": "x" * JSON_CHARS}] * 2},
+            fields_of() | {"tools": [{"parameters_json_schema": "x" * JSON_CHARS}] * 2},
             "tools",
             f"has {2 * JSON_CHARS} characters of JSON, must have at most {JSON_CHARS}",
         ),
         (
-            said() | {"template_options": {"arguments_json": "[" * (JSON_CHARS + 1)}},
+            fields_of() | {"template_options": {"arguments_json": "[" * (JSON_CHARS + 1)}},
             "template_options.arguments_json",
             f"has {JSON_CHARS + 1} characters, must have at most {JSON_CHARS}",
         ),
     ],
 )
-def test_what_is_too_large_is_told_once(fields, field, told):
+def test_what_is_too_large_is_reported_once(fields, field, message):
     [(found, description)] = breaches(**fields)
     assert found == field
-    assert told in description
+    assert message in description
 
 
 def test_all_of_the_largest_sizes_is_fine():
     text = object_of(JSON_CHARS)
-    request = said(
+    request = fields_of(
         parts=[{"text": "x"}] * 16_384,
         tool_calls=[{"name": "a", "arguments_json": object_of(2**20)}],
         reasoning="x" * (CHARS - 2**20 - 16_384),

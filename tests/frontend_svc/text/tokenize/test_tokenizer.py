@@ -55,12 +55,12 @@ async def test_settings_of_a_tokenizer_file_do_not_cut_prompts(workers):
     assert await tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-async def test_places_are_those_of_the_library(workers):
+async def test_offsets_are_those_of_the_library(workers):
     raw = byte_level_tokenizer()
     tokenizer = tokenizer_over(workers, raw)
     for text in (*SAMPLES, ""):
         expected = raw.encode(text, add_special_tokens=True)
-        encoded = await tokenizer.encode_with_places(text, add_special_tokens=True)
+        encoded = await tokenizer.encode_with_offsets(text, add_special_tokens=True)
         assert encoded.ids == expected.ids
         assert encoded.tokens == expected.tokens
         assert list(zip(encoded.starts, encoded.ends, strict=True)) == expected.offsets
@@ -237,7 +237,7 @@ def test_a_token_that_only_begins_a_character_has_no_text_and_the_one_that_ends_
     assert texts_in_turn(TokenTexts(tokenizer), context, ids) == ["", "", "ﷺ"]
 
 
-def test_two_characters_of_bytes_in_a_row_are_told_apart():
+def test_two_characters_of_bytes_in_a_row_are_separated():
     tokenizer = byte_fallback_tokenizer()
     ids = ids_of(tokenizer, "aﷺ😀")[-7:]
     assert texts_in_turn(TokenTexts(tokenizer), [], ids) == ["", "", "ﷺ", "", "", "", "😀"]

@@ -185,7 +185,7 @@ async def test_work_of_a_worker_that_was_killed_is_done_once_more(make_workers, 
     assert await encode(workers, "x") == [2]
 
 
-async def test_kill_in_the_middle_ends_nobody_else_s_work(make_workers):
+async def test_kill_in_the_middle_ends_no_other_work(make_workers):
     workers = make_workers(2, time_limit_s=WAIT_S)
     slow = files(tokenizer=slow_tokenizer())
     await asyncio.gather(*(encode(workers, "ok", slow) for _ in range(10)))
@@ -251,7 +251,7 @@ async def test_a_worker_left_with_cancelled_work_is_free_after_its_time_limit(ma
 
 
 @pytest.mark.parametrize("command", [("/no/such/program",), (sys.executable, "-c", "pass")])
-async def test_workers_that_cannot_start_are_told_to_clients_once_that_is_clear(make_workers, command):
+async def test_clients_get_an_error_once_it_is_clear_that_workers_cannot_start(make_workers, command):
     workers = make_workers(1, time_limit_s=WAIT_S, command=command, max_wait_s=WAIT_S)
     first = asyncio.create_task(encode(workers, "the cat"))
     async with asyncio.timeout(WAIT_S):
