@@ -58,8 +58,8 @@ _TRANSITIONS: dict[LockstepState, frozenset[LockstepState]] = {
 class WaveMachine:
     """One rank's part in the waves of its group. Belongs to the engine thread.
 
-    The loop asks `may_step` before it plans a step, calls `on_step_launched` for it, and casts the vote that this
-    may return to the other ranks, whose verdict comes back by `take` before anything else is launched.
+    The loop asks `may_step` before it plans a step, and calls `on_step_launched` for it. Where that returns a
+    vote, the loop casts it; the verdict of all ranks comes back by `take` before anything else is launched.
     """
 
     def __init__(self, *, interval: int = VOTE_INTERVAL) -> None:
