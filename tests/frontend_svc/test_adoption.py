@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc.aio import EOF
+from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.adoption import MAX_RESUME_STATE_BYTES, make_adoptable, output_request_id
 from frontend_svc.build import Frontend

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from grpc.aio import EOF
+from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.engines.reconnect_pause import ReconnectPause
 from frontend_svc.engines.session import EngineSession
