@@ -19,7 +19,7 @@ PACKAGES = (
     "launcher",
     "kernels/triptych_kernels",
 )
-OTHERS = ("tests", "benchmarks", "examples")
+OTHERS = ("tests", "benchmarks", "examples", "tools")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from benchmarks.rig import faults as process_faults
 from benchmarks.rig.faults import FaultMissed
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from tests.chaos import faults
-from tests.chaos.fault_plugin import EngineFault
 from tests.chaos.proxy import Direction, TcpProxy
 
 pytestmark = pytest.mark.chaos
@@ -32,21 +31,6 @@ async def test_a_signal_to_no_process_is_an_error(strike, ended: ServiceProcess)
         await strike(ended)
 
 
-async def test_a_process_that_was_not_stopped_cannot_go_on(tmp_path: Path) -> None:
-    async with Fleet(tmp_path) as fleet:
-        process = fleet.add(ServicePlan("coordinator", 0))
-        await fleet.start()
-        with pytest.raises(FaultMissed):
-            await process_faults.resume(process)
-        await process_faults.stop(process)
-        await process_faults.resume(process)
-
-
-async def test_an_engine_without_ranks_has_none_to_kill(ended: ServiceProcess) -> None:
-    with pytest.raises(FaultMissed):
-        await faults.kill_rank(ended)
-
-
 async def test_a_cut_without_connections_is_an_error() -> None:
     async with TcpProxy("127.0.0.1:1") as proxy:
         with pytest.raises(FaultMissed):
@@ -57,11 +41,6 @@ async def test_a_partition_without_traffic_is_an_error() -> None:
     async with TcpProxy("127.0.0.1:1") as proxy:
         with pytest.raises(FaultMissed):
             await faults.partition(proxy, asyncio.sleep(0.01), Direction.IN)
-
-
-async def test_a_plugin_without_its_request_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FaultMissed):
-        await faults.struck(tmp_path, EngineFault.RAISE, limit_s=0.05)
 
 
 async def test_what_is_held_passes_later_and_a_cut_is_a_reset() -> None:

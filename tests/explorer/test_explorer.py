@@ -8,7 +8,7 @@ from tests.explorer.explore import Exploration
 from tests.explorer.moves import describe
 from tests.explorer.system import Setup, System
 from tests.explorer.variants import RACES
-from tests.explorer.walk import walk
+from tests.explorer.walk import walk, wild
 
 CALM = Setup(num_pauses=0, has_slow_reports=True)
 ONE_PAUSES = Setup(num_pauses=1, num_pausers=1)
@@ -31,17 +31,7 @@ def test_every_world_of_two_ranks_keeps_all_promises(setup: Setup) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_walks_keep_all_promises(num_ranks: int) -> None:
-    setup = Setup(
-        num_ranks=num_ranks,
-        num_requests=3,
-        num_pauses=2,
-        num_hints=3,
-        num_crashes=3,
-        interval=2,
-        has_slow_reports=True,
-        has_slow_ends=True,
-    )
-    walks = walk(setup, range(20), num_moves=200)
+    walks = walk(wild(num_ranks), range(20), num_moves=200)
     assert walks.violation is None
 
 

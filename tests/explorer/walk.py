@@ -25,6 +25,20 @@ class Walks:
     violation: Violation | None
 
 
+def wild(num_ranks: int) -> Setup:
+    """Everything may happen, several times."""
+    return Setup(
+        num_ranks=num_ranks,
+        num_requests=3,
+        num_pauses=2,
+        num_hints=3,
+        num_crashes=3,
+        interval=2,
+        has_slow_reports=True,
+        has_slow_ends=True,
+    )
+
+
 def walk(setup: Setup, seeds: range, num_moves: int) -> Walks:
     """Walk once for each seed; what is not kept ends it."""
     system = System(setup)

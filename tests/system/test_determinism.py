@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine_svc.model.loading.loader import LoadedModel
+from tests.engine_svc.model.transformers.core_rig import CoreDriver, load
 from tests.system.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.system.core_driver import CoreDriver, load
 from triptych_kernels.cpu.loader import find_isa
 
 NUM_TOKENS = 24

@@ -17,7 +17,7 @@ from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
 from tests.system.ports import free_port
 from tests.system.slowed_engine import Brake
-from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
+from tests.system.stack import Stack, address_of
 
 pytestmark = pytest.mark.chaos
 
@@ -81,45 +81,3 @@ async def test_a_killed_frontend_leaves_no_blocks_and_affects_no_other_request(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_to_end(call)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_coordinator_killed_and_restarted_under_streams_is_not_noticed(llama: str) -> None:
-    rng = random.Random(6)
-    port = free_port()
-    async with Stack() as stack:
-        coordinator = await stack.start("coordinator", f"--port={port}")
-        known = f"--coordinator=127.0.0.1:{port}"
-        await stack.start("engine", llama, "--port=0", known)
-        frontend = await stack.start("frontend", "--port=0", known)
-        await stack.ready("frontend", frontend)
-        stub = stack.inference(frontend)
-        running = [
-            asyncio.ensure_future(collect(stub, request_of(random_prompt(rng, 20, VOCAB_SIZE), 300)))
-            for _ in range(16)
-        ]
-        await asyncio.wait(running, timeout=0.2)
-        os.kill(coordinator.pid, signal.SIGKILL)
-        await coordinator.wait()
-        during = await collect(stub, request_of(random_prompt(rng, 20, VOCAB_SIZE), 20))
-        again = await stack.start("coordinator", f"--port={port}", index=1)
-        answers = await asyncio.gather(*running)
-        await stack.engines_known(again, 1)
-    assert len(during.token_ids) == 20
-    assert [len(answer.token_ids) for answer in answers] == [300] * 16
-
-
-@pytest.mark.parametrize("service", ["frontend", "engine", "coordinator"])
-async def test_sigterm_lets_the_last_request_finish_and_exits_with_zero(service, llama, tmp_path):
-    brake = Brake(tmp_path)
-    brake.apply()
-    async with Stack(brake.environment) as stack:
-        trio = await stack.start_all(llama)
-        child = {"frontend": trio.frontend, "engine": trio.engine, "coordinator": trio.coordinator}[service]
-        running = asyncio.ensure_future(collect(stack.inference(trio.frontend), request_of("the quick", 300)))
-        await stack.engine(trio.engine).until(lambda stats: stats.num_running == 1)
-        child.terminate()
-        brake.release()
-        answer = await running
-        await asyncio.wait_for(child.wait(), WAIT_LIMIT_S)
-    assert child.ending == f"(pid {child.pid}) exited with code 0"
-    assert len(answer.token_ids) == 300

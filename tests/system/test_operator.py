@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -216,32 +215,6 @@ async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_en
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_an_engine_that_has_lost_its_weights_sleeps_until_it_has_them_again(slow_llama, tmp_path):
-    folder = Path(shutil.copytree(slow_llama, tmp_path / "model"))
-    async with operated(str(folder)) as engine:
-        tasks = engine.streams()
-        await engine.running()
-        await engine.call(pause={"mode": KEEP})
-        file = folder / "model.safetensors"
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-100])
-        calls: list[dict[str, object]] = [
-            {"update_weights": {}},
-            {"wake": {}},
-            {"update_weights": {"path": "/nowhere"}},
-        ]
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await engine.call(**call)
-            assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-            assert await engine.state() == session_pb2.ENGINE_STATE_ASLEEP
-        file.write_bytes(whole)
-        await engine.call(wake={})
-        assert await engine.state() == session_pb2.ENGINE_STATE_PAUSED
-        await engine.call(resume={})
-        await engine.check_undisturbed(tasks)
 
 
 async def ending_of(child: ChildProcess) -> str:

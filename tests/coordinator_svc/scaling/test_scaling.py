@@ -17,7 +17,7 @@ from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.group import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
-from coordinator_svc.scaling.servicer import LEAVE_DEADLINE_S, ScalingServicer
+from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.clock import FakeClock
 from service_kit.errors import (
     Aborted,
@@ -356,26 +356,6 @@ async def test_a_growth_is_watched_from_its_beginning_to_its_end() -> None:
         assert got.operation == shown[-1]
         listed = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=_S)
         assert list(listed.operations) == [got.operation]
-
-
-async def test_a_shrink_drains_the_highest_ranks_and_ends_when_they_are_gone() -> None:
-    async with scaling_service(dense("", 0, 1, 2)) as served, asking(served) as stub:
-        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
-        watching = asyncio.ensure_future(ended(stub, begun.operation_id))
-        for engine_id in ("e1", "e2"):
-            served.engines.move(engine_id, MemberState.GONE)
-        assert (await watching)[-1].state == scaling_pb2.OPERATION_STATE_DONE
-        assert sorted(served.engines.drained) == [("e1", LEAVE_DEADLINE_S), ("e2", LEAVE_DEADLINE_S)]
-
-
-async def test_an_engine_that_refuses_to_drain_fails_the_operation_with_its_reason() -> None:
-    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
-        served.engines.refusals["e1"] = "what is a drain?"
-        begun = (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation
-        [*_, last] = await ended(stub, begun.operation_id)
-        assert last.state == scaling_pb2.OPERATION_STATE_FAILED
-        assert last.error.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
-        assert last.error.message == "engine e1 refuses to drain: what is a drain?"
 
 
 async def test_a_second_operation_is_aborted_with_the_name_of_the_first() -> None:

@@ -106,41 +106,30 @@ def test_everything_reaches_every_rank_with_its_arguments():
         ]
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no such folder"), PermissionError("no such folder")])
-def test_what_no_rank_could_do_is_refused_in_its_words(error):
-    runners = [FakeRunner(refuses=error), FakeRunner(refuses=error)]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(Refused, match="no such folder"):
-        control.reload_weights(Path("/new"))
+_NO_FOLDER, _NO_WEIGHTS = CheckpointError("no such folder"), WeightsLost("no weights")
 
 
-def test_ranks_that_did_not_all_do_it_are_no_engine_any_more():
-    runners = [FakeRunner(), FakeRunner(refuses=CheckpointError("no such folder"))]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(RanksDisagree, match="sleep was done by some ranks, and others say: no such folder"):
-        control.sleep(2)
-
-
-@pytest.mark.parametrize("other", [WeightsLost("no weights"), CheckpointError("no such folder")])
-def test_where_one_rank_has_no_weights_any_more_the_engine_has_none(other):
-    runners = [FakeRunner(refuses=other), FakeRunner(refuses=WeightsLost("no weights"))]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(WeightsLost, match="no weights"):
-        control.reload_weights(Path("/new"))
-
-
-def test_other_weights_in_some_ranks_and_none_in_others_are_no_engine_any_more():
-    runners = [FakeRunner(), FakeRunner(refuses=WeightsLost("no weights"))]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(RanksDisagree, match="others say: no weights"):
-        control.reload_weights(Path("/new"))
-
-
-def test_ranks_that_read_different_weights_are_no_engine_any_more():
-    runners = [FakeRunner(), FakeRunner(digest="third")]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(RanksDisagree, match="the folder changed while they were read"):
-        control.reload_weights()
+@pytest.mark.parametrize(
+    ("ranks", "call", "error", "words"),
+    [
+        # What no rank could do is refused in its words.
+        ([{"refuses": _NO_FOLDER}] * 2, "reload_weights", Refused, "no such folder"),
+        ([{"refuses": PermissionError("no such folder")}] * 2, "reload_weights", Refused, "no such folder"),
+        # Where one rank has no weights any more and none has others, the engine has none.
+        ([{"refuses": _NO_WEIGHTS}] * 2, "reload_weights", WeightsLost, "no weights"),
+        ([{"refuses": _NO_FOLDER}, {"refuses": _NO_WEIGHTS}], "reload_weights", WeightsLost, "no weights"),
+        # Ranks that did not all do it, or read different weights, are no engine any more.
+        ([{}, {"refuses": _NO_FOLDER}], "reload_weights", RanksDisagree, "others say: no such folder"),
+        ([{}, {"refuses": _NO_WEIGHTS}], "reload_weights", RanksDisagree, "others say: no weights"),
+        ([{}, {"digest": "third"}], "reload_weights", RanksDisagree, "changed while they were read"),
+        # A trace that some cannot write ends no engine.
+        ([{}, {"refuses": OSError("no space left")}], "stop_profile", Refused, "no space left"),
+    ],
+)
+def test_what_ranks_answer_decides_what_becomes_of_the_engine(ranks, call, error, words):
+    control = RunnerControl(ManyRanks([runner_calls(FakeRunner(**rank)) for rank in ranks]))
+    with pytest.raises(error, match=words):
+        getattr(control, call)()
 
 
 def test_a_wake_for_which_one_rank_has_no_room_is_refused_and_wakes_the_rest_the_next_time():
@@ -170,13 +159,6 @@ def test_a_profile_that_no_rank_can_begin_leaves_the_one_that_runs():
     with pytest.raises(Refused, match="is recording already"):
         RunnerControl(ranks).start_profile(Path("/traces"), "p")
     assert ranks.called == ["start_profile"]
-
-
-def test_a_profile_that_some_ranks_cannot_write_is_refused_and_ends_no_engine():
-    runners = [FakeRunner(), FakeRunner(refuses=OSError("no space left"))]
-    control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(Refused, match="no space left"):
-        control.stop_profile()
 
 
 def test_memory_that_some_ranks_cannot_tell_is_refused_and_ends_no_engine():

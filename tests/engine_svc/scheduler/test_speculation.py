@@ -10,6 +10,15 @@ from engine_svc.scheduler.stats import DraftStats
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
 
+def test_drafts_may_leave_nothing_for_the_next():
+    stage = Stage(num_speculative_tokens=3, max_num_batched_tokens=4)
+    stage.add(request("a", 2), request("b", 2))
+    for drafts in ([1], [1, 2, 3]):
+        stage.update(stage.schedule(), drafts={"a": drafts})
+    assert granted(stage.schedule()) == {"a": 4}
+    assert stage.scheduler.running_ids == ["a", "b"]
+
+
 def test_drafts_for_who_was_preempted_meanwhile_are_dropped():
     stage = Stage(num_speculative_tokens=2)
     late = request("a", 8)

@@ -125,17 +125,6 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert not (tmp_path / "ready.json").exists()
 
 
-async def test_a_killed_frontend_comes_back_on_its_port_and_the_ready_file_says_so(tmp_path: Path) -> None:
-    ready_file = tmp_path / "ready.json"
-    async with serving(ready_file) as stack:
-        os.kill(stack.pid_of("frontend"), signal.SIGKILL)
-        while json.loads(ready_file.read_text()) == stack.ready:
-            await triptych("health", "--url", stack.url)
-        again = json.loads(ready_file.read_text())
-        assert again["grpc"] == stack.ready["grpc"]
-        assert (await triptych("health", "--url", stack.url)).exit_code == 0
-
-
 async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     async with serving(ready_file) as stack:

@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ class Unread(io.StringIO):
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
+
+
+@contextlib.asynccontextmanager
+async def kept(one: Stack) -> AsyncIterator[None]:
+    """Everything is started, kept running and stopped in the end."""
+    await one.supervisor.start()
+    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    yield
+    keeping.cancel()
+    await one.supervisor.stop()
 
 
 async def test_the_coordinator_starts_first_and_all_get_its_address(tmp_path: Path) -> None:
@@ -92,54 +103,45 @@ async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
 async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(tmp_path, name):
     one = stack(tmp_path)
-    await one.supervisor.start()
-    before = one.supervisor.children[name]
-    address = one.supervisor.address_of(name)
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    os.kill(before.pid, signal.SIGKILL)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    assert one.supervisor.children[name].pid != before.pid
-    assert one.supervisor.address_of(name) == address
-    assert any(
-        f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
-    )
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        before = one.supervisor.children[name]
+        address = one.supervisor.address_of(name)
+        os.kill(before.pid, signal.SIGKILL)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        assert one.supervisor.children[name].pid != before.pid
+        assert one.supervisor.address_of(name) == address
+        assert any(
+            f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
+        )
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1"])
 async def test_a_restart_that_fails_does_not_cost_a_process_its_port(tmp_path: Path, name: str) -> None:
     trap = tmp_path / "trap"
     one = stack(tmp_path, {name: (f"--die-once={trap}",)})
-    await one.supervisor.start()
-    address = one.supervisor.address_of(name)
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    trap.touch()
-    os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    assert not trap.exists()
-    assert one.supervisor.address_of(name) == address
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        address = one.supervisor.address_of(name)
+        trap.touch()
+        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        assert not trap.exists()
+        assert one.supervisor.address_of(name) == address
 
 
 async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_again(tmp_path: Path) -> None:
     one, program = stack_of_a_program_that_may_go(tmp_path)
-    await one.supervisor.start()
-    others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    program.unlink()
-    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-    async with asyncio.timeout(30):
-        while "engine-0 cannot be started: No such file or directory" not in one.reports:
-            one.reported.clear()
-            await one.reported.wait()
-        program.symlink_to(sys.executable)
-        await one.restarted.wait()
-    assert {name: one.supervisor.children[name].pid for name in others} == others
-    assert one.supervisor.children["engine-0"].is_running
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
+        program.unlink()
+        os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while "engine-0 cannot be started: No such file or directory" not in one.reports:
+                one.reported.clear()
+                await one.reported.wait()
+            program.symlink_to(sys.executable)
+            await one.restarted.wait()
+        assert {name: one.supervisor.children[name].pid for name in others} == others
+        assert one.supervisor.children["engine-0"].is_running
 
 
 async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(tmp_path):
@@ -157,16 +159,13 @@ async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_t
 async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_future_address(tmp_path):
     trap = tmp_path / "trap"
     one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
-    await one.supervisor.start()
-    address = one.supervisor.address_of("coordinator-0")
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    trap.touch()
-    for name in ("coordinator-0", "engine-1"):
-        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
-    # Whichever of the two is quicker: it is the engine whose second start is looked at.
-    await one.until("engine-1 READY", num_reports=2)
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        address = one.supervisor.address_of("coordinator-0")
+        trap.touch()
+        for name in ("coordinator-0", "engine-1"):
+            os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+        # Whichever of the two is quicker: it is the engine whose second start is looked at.
+        await one.until("engine-1 READY", num_reports=2)
     starts = [line for line in one.diary.read_text().splitlines() if line.startswith("engine-1 start ")]
     assert len(starts) == 2
     assert all(line.endswith(f"coordinator={address}") for line in starts)
@@ -226,71 +225,59 @@ async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
 
 async def test_engines_that_are_wanted_later_are_started_and_kept_like_the_others(tmp_path: Path) -> None:
     one = stack(tmp_path)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    await asyncio.sleep(0)
-    one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
-    await one.until("engine-2 READY")
-    await one.until("engine-3 READY")
-    assert set(one.asked[:4]) == {
-        (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
-    }
-    assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
-    address = one.supervisor.address_of("engine-3")
-    one.restarted.clear()
-    os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    assert one.supervisor.address_of("engine-3") == address
-    assert len(one.supervisor.children) == 6
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        await asyncio.sleep(0)
+        one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
+        await one.until("engine-2 READY")
+        await one.until("engine-3 READY")
+        assert set(one.asked[:4]) == {
+            (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
+        }
+        assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
+        address = one.supervisor.address_of("engine-3")
+        one.restarted.clear()
+        os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        assert one.supervisor.address_of("engine-3") == address
+        assert len(one.supervisor.children) == 6
 
 
 async def test_no_more_engines_are_started_than_a_machine_is_to_have(tmp_path: Path) -> None:
     one = stack(tmp_path, max_engines=3)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    await asyncio.sleep(0)
-    one.supervisor.want(1000, starts_missing=True)
-    one.supervisor.want(1000, starts_missing=True)
-    await one.until("engine-2 READY")
-    assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
-    assert [report for report in one.reports if "1000" in report] == [
-        "1000 engines are wanted, 3 are the most that are started here"
-    ]
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        await asyncio.sleep(0)
+        one.supervisor.want(1000, starts_missing=True)
+        one.supervisor.want(1000, starts_missing=True)
+        await one.until("engine-2 READY")
+        assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
+        assert [report for report in one.reports if "1000" in report] == [
+            "1000 engines are wanted, 3 are the most that are started here"
+        ]
 
 
 async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(tmp_path):
     one = stack(tmp_path)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    left = one.supervisor.children["engine-1"].pid
-    os.kill(left, signal.SIGTERM)
-    await one.until(f"engine-1 (pid {left}) exited with code 0 and is not started again")
-    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
-    one.supervisor.want(2, starts_missing=False)
-    assert "engine-1" not in one.supervisor.children
-    one.restarted.clear()
-    one.supervisor.want(2, starts_missing=True)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    assert one.supervisor.children["engine-1"].pid != left
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        left = one.supervisor.children["engine-1"].pid
+        os.kill(left, signal.SIGTERM)
+        await one.until(f"engine-1 (pid {left}) exited with code 0 and is not started again")
+        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
+        one.supervisor.want(2, starts_missing=False)
+        assert "engine-1" not in one.supervisor.children
+        one.restarted.clear()
+        one.supervisor.want(2, starts_missing=True)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        assert one.supervisor.children["engine-1"].pid != left
 
 
 async def test_an_engine_that_leaves_while_it_is_wanted_anew_starts_again(tmp_path: Path) -> None:
     one = stack(tmp_path)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    await asyncio.sleep(0)
-    one.supervisor.want(2, starts_missing=True)
-    os.kill(one.supervisor.children["engine-1"].pid, signal.SIGTERM)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    assert one.supervisor.children["engine-1"].is_running
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        await asyncio.sleep(0)
+        one.supervisor.want(2, starts_missing=True)
+        os.kill(one.supervisor.children["engine-1"].pid, signal.SIGTERM)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        assert one.supervisor.children["engine-1"].is_running
 
 
 async def test_engines_above_the_wanted_number_are_ended_where_they_are_not_ready_and_never_restarted(
@@ -304,20 +291,17 @@ async def test_engines_above_the_wanted_number_are_ended_where_they_are_not_read
 
     limits = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01)
     one = Stack(tmp_path / "diary", limits=limits, extra={}, await_ready=all_but_the_new_one)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    await asyncio.sleep(0)
-    one.supervisor.want(3, starts_missing=True)
-    await asyncio.wait_for(one.restarted.wait(), 30)
-    ready = one.supervisor.children["engine-1"].pid
-    one.supervisor.want(1, starts_missing=False)
-    await one.until("engine-2 (pid")
-    assert one.supervisor.children["engine-1"].is_running
-    os.kill(ready, signal.SIGKILL)
-    await one.until(f"engine-1 (pid {ready}) was killed by SIGKILL and is not started again")
-    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        await asyncio.sleep(0)
+        one.supervisor.want(3, starts_missing=True)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+        ready = one.supervisor.children["engine-1"].pid
+        one.supervisor.want(1, starts_missing=False)
+        await one.until("engine-2 (pid")
+        assert one.supervisor.children["engine-1"].is_running
+        os.kill(ready, signal.SIGKILL)
+        await one.until(f"engine-1 (pid {ready}) was killed by SIGKILL and is not started again")
+        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
 
 
 async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(tmp_path: Path) -> None:
@@ -335,17 +319,14 @@ async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(tmp_p
 
 async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(tmp_path):
     one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    await asyncio.sleep(0)
-    program.unlink()
-    one.supervisor.want(3, starts_missing=True)
-    await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
-    await one.until("engine-2 cannot be started after 2 restarts within 60 s")
-    assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
-    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
-    keeping.cancel()
-    await one.supervisor.stop()
+    async with kept(one):
+        await asyncio.sleep(0)
+        program.unlink()
+        one.supervisor.want(3, starts_missing=True)
+        await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
+        await one.until("engine-2 cannot be started after 2 restarts within 60 s")
+        assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
+        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
 
 
 # How often what dies is started again, and what is said of one that dies before it is ready.

@@ -1,22 +1,26 @@
-"""The real scheduler, cache and runner around a loaded model: everything but the wire."""
+"""The real scheduler, cache and runner around a loaded model, step by step: everything but loop and wire."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
+from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
-from engine_svc.model.loading.loader import LoadedModel
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors, max_blocks_per_request
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.running_step import RunningStep
@@ -24,7 +28,128 @@ from engine_svc.scheduler.config import SchedulerConfig
 
 BLOCK_SIZE = 4
 STEPS_IN_FLIGHT = 2
-_MAX_STEPS = 5000
+_MAX_STEPS = 100_000
+
+
+class LogitRecorder:
+    """Keeps the logits that each request's tokens are sampled from. A runner hook and a logits processor."""
+
+    def __init__(self) -> None:
+        self.logits: dict[str, list[Tensor]] = defaultdict(list)
+        self._request_of: dict[int, str] = {}
+
+    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        self._request_of = {batch.row_of[request_id]: request_id for request_id in plan.request_ids}
+
+    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+        pass
+
+    def __call__(self, logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
+        for row, values in zip(rows.tolist(), logits, strict=True):
+            self.logits[self._request_of[row]].append(values.clone())
+        return logits
+
+
+class CoreDriver:
+    """Runs requests to their end, `depth` steps in flight."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_model_len: int = 0,  # 0: what the model takes
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        depth: int = 2,
+        reserve_full_prompt: bool = True,
+        model: Model | None = None,
+    ) -> None:
+        facts = loaded.facts
+        max_model_len = max_model_len or facts.max_position
+        windows = [group.window for group in facts.groups]
+        self.core = build_core(
+            SchedulerConfig(
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                reserve_full_prompt=reserve_full_prompt,
+                async_scheduling=depth > 1,
+                max_steps_in_flight=depth,
+            ),
+            CacheConfig(
+                num_blocks,
+                tuple(
+                    FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
+                    for window in windows
+                ),
+            ),
+        )
+        kv = KVTensors(facts, KVSizing(num_blocks, block_size, bytes_per_block=0))
+        # Memory is used as it comes, so the worst that it can hold must reach no result.
+        for stack in kv.stacks:
+            stack.fill_(float("nan"))
+        self.recorder = LogitRecorder()
+        self.runner = ModelRunner(
+            model or loaded.model,
+            facts,
+            kv,
+            RunnerConfig(max_num_seqs, max_model_len, block_size),
+            loaded.ops,
+            hooks=(self.recorder,),
+            logits_processors=(self.recorder,),
+        )
+        self.depth = depth
+        self.requests: dict[str, Request] = {}
+        self.num_chunks = 0  # parts of prompts that did not reach the end
+        self.num_cached_tokens = 0
+        self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.core.scheduler.stats().num_preemptions
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **all_options: object) -> Request:
+        """Enter a request that no token ends; it is greedy unless it wishes otherwise."""
+        sampling = SamplingParams(
+            **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **all_options}
+        )
+        request = self.requests[request_id] = Request(request_id, list(prompt), len(prompt), sampling)
+        self.core.scheduler.add(request)
+        return request
+
+    def run(self) -> None:
+        """Step until nothing is left to do; more than so many steps are a failure."""
+        for _ in range(_MAX_STEPS):
+            if not self.core.scheduler.has_work and not self._in_flight:
+                return
+            self.step()
+        raise TimeoutError("the requests do not come to their end")
+
+    def generate(
+        self, prompts: Mapping[str, list[int]], num_tokens: int, **all_options: object
+    ) -> dict[str, list[int]]:
+        """Exactly `num_tokens` of output for each prompt, by request id."""
+        for request_id, prompt in prompts.items():
+            self.add(request_id, prompt, num_tokens, **all_options)
+        self.run()
+        return {request_id: self.requests[request_id].output_token_ids for request_id in prompts}
+
+    def step(self) -> None:
+        """Plan and run one step, and finish the oldest in flight, as the engine's loop does."""
+        plan = self.core.scheduler.schedule(0.0)
+        if plan.request_ids:
+            self.num_chunks += plan.samples.count(False)
+            self._in_flight.append((plan, self.runner.execute(plan)))
+            self.note(plan)
+        if len(self._in_flight) == self.depth or (self._in_flight and not plan.request_ids):
+            oldest, running = self._in_flight.popleft()
+            for output in self.core.scheduler.update(oldest, running.result(), 0.0):
+                self.num_cached_tokens += output.num_cached_tokens or 0
+
+    def note(self, plan: StepPlan) -> None:
+        """A step was launched."""
 
 
 class _RecordingModel:
@@ -42,97 +167,50 @@ class _RecordingModel:
         return self._model.forward(token_ids, positions, logit_rows, context)
 
 
-@dataclass
-class CoreRig:
-    """Requests enter with `add`; `run` steps until they are done. Two steps are in flight.
+class CoreRig(CoreDriver):
+    """Keeps the logits of every token that was computed, by request id and place, each time that it was.
 
-    logits: by request id and place, of every token that was computed, each time that it was.
+    The pool has `room` for so many requests of full length, and prompts enter a chunk at a time, so that it
+    is taken by more of them than it can hold.
     """
 
-    loaded: LoadedModel
-    max_model_len: int
-    max_num_batched_tokens: int
-    room: float  # of the pool, in requests of full length
-    logits: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    requests: dict[str, Request] = field(default_factory=dict)
-    num_chunks: int = 0  # parts of prompts that did not reach the end
-    num_preemptions: int = 0
-
-    def __post_init__(self) -> None:
-        facts = self.loaded.facts
+    def __init__(
+        self, loaded: LoadedModel, *, max_model_len: int, max_num_batched_tokens: int, room: float
+    ) -> None:
         needed = max_blocks_per_request(
-            facts.groups,
-            num_tokens=self.max_model_len,
-            max_in_flight_tokens=self.max_num_batched_tokens * STEPS_IN_FLIGHT,
+            loaded.facts.groups,
+            num_tokens=max_model_len,
+            max_in_flight_tokens=max_num_batched_tokens * STEPS_IN_FLIGHT,
             block_size=BLOCK_SIZE,
         )
-        num_blocks = int(needed * self.room) + 1
-        scheduler = SchedulerConfig(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+        self._model = _RecordingModel(loaded.model)
+        self.logits: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        super().__init__(
+            loaded,
+            num_blocks=int(needed * room) + 1,
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=8,
-            # Prompts enter a chunk at a time, so that the pool is taken by more of them than it can hold.
+            depth=STEPS_IN_FLIGHT,
             reserve_full_prompt=False,
-            async_scheduling=True,
-            max_steps_in_flight=STEPS_IN_FLIGHT,
+            model=self._model,
         )
-        self.core = build_core(
-            scheduler, CacheConfig(num_blocks, tuple(_kind(group.window) for group in facts.groups))
-        )
-        kv = KVTensors(facts, KVSizing(num_blocks, BLOCK_SIZE, bytes_per_block=0))
-        # Memory is used as it comes, so the worst that it can hold must reach no result.
-        for stack in kv.stacks:
-            stack.fill_(float("nan"))
-        self._model = _RecordingModel(self.loaded.model)
-        self._runner = ModelRunner(
-            self._model, facts, kv, RunnerConfig(8, self.max_model_len, BLOCK_SIZE), self.loaded.ops
-        )
-        self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
-        self._now = 0.0
 
     @property
     def num_hits(self) -> int:
         """Tokens of new requests that were found in the prefix cache."""
         return self.core.kv_cache.prefix_hits
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
-        """Enter a greedy request that no token ends."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        request = Request(request_id, list(prompt), len(prompt), sampling, arrival_at=self._now)
-        self.requests[request_id] = request
-        self.core.scheduler.add(request)
-        return request
-
-    def step(self) -> None:
-        """Plan and run one step, and finish the oldest in flight, as the engine's loop does."""
-        self._now += 1.0
-        plan = self.core.scheduler.schedule(self._now)
-        if plan.request_ids:
-            self._in_flight.append((plan, self._runner.execute(plan)))
-            self._note(plan)
-        if len(self._in_flight) == STEPS_IN_FLIGHT or (self._in_flight and not plan.request_ids):
-            oldest, running = self._in_flight.popleft()
-            self.core.scheduler.update(oldest, running.result(), self._now)
-
-    def run(self) -> None:
-        """Step until nothing is left to do; more than so many steps are a failure."""
-        for _ in range(_MAX_STEPS):
-            if not self.core.scheduler.has_work and not self._in_flight:
-                return
-            self.step()
-        raise AssertionError(f"requests are not done after {_MAX_STEPS} steps")
-
-    def _note(self, plan: StepPlan) -> None:
-        self.num_preemptions += len(plan.preempted)
-        self.num_chunks += plan.samples.count(False)
+    def note(self, plan: StepPlan) -> None:
         start = 0
         rows = zip(plan.request_ids, plan.num_tokens, plan.num_computed_tokens, strict=True)
         for request_id, num_tokens, num_computed in rows:
             for offset in range(num_tokens):
-                place = (request_id, num_computed + offset)
-                self.logits.setdefault(place, []).append(self._model.logits[start + offset])
+                self.logits[request_id, num_computed + offset].append(self._model.logits[start + offset])
             start += num_tokens
 
 
-def _kind(window: int | None) -> AttentionKind:
-    return FullAttention(BLOCK_SIZE) if window is None else SlidingWindow(BLOCK_SIZE, window)
+def load(folder: Path, model_impl: str = "auto", dtype: str = "auto", cpu_isa: str = "auto") -> LoadedModel:
+    all_options = LoadOptions(num_threads=1, model_impl=model_impl, dtype=dtype, cpu_isa=cpu_isa)
+    return load_model(folder, all_options)
