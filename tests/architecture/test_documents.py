@@ -1,0 +1,238 @@
+"""Documents: sizes, links, paths and flags that exist, and the README's table of what is supported."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from engine_svc.config import EngineConfig
+from engine_svc.scheduler.policies import POLICIES
+from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from tests.architecture.sources import ROOT
+
+GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = (
+    *GUIDES,
+    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+    "protos/engine-session.md",
+)
+MOST_LINES = {"README.md": 130, "ARCHITECTURE.md": 250}
+MOST_CHARACTERS = 200
+# Of programs of others, in command lines that the documents show.
+FOREIGN_FLAGS = {"--build-arg", "--target", "--protocol", "--http2-prior-knowledge", "--follow"}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`([A-Za-z_][\w.-]*(?:/[\w.-]+)*/?)`")
+PRIVATE_WORDS = re.compile(
+    r"\b(?:told|whoever|nobody|wish|road|roster|standstill|doorbell|inquiry|ruling|accused|offender|disown|adoptable)",
+    re.IGNORECASE,
+)
+TOP_LEVEL = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+
+
+@functools.cache
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", MOST_LINES)
+def test_it_is_short_and_its_lines_fit_a_screen(document: str) -> None:
+    lines = text_of(document).splitlines()
+    assert len(lines) <= MOST_LINES[document]
+    assert [number for number, line in enumerate(lines, start=1) if len(line) > MOST_CHARACTERS] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_somewhere(document: str) -> None:
+    assert [target for target in links_of(document) if not is_there(document, target)] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md"])
+def test_every_path_in_backticks_exists(document: str) -> None:
+    paths = [
+        path for path in PATH.findall(text_of(document)) if path.split("/")[0] in TOP_LEVEL and "/" in path
+    ]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_flag_exists(document: str) -> None:
+    named = set(FLAG.findall(without_flags_of_others(text_of(document))))
+    assert sorted(named - known_flags() - FOREIGN_FLAGS) == []
+
+
+def test_the_architecture_has_every_folder_of_the_engine() -> None:
+    folders = {file.parent.name for file in (ROOT / "engine_svc").glob("*/__init__.py")}
+    assert {name for name in folders if f"`engine_svc/{name}/`" not in text_of("ARCHITECTURE.md")} == set()
+
+
+class TestWhatIsSupported:
+    """The table in the README says what the code has."""
+
+    def test_native_models(self) -> None:
+        # Not imported: it would bring torch.
+        (families,) = matches(r"^_FAMILIES = (\(.*\))$", "engine_svc/model/native/spec.py")
+        assert names_in("native models") == set(ast.literal_eval(families))
+
+    def test_dtypes(self) -> None:
+        assert names_in("dtypes") == choices("dtype") - {"auto"}
+
+    def test_quantization(self) -> None:
+        assert names_in("quantization at load, native models") == choices("quantization") - {"none"}
+
+    def test_devices(self) -> None:
+        assert choices("device") - {"auto"} <= names_in("devices")
+
+    def test_what_has_not_run_on_a_gpu_is_marked_beside_its_command(self) -> None:
+        (row,) = (row for row in table() if row[0] == "devices")
+        assert "not run on a GPU yet: `make test-gpu`, `make bench-gpu`" in row[1]
+
+    def test_scheduling_policies(self) -> None:
+        assert names_in("scheduling policies") - {"triptych.policies"} == set(POLICIES)
+
+    def test_routing_policies(self) -> None:
+        assert names_in("routing policies") - {"triptych.routing"} == matches(
+            r'^ {8}"([\w-]+)": ', "frontend_svc/engines/routing/policies.py"
+        )
+
+    def test_parsers(self) -> None:
+        assert names_in("tool parsers") == set(TOOL_PARSERS)
+        assert names_in("reasoning parsers") == set(REASONING_PARSERS)
+
+    def test_request_fields_that_are_refused_by_name(self) -> None:
+        assert names_in("request fields", column=2) == refused_by_the_frontend()
+
+
+def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
+    (paragraph,) = re.findall(
+        r"triptych's engine refuses:\n\s*(.*?)\n-", text_of("protos/engine-session.md"), re.DOTALL
+    )
+    named = {name.removeprefix("sampling.") for name in re.findall(r"`([a-z_.]+)`", paragraph)}
+    assert named == {*refused_by_the_engine(), "pooling", "prompt_embeds"}
+
+
+def test_operations_explain_every_reason_of_a_frontend() -> None:
+    reasons = matches(r'reason="([A-Z_]+)"', "frontend_svc/**/*.py")
+    assert len(reasons) > 15
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in text_of("docs/operations.md")) == []
+
+
+def test_operations_explain_every_exit_code() -> None:
+    codes = matches(r"^EXIT_\w+ = (\d+)", "*_svc/**/*.py")
+    section = text_of("docs/operations.md").split("## Exit codes")[1].split("\n## ")[0]
+    assert codes >= {"2", "70", "71"}
+    assert {code for code in codes if f"| {code} |" not in section} == set()
+
+
+def test_no_flag_of_vllm_that_is_here_too_is_said_to_be_missing() -> None:
+    rows = [
+        line.split("|")
+        for line in text_of("docs/coming-from-vllm.md").splitlines()
+        if line.startswith("| `-")
+    ]
+    assert len(rows) > 40
+    missing = {flag for row in rows if row[2].strip() == "-" for flag in FLAG.findall(row[1])}
+    assert missing & engine_flags() == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_it_has_no_word_of_a_private_vocabulary(document: str) -> None:
+    assert PRIVATE_WORDS.findall(text_of(document)) == []
+
+
+def links_of(document: str) -> list[str]:
+    return [
+        target for target in LINK.findall(text_of(document)) if not target.startswith(("http:", "https:"))
+    ]
+
+
+def is_there(document: str, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = (ROOT / document).parent / path if path else ROOT / document
+    return file.exists() and (not anchor or anchor in anchors_of(file))
+
+
+@functools.cache
+def anchors_of(file: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_flags_of_others(text: str) -> str:
+    """The text but the first column of the tables about vLLM, whose flags are not ours."""
+    lines = []
+    is_vllm = False
+    for line in text.splitlines():
+        is_vllm = line.startswith("| vLLM |") or (is_vllm and line.startswith("|"))
+        lines.append("|".join(line.split("|")[2:]) if is_vllm else line)
+    return "\n".join(lines)
+
+
+@functools.cache
+def known_flags() -> frozenset[str]:
+    """Every flag that a configuration, a verb of the command line or a benchmark has."""
+    flags = {"--help", "--version"}
+    for path, text in sources(
+        "engine_svc/config.py", "*_svc/config.py", "launcher/**/*.py", "service_kit/config.py"
+    ):
+        flags |= set(FLAG.findall(text))
+        if path.endswith(("config.py", "cli.py", "verbs.py")):
+            # Fields of configurations and parameters of verbs are flags by their names.
+            names = {name.replace("_", "-") for name in re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)}
+            flags |= {f"--{prefix}{name}" for name in names for prefix in ("", "no-")}
+    for _, text in sources("benchmarks/**/*.py", "tests/simulation/__main__.py"):
+        flags |= set(FLAG.findall(text))
+    return frozenset(flags)
+
+
+@functools.cache
+def sources(*patterns: str) -> tuple[tuple[str, str], ...]:
+    """Paths and texts. They are not parsed, and mostly not imported: that takes seconds."""
+    files = sorted({file for pattern in patterns for file in ROOT.glob(pattern)})
+    return tuple((file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files)
+
+
+def matches(pattern: str, *paths: str) -> set[str]:
+    """What the group of `pattern` matches in these files."""
+    return {found for _, text in sources(*paths) for found in re.findall(pattern, text, re.MULTILINE)}
+
+
+def engine_flags() -> set[str]:
+    return {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(EngineConfig)}
+
+
+def table() -> list[list[str]]:
+    section = text_of("README.md").split("## What is supported")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def names_in(title: str, *, column: int = 1) -> set[str]:
+    (row,) = (row for row in table() if row[0] == title)
+    names: Iterable[str] = re.findall(r"`([^`]+)`", row[column])
+    return {name for name in names if not name.startswith(("-", "make "))}
+
+
+def choices(field: str) -> set[str]:
+    (found,) = (each for each in dataclasses.fields(EngineConfig) if each.name == field)
+    return set(found.metadata["choices"])
+
+
+def refused_by_the_frontend() -> set[str]:
+    """The last part of each field that a refusal names: `tools[0].strict` is `strict`."""
+    fields = matches(r'"not served yet: ([\w.\[\]{}]*\w)"', "frontend_svc/**/*.py")
+    return {field.rpartition(".")[2] for field in fields}
+
+
+def refused_by_the_engine() -> set[str]:
+    """Fields of an ADD and of its sampling parameters; frontends send words in another form."""
+    (sampling,) = matches(r"^_UNSERVED = (\(.*\))$", "engine_svc/convert/sampling.py")
+    fields = matches(r'^ {8}\("(\w+)", entry\.', "engine_svc/convert/messages.py")
+    assert len(fields) > 3
+    return fields | set(ast.literal_eval(sampling)) - {"bad_words"}
