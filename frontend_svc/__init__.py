@@ -1,1 +1,1 @@
-"""The text service: requests in words come in, token ids go to engines, words go back. Knows no tensors."""
+"""The frontend service: takes text from clients, sends token ids to engines, streams text. Knows no tensors."""

@@ -1,4 +1,4 @@
-"""Loads and prompts as messages tell of them, for the account of an engine. Knows no streams."""
+"""Converts load messages to `LoadReport`. Knows no streams."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from triptych.engine.v1 import add_pb2, session_pb2
 
 
 def num_tokens_of(entry: add_pb2.AddEntry) -> int:
-    """How many tokens an engine has to know before the request's next one."""
+    """Prompt and output tokens that the engine has to compute before the request's next token."""
     return (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // ID_BYTES
 
 
 def load_of_stats(stats: session_pb2.Stats, engine_epoch: int) -> LoadReport:
-    """What an engine says on its stream."""
+    """The report that an engine sends on its own stream."""
     return LoadReport(
         engine_epoch=engine_epoch,
         step_number=stats.step_number,
@@ -27,7 +27,7 @@ def load_of_stats(stats: session_pb2.Stats, engine_epoch: int) -> LoadReport:
 
 
 def load_of_engine(load: member_pb2.EngineLoad) -> LoadReport:
-    """What a coordinator passes on."""
+    """The report that a coordinator forwards."""
     return LoadReport(
         engine_epoch=load.engine_epoch,
         step_number=load.step_number,
