@@ -1,1 +1,1 @@
-"""The frontend service: takes text from clients, sends token ids to engines, streams text. Knows no tensors."""
+"""The frontend service: text from clients to token ids for engines, and outputs back. Knows no tensors."""
