@@ -283,7 +283,7 @@ class ResumableStreams:
                     yield message
 
     async def close(self) -> None:
-        """Forget all streams. Those whose token a client knows are left to other frontends, others aborted."""
+        """Forget all streams. Those whose token a client knows are left for other frontends; others end."""
         streams, self._streams = list(self._streams.values()), {}
         self._read.clear()
         self._left.update(stream.token for stream in streams if stream.is_known)
