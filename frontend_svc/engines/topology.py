@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from frontend_svc.engines.load_messages import load_of_engine
+from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import LoadReport
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
 
@@ -132,7 +132,7 @@ class Topology:
     def _take_load(self, load: member_pb2.EngineLoad) -> None:
         member = self._members.get(load.engine_id)
         if member is not None:
-            self._loads[member.registration.endpoint] = load_of_engine(load)
+            self._loads[member.registration.endpoint] = load_report(load, load.engine_epoch)
 
     def _take_waves(self, waves: Iterable[member_pb2.WaveState]) -> None:
         for state in waves:

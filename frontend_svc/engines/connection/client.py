@@ -26,15 +26,15 @@ from frontend_svc.engines.connection.health import (
     StepWatch,
 )
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
-from frontend_svc.engines.load_messages import load_of_stats, num_tokens_of
+from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import EngineAccount
-from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss
 from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
+from frontend_svc.text.tokenize.id_column import ID_BYTES
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition, from_status
@@ -126,9 +126,6 @@ class EngineClient:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
 
-    def info(self) -> EngineInfo:
-        return self.account.info()
-
     def start(self) -> None:
         """Connect in the background, and again whenever the engine is lost."""
         self._task = asyncio.ensure_future(self._run())
@@ -165,7 +162,7 @@ class EngineClient:
             handle = next(self._handles) & 0xFFFFFFFF
             self._processor.register(handle, state)
             # They have the same prompt, which is computed for the first of them only.
-            self.account.send(handle, 0 if handles else num_tokens_of(entry))
+            self.account.send(handle, 0 if handles else _num_pending_tokens(entry))
             entry.handle = handle
             handles.append(handle)
         self._tensors.send(entries, tensors, self._connection.stub)
@@ -293,9 +290,8 @@ class EngineClient:
         if kind == "step":
             await self._take_step(message.step)
         elif kind == "stats":
-            self.account.report(
-                load_of_stats(message.stats, self._connection.ack.engine_epoch), is_direct=True
-            )
+            load = load_report(message.stats, self._connection.ack.engine_epoch)
+            self.account.report(load, is_direct=True)
         elif kind == "add_rejected":
             rejected = message.add_rejected
             status = rejected.status
@@ -400,6 +396,11 @@ class EngineClient:
         except Exception:
             # A bug in a listener in this frontend: the engine stays in use.
             logger.exception("handling an engine's state change failed", extra={"engine": self.address})
+
+
+def _num_pending_tokens(entry: add_pb2.AddEntry) -> int:
+    """Prompt and output tokens that the engine has to compute before the request's next token."""
+    return (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // ID_BYTES
 
 
 class ReadyMailbox:
