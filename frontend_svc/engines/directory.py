@@ -160,7 +160,7 @@ class Directory:
         ready = list(filter(is_allowed, able))
         clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
         # In the same order on every frontend, in whatever order each learned of the engines.
-        infos = [clients[address].account.info() for address in sorted(clients)]
+        infos = [clients[address].info() for address in sorted(clients)]
         picked = route(self._policy, infos, request, self._turn)
         self._turn += 1
         if picked is not None:

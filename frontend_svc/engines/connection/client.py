@@ -28,6 +28,7 @@ from frontend_svc.engines.connection.health import (
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
 from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import EngineAccount
+from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss
 from frontend_svc.output.processor import OutputProcessor, Receiver
@@ -125,6 +126,9 @@ class EngineClient:
         if not self._connection.session.num_moved:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
+
+    def info(self) -> EngineInfo:
+        return self.account.info()
 
     def start(self) -> None:
         """Connect in the background, and again whenever the engine is lost."""
