@@ -1,1 +1,1 @@
-"""The text service: requests in words come in, token ids go to engines, words go back. Knows no tensors."""
+"""The frontend service: text from clients to token ids for engines, and outputs back. Knows no tensors."""

@@ -1,4 +1,4 @@
-"""FrontendConfig -> objects. The only file that knows every other."""
+"""Builds the objects of a frontend from its configuration. The only module that knows all others."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ from triptych.api.v1 import (
 
 logger = logging.getLogger(__name__)
 
-# One whose client does not read does not keep other clients from going on elsewhere.
+# For so long `cut` waits for calls to end, so that a client that does not read does not delay the others.
 _CALLS_END_S = 0.1
-# What a call that no drain waits for has to end by itself.
+# Time to end for calls that the drain does not wait for.
 _CALLS_GRACE_S = 0.5
 _INFERENCE = "triptych.api.v1.InferenceService"
 _CHAT = "triptych.api.v1.ChatService"
@@ -72,7 +72,7 @@ _REQUEST = "triptych.api.v1.RequestService"
 
 
 class Frontend:
-    """The objects of one frontend process: two servers, and what stands behind them."""
+    """The objects of one frontend process: a public and an admin server, and all they use."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Frontend:
         self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
         reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
         self.requests = OpenRequests(clock)
-        # Sampled while there is something to do alone: a timer of 10 ms would be most of an idle process.
+        # Sampled only while requests are open: a 10 ms timer would cause most of an idle process's CPU time.
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.generation = Generation(
             self.directory, self.failover, self.admission, limits, reader_limit, self.requests, self.draining
@@ -146,9 +146,9 @@ class Frontend:
         self._closing: asyncio.Task[None] | None = None
 
     def connect(self, address: str) -> None:
-        """Begin to reach engines and coordinator; `address` is where this frontend listens."""
+        """Start connecting to engines and coordinator; `address` is where this frontend listens."""
         if shared_memory.is_available():
-            # What frontends left here that were killed, where no engine has seen to it.
+            # Segments of frontends that were killed and that no engine has removed.
             shared_memory.sweep()
         self.address = address
         self.directory.set_addresses("configuration", self._config.engine)
@@ -156,26 +156,26 @@ class Frontend:
             self._coordinator.start()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for the open ones, and for who reads one."""
+        """Refuse new requests, and wait for the open ones and for calls that read one."""
         await self.draining.run()
 
     async def end_calls(self) -> None:
-        """Behind a drain: take no more calls, tell those that go on that another frontend may be asked."""
+        """After a drain: refuse calls, and end open ones with a status that allows a retry elsewhere."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CALLS_GRACE_S + _CALLS_END_S):
                 await self.public.end_calls(shutting_down, grace_s=_CALLS_GRACE_S)
 
     async def cut(self) -> None:
-        """End every call, which another frontend may be asked for, and leave what can be adopted."""
+        """End every call with a status that allows a retry elsewhere; leave resumable requests in engines."""
         calls = asyncio.ensure_future(self.public.end_calls(shutting_down))
         await asyncio.wait({calls}, timeout=_CALLS_END_S)
         await asyncio.gather(self.close(), calls)
 
     async def close(self) -> None:
-        """End every stream of ours. What runs for clients that can name it is left to other frontends."""
+        """Close all streams. Requests of resumable streams are left in engines for other frontends."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        # Whoever has no time to wait for it does not end it.
+        # A caller that is cancelled does not cancel the closing.
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
@@ -292,7 +292,7 @@ class Frontend:
         self.public.set_ready(_INFERENCE, is_ready)
         self.public.set_ready(_CHAT, is_ready)
         self.public.set_ready(_TOKENIZER, is_ready)
-        # Served only where a model can: a client that asks health first learns it there.
+        # SERVING only if a model supports pooling, so that clients can find out from the health service.
         can_pool = any(map(supports_pooling, self.directory.models().values()))
         self.public.set_ready(_EMBEDDING, can_pool)
 
@@ -306,7 +306,7 @@ def _resumable_streams(
 
 
 def public_profile(config: FrontendConfig) -> LimitProfile:
-    """What the public listener accepts under `config`."""
+    """Limits of the public listener under `config`."""
     return dataclasses.replace(
         PUBLIC,
         shares_port=config.share_port,

@@ -26,7 +26,7 @@ class FrontendConfig:
     port: int = option(50051, help="port to listen on; 0 lets the kernel choose")
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
-    coordinator: str | None = option(None, help="coordinator that tells which engines there are, host:port")
+    coordinator: str | None = option(None, help="coordinator that lists the engines, host:port")
     routing_policy: str = option(
         DEFAULT_POLICY,
         help="which engine gets a request: kv-aware, prefix-affinity, load, p2c, round-robin or a plugin's",
@@ -38,48 +38,50 @@ class FrontendConfig:
     tokenizer: str | None = option(
         None, help="tokenizer.json or tokenizer.model, or a folder with one, instead of the engine's own"
     )
-    text_workers: int = option(0, help="processes that tokenize and render chats; 0 is one a core")
-    text_time_limit_s: float = option(5.0, help="seconds a text or a chat may take to become tokens")
-    max_queued_requests: int = option(1024, help="requests without a first token, before more are refused")
+    text_workers: int = option(0, help="processes that tokenize and render chats; 0 is one per core")
+    text_time_limit_s: float = option(5.0, help="time limit for tokenizing one text or chat, in seconds")
+    max_queued_requests: int = option(1024, help="limit of requests without a first token; more are refused")
     max_queued_prompt_tokens: int = option(
-        2_000_000, help="prompt tokens of such requests, before more are refused"
+        2_000_000, help="limit of prompt tokens of requests without a first token; more are refused"
     )
     tool_parser: str = option("auto", help="how tool calls are read: auto, none or the name of a format")
     reasoning_parser: str = option("auto", help="how reasoning is read: auto, none or the name of a format")
-    request_templates: bool = option(False, help="let clients bring chat templates of their own")
+    request_templates: bool = option(False, help="accept chat templates in requests")
     max_n: int = option(64, help="most outputs a request may ask for")
     max_logprobs: int = option(
         20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
     )
     stream_interval: int = option(1, help="fewest tokens in a delta but the first and the last")
-    slow_reader_s: float = option(30.0, help="seconds a client may leave more than its buffer unread")
-    reconnect_window_s: float = option(
-        10.0, help="seconds in which requests without an engine wait for one, where there was one"
+    slow_reader_s: float = option(
+        30.0, help="seconds that a slow client may exceed its buffer before it is aborted"
     )
-    drain_deadline_s: float = option(20.0, help="seconds running requests get to finish after SIGTERM")
+    reconnect_window_s: float = option(
+        10.0, help="seconds that requests wait for an engine after the last one of their model was lost"
+    )
+    drain_deadline_s: float = option(20.0, help="drain timeout: seconds for running requests after SIGTERM")
     drain_lag_s: float = option(
-        1.0, help="seconds after SIGTERM in which new requests are still served: who sends them learns late"
+        1.0, help="seconds after SIGTERM in which new requests are still served, for slow load balancers"
     )
     plugins: tuple[str, ...] = option(
         ("all",), help="names of the installed plugins to load; all: every one, empty: none"
     )
     reflection: bool = option(True, help="serve gRPC reflection")
-    workers: int = option(1, help="processes that serve the port together, each a frontend with all limits")
-    share_port: bool = option(False, help="let others listen on the port too; what --workers starts has it")
+    workers: int = option(1, help="processes that share the port, each a frontend with its own limits")
+    share_port: bool = option(False, help="let other processes listen on the port too; set by --workers")
     max_connection_age_s: float = option(
-        0.0, help="seconds after which a connection is told to go, so that clients spread anew; 0 is never"
+        0.0, help="seconds after which a connection gets GOAWAY, to rebalance clients; 0 is never"
     )
     max_connection_age_grace_s: float = option(
-        600.0, help="seconds that calls on a connection that was told to go get to finish"
+        600.0, help="seconds for calls to finish on a connection after GOAWAY"
     )
     announce_fd: int | None = option(None, help="inherited pipe to write the bound addresses to")
     index: int = option(0, help="number of this instance, for logs")
-    log_format: Literal["text", "json"] = option("text", help="how log lines look")
+    log_format: Literal["text", "json"] = option("text", help="format of log lines")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
 
     def __post_init__(self) -> None:
         if not self.engine and self.coordinator is None:
-            raise ValueError("neither --engine nor --coordinator is given: there would be no engine to use")
+            raise ValueError("neither --engine nor --coordinator is given: no engine could be used")
         for address in (*self.engine, *([self.coordinator] if self.coordinator else [])):
             try:
                 parse_target(address)
@@ -119,4 +121,4 @@ class FrontendConfig:
                 f"admin_port {self.admin_port} leaves no port for each of {self.workers} workers after it"
             )
         if self.share_port and not self.port:
-            raise ValueError("share_port needs a port: with port 0 nobody else would have the same one")
+            raise ValueError("share_port needs a port: with port 0 each process would get another one")

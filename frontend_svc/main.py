@@ -1,4 +1,4 @@
-"""The frontend's process: from flags to exit code."""
+"""Entry point of the frontend process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         if loaded.config.workers > 1:
             from frontend_svc.process.workers import run_workers
 
-            # It serves nothing itself: the workers load the plugins.
+            # This process serves nothing itself: the workers load the plugins.
             return run_workers(loaded, argv)
         load_plugins(loaded.config.plugins)
     except (ConfigError, PluginError) as error:

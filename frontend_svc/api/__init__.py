@@ -1,1 +1,3 @@
-"""Servicers of the public contract: thin, each method hands over to the core."""
+"""gRPC servicers of the public API: thin translations to `Generation`, `Pooling` and the directory.
+Must not talk to engines.
+"""

@@ -1,4 +1,4 @@
-"""GenerateBatch: many prompts in one call, a few at a time, each with an end of its own."""
+"""GenerateBatch: many prompts in one call, a limited number at a time, each with its own result or error."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ StreamOf = Callable[
 ]
 
 MAX_BATCH_ITEMS = 1024
-# So that one batch leaves most of the queue to others.
+# One batch must leave most of the queue to other calls.
 _MAX_RUNNING_ITEMS = 256
-# Messages between the items and the call. While it is full the items wait, and their outputs merge.
+# Messages queued for the call. While the queue is full the items wait, and their outputs are merged.
 _MAX_WAITING_MESSAGES = 256
 
 
 async def stream_batch(
     stream_of: StreamOf, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
 ) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
-    """The messages of all items as they come, those of each in order. Closing it aborts what runs.
+    """The messages of all items as they arrive, in order for each item. Closing it aborts running items.
 
-    An item that is refused or fails yields one error. Raises InvalidArgument for a batch without items or
+    An item that is refused or fails produces one error. Raises InvalidArgument for a batch without items or
     with too many.
     """
     if not 1 <= len(requests) <= MAX_BATCH_ITEMS:
@@ -47,7 +47,7 @@ async def stream_batch(
 
 
 class _Batch:
-    """The items of one call. An item that finds the queue full waits until another of them leaves it."""
+    """The items of one call. An item that finds the queue full waits until another item leaves it."""
 
     def __init__(
         self, stream_of: StreamOf, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
@@ -59,7 +59,7 @@ class _Batch:
         self._requests = requests
         self._caller = caller
         self._refused = dict(_repeated_ids(requests))
-        # Items of this batch that are let in and have no output yet, and those that wait for one of them.
+        # Admitted items of this batch without output yet, and items that wait for one of those.
         self._num_queued = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -71,7 +71,7 @@ class _Batch:
                 for _ in range(min(len(self._requests), _MAX_RUNNING_ITEMS)):
                     tasks.create_task(self._run_items(items))
         finally:
-            # A reader that is gone has left no room, and needs no end.
+            # If the reader has gone, the queue is full, and no end is needed.
             if not self.messages.full():
                 self.messages.put_nowait(None)
             elif (task := asyncio.current_task()) is not None and not task.cancelling():
@@ -119,7 +119,7 @@ class _Batch:
             self._num_queued -= is_queued
 
     def _wake(self) -> None:
-        # Two, though one place is free: a long prompt that leaves may make room for several short ones.
+        # Two, although one item left: a long prompt that leaves may make room for several short ones.
         for _ in range(min(2, len(self._waiting))):
             turn = self._waiting.popleft()
             if not turn.done():
@@ -138,13 +138,13 @@ class _Batch:
 
 
 def error_status(error: ServiceError) -> error_pb2.ErrorStatus:
-    """An error as data, its details a serialized google.rpc.Status."""
+    """An error as a message; its details are a serialized google.rpc.Status."""
     code, message, details = to_parts(error)
     return error_pb2.ErrorStatus(code=code, message=message, details=details)
 
 
 def _repeated_ids(requests: Sequence[generate_pb2.GenerateRequest]) -> Iterator[tuple[int, ServiceError]]:
-    # Told at once: whether two of them met in flight would depend on how many run at a time.
+    # Checked up front: whether two of them are in flight together depends on how many run at a time.
     seen: set[str] = set()
     for index, request in enumerate(requests):
         if request.request_id and request.request_id in seen:

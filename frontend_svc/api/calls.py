@@ -1,4 +1,4 @@
-"""What a servicer reads from a call's context."""
+"""Reads the `Caller` from a gRPC call's context."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from service_kit.logs import log_fields
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """The caller of a call: request id, trace context and deadline."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
-        # Bound by the interceptor, which took it from x-request-id or made it, and echoes it.
+        # Bound by the interceptor, which takes it from x-request-id or generates it, and echoes it.
         request_id=log_fields().get("request_id", ""),
         traceparent=metadata.get("traceparent", ""),
         tracestate=metadata.get("tracestate", ""),

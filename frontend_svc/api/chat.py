@@ -1,4 +1,4 @@
-"""ChatService: the next message of a conversation, as a stream and in one answer."""
+"""ChatService: the next message of a conversation, as a stream and as one response."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ UnaryContext: TypeAlias = "grpc.aio.ServicerContext[chat_pb2.ChatUnaryRequest, c
 
 
 class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
-    """Renders conversations, hands them to the core, and takes the answers apart.
+    """Renders conversations, generates answers and parses them.
 
-    `takes_templates`: whether a client may bring a chat template of its own.
+    `takes_templates`: whether a request may contain a chat template.
     """
 
     def __init__(self, generation: Generation, *, takes_templates: bool) -> None:
@@ -38,13 +38,11 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
     def Chat(
         self, request: chat_message_pb2.ChatRequest, context: ChatContext
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
-        """Stream the next message: started, deltas, finished."""
         return self._stream(request, caller_of(context))
 
     async def ChatUnary(
         self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
     ) -> chat_pb2.ChatUnaryResponse:
-        """Answer once, with the whole message."""
         reading = self._read(request.request)
         async with self._open(reading, caller_of(context), OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
@@ -59,7 +57,7 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
         reading, kind = self._read(request), kind_of(request.sampling)
         is_final = kind is OutputKind.FINAL_ONLY
-        # Cumulative answers are put together here: a parser takes every text once.
+        # Cumulative answers are assembled here: a parser must get each text once.
         async with self._open(reading, caller, kind if is_final else OutputKind.DELTA) as opened:
             answers: dict[int, ChatAnswer] = {}
             output = await opened.next()

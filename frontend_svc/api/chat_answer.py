@@ -1,4 +1,4 @@
-"""One answer of a conversation: the output's text taken apart into content, reasoning and calls."""
+"""One answer of a chat: an output's text parsed into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triptych.common.v1 import output_pb2
 
 
 class ChatAnswer:
-    """Turns the pieces of one output into deltas; with `is_cumulative` each has all there was before it."""
+    """Turns the pieces of one output into deltas; with `is_cumulative` each includes all before it."""
 
     def __init__(self, index: int, parser: MessageParser, *, is_cumulative: bool) -> None:
         self._index = index
@@ -22,7 +22,7 @@ class ChatAnswer:
         self._whole = chat_message_pb2.ChatDelta(output_index=index)
 
     def advance(self, piece: OutputPiece) -> chat_message_pb2.ChatDelta | None:
-        """What is new with `piece`, or all so far; None while nothing is certain."""
+        """The delta of `piece`, or everything so far; None while the parser cannot decide."""
         parts = self._parser.feed(piece.text)
         if piece.ending is not None:
             parts += self._parser.finish()
@@ -37,14 +37,14 @@ class ChatAnswer:
         if not self._is_cumulative:
             return delta
         _append(self._whole, delta)
-        # A copy: what was sent must not grow.
+        # A copy: a message that was sent must not change.
         shown = chat_message_pb2.ChatDelta()
         shown.CopyFrom(self._whole)
         return shown
 
 
 def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.ChatOutput:
-    """An output that came all at once as a message."""
+    """A complete output as a message."""
     assert piece.ending is not None, "a final output has ended"
     delta = chat_message_pb2.ChatDelta()
     _write(delta, [*parser.feed(piece.text), *parser.finish()])

@@ -1,4 +1,4 @@
-"""How the answers to one conversation are read: by which parsers, and with what behind the prompt."""
+"""The prompt of one chat request, and the parsers of its answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from triptych.api.v1 import chat_message_pb2
 class ChatReading:
     """A ChatRequest's prompt, and a parser for each of its answers.
 
-    A call that the client demands is opened at the end of the prompt, so that the model can only go on
-    with it. Raises Unimplemented where a call is demanded of a model whose way to write calls is not known.
+    If the client demands a tool call, the prompt ends with the start of that call, so that the model can only
+    continue it. Raises Unimplemented if a call is demanded and no tool parser is known for the model.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ChatReading:
         )
 
     def new_parser(self, *, streams: bool) -> MessageParser:
-        """A parser for an answer, once the prompt is known; `streams` makes it tell arguments early."""
+        """A parser for an answer, when the prompt is known; with `streams` it emits partial arguments."""
         rules = CallRules(
             self._tool_names,
             is_parallel=self.request.parallel_tool_calls

@@ -1,4 +1,4 @@
-"""EmbeddingService: vectors, scores and classes of texts, by models that make such."""
+"""EmbeddingService: embeddings, scores and classes of texts, by pooling models."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _SCORE = sampling_pb2.POOLING_TASK_SCORE
 
 
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
-    """Checks pooling requests, hands them to the core and puts their results together.
+    """Checks pooling requests, runs them and assembles their results.
 
-    Texts are scored in pairs where the model does that. Else the score of a pair is the cosine of the angle
-    between the vectors of its texts.
+    Pairs of texts are scored by the model if it supports that. Otherwise the score of a pair is the cosine
+    similarity of their embeddings.
     """
 
     def __init__(self, pooling: Pooling, limits: RequestLimits) -> None:
@@ -60,7 +60,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: EmbedContext
     ) -> embedding_pb2.EmbedResponse:
-        """A vector of each input, or of each of its tokens."""
+        """One embedding for each input, or one for each of its tokens."""
         params = sampling_pb2.PoolingParams()
         params.CopyFrom(request.pooling)
         params.task = params.task or _EMBED
@@ -84,7 +84,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Classify(
         self, request: embedding_pb2.ClassifyRequest, context: ClassifyContext
     ) -> embedding_pb2.ClassifyResponse:
-        """How likely each class is for each input, or for each of its tokens."""
+        """Class probabilities for each input, or for each of its tokens."""
         task = sampling_pb2.POOLING_TASK_CLASSIFY
         if request.per_token:
             task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
@@ -104,7 +104,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Score(
         self, request: embedding_pb2.ScoreRequest, context: ScoreContext
     ) -> embedding_pb2.ScoreResponse:
-        """How well each document fits the query at its place, or the only one."""
+        """The relevance of each document to the query of the same index, or to the only query."""
         violations = Violations()
         inputs = {"queries": request.queries, "documents": request.documents}
         num_queries, num_documents = len(request.queries), len(request.documents)
@@ -117,7 +117,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Rerank(
         self, request: embedding_pb2.RerankRequest, context: RerankContext
     ) -> embedding_pb2.RerankResponse:
-        """The documents that fit the query best, best first; equal ones stay in order."""
+        """The most relevant documents, best first; documents of equal score stay in order."""
         violations = Violations()
         inputs = {"query": [request.query], "documents": request.documents}
         violations.need(request.top_n >= 0, "top_n", request.top_n, "must be 0 (all) or more")
@@ -164,7 +164,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def _score(
         self, model: ServedModel, inputs: Mapping[str, Inputs], request_id: str, caller: Caller
     ) -> tuple[list[float], PooledPrompts]:
-        """A score for each document. `inputs` are queries, one or as many as documents, and documents."""
+        """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""
         refuse_unsupported(model, [_SCORE, _EMBED])
         is_by_pairs = "score" in model.supported_tasks
         (query_field, queries), (document_field, documents) = inputs.items()
@@ -181,7 +181,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             firsts = list(_spread(firsts, seconds))
             pairs = [join(first, second) for first, second in zip(firsts, seconds, strict=True)]
             check_prompts(document_field, pairs, model)
-            # A query is computed once where all of its documents meet it in one engine's cache.
+            # With one key per query, all of its pairs go to one engine, whose prefix cache computes it once.
             keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
             return [PoolingPrompt(pair, key) for pair, key in zip(pairs, keys, strict=True)]
 
@@ -206,7 +206,7 @@ def _pair_scores(pooled: PooledPrompts) -> list[float]:
 def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
     for result in pooled.results:
         check_result(result.tensor, 1)
-    # Of length 1 each, as was asked for, so that the product is the cosine.
+    # The vectors are normalized, so that the dot product is the cosine.
     vectors = [read_floats(result.tensor) for result in pooled.results]
     if len({len(vector) for vector in vectors}) != 1:
         raise Internal("the engine gave vectors of different lengths")

@@ -1,6 +1,6 @@
-"""The messages of one Generate stream, whoever reads it: the call itself, a batch, or one that may resume.
+"""Messages of one Generate stream, for a call, a batch item or a resumable stream.
 
-Or the rest of them, where the stream began at another frontend.
+`stream_rest` produces the remaining messages of a stream that began at another frontend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triptych.common.v1 import sampling_pb2
 
 Response = generate_pb2.GenerateResponse
 
-# An output that ends by one of these may be shorter than what was sent of it, and its end says why.
+# An output with one of these finish reasons may be shorter than what the client has received of it.
 _CUT_SHORT = frozenset({EndReason.ABORT, EndReason.ERROR})
 
 _KINDS = {
@@ -30,14 +30,13 @@ _KINDS = {
 
 
 def kind_of(sampling: sampling_pb2.SamplingParams) -> OutputKind:
-    """What each message is to carry."""
     return _KINDS.get(sampling.output_kind, OutputKind.DELTA)
 
 
 async def stream_generate(
     generation: Generation, request: generate_pb2.GenerateRequest, caller: Caller
 ) -> AsyncGenerator[Response, None]:
-    """Started, deltas, and one finished for each output, numbered from 1. Closing it aborts the request."""
+    """Started, deltas, and one finished per output, numbered from 1. Closing it aborts the request."""
     trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
     prompt, kind = RequestPrompt(request), kind_of(request.sampling)
     async with generation.open(request, prompt, caller, kind, trace) as opened:
@@ -61,13 +60,13 @@ async def stream_rest(
     caller: Caller,
     on_adopted: Callable[[generate_pb2.GenerateRequest], None],
 ) -> AsyncGenerator[Response, None]:
-    """The messages that the client of another frontend has not got. Closing it aborts the request.
+    """The messages that the client of another frontend has not received. Closing it aborts the request.
 
-    `on_adopted` is called with the request once it is here. Raises NotFound where nobody keeps it.
+    `on_adopted` is called with the request when it was adopted. Raises NotFound if no engine keeps it.
     """
     token, received = resume.resume_token, {one.output_index: one for one in resume.received}
     trace = RequestTrace(caller.request_id, caller.traceparent, caller.tracestate)
-    # Asked of no engine before this frontend is sure to go on with it.
+    # Counted before any engine is asked, so that a draining frontend adopts nothing.
     with generation.counted():
         async with adoption.take_over(token, received, caller.is_left) as adopted:
             on_adopted(adopted.request)
@@ -85,7 +84,7 @@ async def stream_rest(
 
 
 class Cut:
-    """What a client has got of one output, to be left out where it comes again."""
+    """Removes what a client has received already from the repeated start of one output."""
 
     def __init__(self, received: inference_pb2.ReceivedOutput, *, has_all_each_time: bool) -> None:
         self.is_finished = received.is_finished
@@ -94,7 +93,7 @@ class Cut:
         self._num_characters = 0 if has_all_each_time else received.num_characters
 
     def apply(self, piece: OutputPiece) -> None:
-        """Leave out of `piece` what is to be left out of it."""
+        """Remove from `piece` what the client has received."""
         num_tokens = min(self._num_tokens, len(piece.token_ids))
         if num_tokens:
             piece.token_ids = piece.token_ids[num_tokens:]
@@ -106,7 +105,7 @@ class Cut:
         self._num_characters -= num_characters
 
     def check_end(self) -> None:
-        """The output has ended. Raises InvalidArgument where a client cannot have what it says it has."""
+        """The output has ended. Raises InvalidArgument if the client claims to have received more of it."""
         for name, left in (("num_tokens", self._num_tokens), ("num_characters", self._num_characters)):
             if left:
                 received = getattr(self._received, name)
@@ -120,7 +119,6 @@ class Cut:
 def _messages(
     opened: OpenRequest, output: Output, position: int, cuts: Mapping[int, Cut]
 ) -> Iterator[Response]:
-    """What `output` says, behind `position`."""
     for piece in output.pieces:
         cut = cuts.get(piece.index)
         if cut is not None:
@@ -140,7 +138,7 @@ def _messages(
 
 def _delta_response(position: int, piece: OutputPiece) -> Response:
     response = Response(position=position)
-    # Filled in place: a message given to the constructor of another is copied.
+    # Filled in place: a message passed to the constructor of another is copied.
     delta = response.delta
     delta.SetInParent()
     delta.output_index = piece.index

@@ -1,4 +1,4 @@
-"""InferenceService: Generate as a stream, in one answer, for many prompts, and resumed."""
+"""InferenceService: Generate as a stream, as one response, for many prompts, and resumed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ ResumeContext: TypeAlias = (
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Hands requests to the core and their outputs to clients."""
-
     def __init__(self, generation: Generation, resumable: ResumableStreams) -> None:
         self._generation = generation
         self._resumable = resumable
@@ -52,14 +50,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def Generate(
         self, request: generate_pb2.GenerateRequest, context: StreamContext
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        """Stream the outputs of one prompt: started, deltas, finished."""
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
         return start(request, caller_of(context))
 
     async def GenerateBatch(
         self, request: inference_pb2.GenerateBatchRequest, context: BatchContext
     ) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
-        """Stream the outputs of many prompts; one that is refused does not end the others."""
         messages = stream_batch(self._stream_of, request.requests, caller_of(context))
         with self._generation.awaited():
             async with contextlib.aclosing(messages):
@@ -69,7 +65,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: ResumeContext
     ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
-        """Go on with a stream that broke, after the last message that was read."""
         responses = self._resumable.resume(request, caller_of(context))
         async with contextlib.aclosing(responses):
             async for response in responses:
@@ -78,7 +73,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext
     ) -> inference_pb2.GenerateUnaryResponse:
-        """Answer once, with all outputs of one prompt."""
         asked, caller = request.request, caller_of(context)
         if asked.orphan_grace_ms:
             raise InvalidArgument(

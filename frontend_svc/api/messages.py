@@ -1,4 +1,4 @@
-"""Outputs as messages of the public API, in the parts that its services share."""
+"""Converts outputs to messages of the public API, for the parts that its services share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASONS = {
 
 
 def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -> generate_pb2.Started:
-    """What a stream tells first, with the first output."""
+    """The first message of a stream, sent with the first output."""
     return generate_pb2.Started(
         request_id=opened.request_id,
         num_prompt_tokens=len(opened.prompt_token_ids),
@@ -34,7 +34,6 @@ def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -
 def finished_message(
     opened: OpenRequest, output: Output, piece: OutputPiece, ending: Ending
 ) -> generate_pb2.Finished:
-    """The end of one output."""
     return generate_pb2.Finished(
         output_index=piece.index,
         reason=reason_value(ending),
@@ -46,12 +45,10 @@ def finished_message(
 
 
 def reason_value(ending: Ending) -> output_pb2.FinishReason:
-    """Why an output ended."""
     return _REASONS[ending.reason]
 
 
 def stop_match_message(ending: Ending) -> output_pb2.StopMatch | None:
-    """What an output stopped on, if it did."""
     if ending.stop_string is not None:
         return output_pb2.StopMatch(string=ending.stop_string)
     if ending.eos_token_id is not None:
@@ -62,7 +59,7 @@ def stop_match_message(ending: Ending) -> output_pb2.StopMatch | None:
 
 
 def usage_message(opened: OpenRequest, output: Output, pieces: Sequence[OutputPiece]) -> output_pb2.Usage:
-    """The tokens of `pieces`, and once those of the prompt."""
+    """The tokens of `pieces`, and those of the prompt, counted once."""
     return output_pb2.Usage(
         num_prompt_tokens=len(opened.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
@@ -71,7 +68,6 @@ def usage_message(opened: OpenRequest, output: Output, pieces: Sequence[OutputPi
 
 
 def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:
-    """Log probabilities as columns, if they were asked for."""
     if logprobs is None:
         return None
     message = output_pb2.Logprobs()
@@ -80,7 +76,7 @@ def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:
 
 
 def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:
-    """Write log probabilities into an empty message, which is there then whether or not there are any."""
+    """Write log probabilities into an empty submessage, which is set even if there are none."""
     message.SetInParent()
     message.token_ids.extend(logprobs.token_ids)
     message.logprobs.extend(logprobs.logprobs)

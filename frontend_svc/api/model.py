@@ -1,4 +1,4 @@
-"""ModelService: what is served, and by what."""
+"""ModelService: the served models, and this frontend with its engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ InfoContext: TypeAlias = (
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Tells which models there are and what a request may ask for."""
+    """Describes the served models and the limits of requests."""
 
     def __init__(
         self,
@@ -45,20 +45,17 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: ListContext
     ) -> model_pb2.ListModelsResponse:
-        """The models of ready engines, by name."""
         models = self._directory.models()
         return model_pb2.ListModelsResponse(models=[self._described(models[name]) for name in sorted(models)])
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: GetContext
     ) -> model_pb2.GetModelResponse:
-        """One model."""
         return model_pb2.GetModelResponse(model=self._described(self._directory.model(request.model)))
 
     async def GetServerInfo(
         self, request: model_pb2.GetServerInfoRequest, context: InfoContext
     ) -> model_pb2.GetServerInfoResponse:
-        """This frontend, its limits and the engines it knows."""
         limits = self._limits
         return model_pb2.GetServerInfoResponse(
             version=installed_version(),

@@ -1,4 +1,4 @@
-"""RequestService: what a client may ask of, or do to, a request that is open here."""
+"""RequestService: Abort and GetRequest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GetContext: TypeAlias = (
 
 
 class RequestServicer(request_pb2_grpc.RequestServiceServicer):
-    """Answers from what is open in this process; another frontend's requests are NOT_FOUND."""
+    """Knows the open requests of this process only; those of another frontend are NOT_FOUND."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
@@ -32,14 +32,14 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
     async def Abort(
         self, request: request_pb2.AbortRequest, context: AbortContext
     ) -> request_pb2.AbortResponse:
-        """End every request of the id; their streams end with finish reason ABORT and OK."""
+        """End every request of the id; their streams end with finish reason ABORT and status OK."""
         phase = self._requests.abort(_id_of(request.request_id))
         return request_pb2.AbortResponse(state=_STATES[phase])
 
     async def GetRequest(
         self, request: request_pb2.GetRequestRequest, context: GetContext
     ) -> request_pb2.GetRequestResponse:
-        """How far a request is; of several with one id, the one that came first."""
+        """The state of a request; of several with the same id, the one that arrived first."""
         facts = self._requests.facts(_id_of(request.request_id))
         return request_pb2.GetRequestResponse(
             request_id=facts.request_id,

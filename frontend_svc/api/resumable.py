@@ -1,7 +1,7 @@
-"""Streams that outlive their calls for a while: a bounded log of messages, read by one call at a time.
+"""Resumable streams, which outlive their calls for a grace period, each in a bounded log with one reader.
 
-A task drives each stream into its log; the call that asked for it, and later Resume, read the log. So does a
-Resume of a stream whose frontend is gone, the log of which begins in the middle. Knows no engine.
+A task writes each stream into its log; the call that started it, and later Resume, read the log. The log of a
+stream adopted from another frontend begins in the middle. Knows no engine.
 """
 
 from __future__ import annotations
@@ -25,30 +25,28 @@ from triptych.api.v1 import generate_pb2, inference_pb2
 Response = generate_pb2.GenerateResponse
 StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Response, None]]
 
-# Logs that were read to their end, kept for a client whose connection broke on the last messages.
+# Logs that were read to their end, kept for clients whose connection broke during the last messages.
 _MAX_READ_LOGS = 1024
 _TOKEN_BYTES = TOKEN_CHARACTERS // 2
-# What no stream reaches; what comes behind it can be counted.
+# No stream reaches this position, and later positions do not overflow.
 _MAX_POSITION = 2**48
 
 
 class RestOf(Protocol):
-    """Streams what the client of another frontend has not got."""
+    """See `generate_stream.stream_rest`."""
 
     def __call__(
         self,
         resume: inference_pb2.ResumeRequest,
         caller: Caller,
         on_adopted: Callable[[generate_pb2.GenerateRequest], None],
-    ) -> AsyncGenerator[Response, None]:
-        """The messages; `on_adopted` hears of the request, NotFound says that nobody keeps it."""
-        ...
+    ) -> AsyncGenerator[Response, None]: ...
 
 
 class MessageLog:
-    """The messages of a stream by position, as many as the limit of one client's buffer allows.
+    """The messages of a stream by position, as many as a client's buffer limit allows.
 
-    What the present reader has not been given stays; of the rest the oldest goes first.
+    `trim` drops the oldest messages first, and never those that the current reader has not received.
     """
 
     def __init__(self, limit: ReaderLimit, last: int = 0) -> None:
@@ -61,21 +59,19 @@ class MessageLog:
 
     @property
     def first(self) -> int:
-        """The lowest position that is kept; one above the last where nothing is."""
+        """The lowest position that is kept; `last + 1` if the log is empty."""
         return self._first
 
     @property
     def last(self) -> int:
-        """The highest position there was."""
+        """The position of the last message appended."""
         return self._last
 
     @property
     def is_full(self) -> bool:
-        """True when it holds as much as may wait."""
         return self._num_bytes > self._limit.max_bytes or self._num_tokens > self._limit.max_tokens
 
     def append(self, message: Response) -> None:
-        """Add the next message."""
         self._last += 1
         assert message.position == self._last, "a stream counts its messages without gaps"
         self._messages[self._last] = message
@@ -83,11 +79,10 @@ class MessageLog:
         self._num_tokens += len(message.delta.token_ids)
 
     def get(self, position: int) -> Response:
-        """The message at a position that is kept."""
         return self._messages[position]
 
     def trim(self, given: int) -> None:
-        """Drop the oldest messages up to the position `given`, until it is not full any more."""
+        """Drop the oldest messages up to the position `given` until the log is not full."""
         while self.is_full and self._first <= given:
             message = self._messages.pop(self._first)
             self._first += 1
@@ -96,10 +91,10 @@ class MessageLog:
 
 
 class ResumableStream:
-    """One stream: its log, the task that fills it, and which call reads it.
+    """One stream: its log, the task that fills it, and the call that reads it.
 
-    A reader that stops taking messages stops the task, too, once the log is full. What comes then merges in
-    the request's collector, whose limit ends it.
+    When the log is full because its reader is slow, the task waits. Later outputs are merged in the request's
+    collector, whose limit aborts the request.
     """
 
     def __init__(
@@ -114,7 +109,7 @@ class ResumableStream:
         begins_behind: int = 0,
     ) -> None:
         self.token = token
-        self.grace_s = grace_s  # how long it lives on without a reader
+        self.grace_s = grace_s  # how long it is kept without a reader
         self._log = MessageLog(limit, begins_behind)
         self._begins_behind = begins_behind
         self._is_late = is_late
@@ -125,16 +120,16 @@ class ResumableStream:
         self._error: ServiceError | None = None
         self._reader = 0
         self._has_reader = False
-        self._given = 0  # to the present reader
-        self._max_given = begins_behind  # to any reader
+        self._given = 0  # the last position sent to the current reader
+        self._max_given = begins_behind  # the last position sent to any reader
         self._timer: asyncio.TimerHandle | None = None
         self._task = asyncio.ensure_future(self._drive(responses))
 
     async def read(self, last_position: int) -> AsyncGenerator[Response, None]:
-        """The messages after `last_position`, as they come. Takes over from the reader there was.
+        """The messages after `last_position`, as they arrive. Replaces the current reader.
 
-        Raises InvalidArgument for a position that was not sent, OutOfRange for one that is gone, Aborted once
-        another reader takes over, and what the stream itself ended with.
+        Raises InvalidArgument for a position that was not sent, OutOfRange for one that was dropped, Aborted
+        when another reader takes over, and the error with which the stream ended.
         """
         self._check(last_position)
         self._stop_timer()
@@ -157,7 +152,7 @@ class ResumableStream:
                 elif self._error is not None:
                     raise self._error
                 else:
-                    # For a fault of ours, which the task has ended with.
+                    # Raises an internal error with which the task may have ended.
                     await asyncio.shield(self._task)
                     return
         finally:
@@ -166,16 +161,15 @@ class ResumableStream:
 
     @property
     def is_known(self) -> bool:
-        """Whether a client was told the token, and may come back with it."""
+        """Whether the token was sent to a client, which may resume with it."""
         return self._max_given > 0
 
     @property
     def task(self) -> asyncio.Task[None]:
-        """What fills the log."""
         return self._task
 
     def expire(self) -> None:
-        """Abort what still runs, and be forgotten."""
+        """End the stream and abort its request if it still runs."""
         self._stop_timer()
         self._task.cancel()
         self._on_end(self)
@@ -211,7 +205,7 @@ class ResumableStream:
     async def _until_there_is_room(self) -> None:
         while True:
             changed = self._changed
-            # Without a reader nothing goes: its client may not have got all that was given to the call.
+            # Without a reader nothing is dropped: the client may not have received all that was sent to it.
             if self._has_reader:
                 self._log.trim(self._given)
             if not self._log.is_full:
@@ -220,9 +214,9 @@ class ResumableStream:
 
     def _detach(self) -> None:
         self._has_reader = False
-        is_vain = self._error is not None and self._log.last == self._begins_behind
-        if self._is_late() or not self.is_known or is_vain:
-            # Nobody comes back for it: its deadline has passed, nobody was told the token, or it never began.
+        has_failed_at_start = self._error is not None and self._log.last == self._begins_behind
+        if self._is_late() or not self.is_known or has_failed_at_start:
+            # No client can resume it: the deadline has passed, the token was never sent, or it never began.
             self.expire()
             return
         if self._is_over and self._given == self._log.last:
@@ -240,10 +234,10 @@ class ResumableStream:
 
 
 class ResumableStreams:
-    """The streams of this process that can be resumed, by their tokens.
+    """The resumable streams of this process, by token.
 
-    A stream is forgotten at the end of its grace, which begins when its call ends, however that ends. A drain
-    waits for calls that read one, which may go on long after the request of the stream has ended.
+    A stream is forgotten at the end of its grace period, which begins when its call ends for any reason. A
+    drain waits for calls that read one, which may last much longer than the stream's request.
     """
 
     def __init__(self, stream_of: StreamOf, rest_of: RestOf, limit: ReaderLimit, drain: Drain) -> None:
@@ -253,8 +247,8 @@ class ResumableStreams:
         self._drain = drain
         self._streams: dict[str, ResumableStream] = {}
         self._read: OrderedDict[str, ResumableStream] = OrderedDict()
-        self._ending: set[asyncio.Task[None]] = set()  # of streams that are forgotten
-        self._left: set[str] = set()
+        self._ending: set[asyncio.Task[None]] = set()  # of forgotten streams
+        self._left: set[str] = set()  # tokens of streams left to other frontends
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -262,7 +256,7 @@ class ResumableStreams:
     async def start(
         self, request: generate_pb2.GenerateRequest, caller: Caller
     ) -> AsyncGenerator[Response, None]:
-        """Run a request with an orphan grace, and read its stream from the start."""
+        """Run a request with an orphan grace period, and read its stream from the start."""
         grace_s = min(request.orphan_grace_ms, MAX_ORPHAN_GRACE_MS) / 1000
         token = secrets.token_hex(_TOKEN_BYTES)
         caller = self._outliving(caller, token)
@@ -276,9 +270,9 @@ class ResumableStreams:
     async def resume(
         self, request: inference_pb2.ResumeRequest, caller: Caller
     ) -> AsyncGenerator[Response, None]:
-        """Go on with the stream of a token, one of this process or of a frontend that is gone.
+        """Continue the stream of a token, which began in this process or in a frontend that has gone.
 
-        Raises NotFound where neither is kept.
+        Raises NotFound if neither exists.
         """
         stream = self._streams.get(request.resume_token)
         if stream is None:
@@ -289,7 +283,7 @@ class ResumableStreams:
                     yield message
 
     async def close(self) -> None:
-        """Forget all of them. What a client can name is left to the next frontend, the rest aborted."""
+        """Forget all streams. Those whose token a client knows are left for other frontends; others end."""
         streams, self._streams = list(self._streams.values()), {}
         self._read.clear()
         self._left.update(stream.token for stream in streams if stream.is_known)
@@ -304,7 +298,7 @@ class ResumableStreams:
                 f"last_position is {request.last_position}, the limit is {_MAX_POSITION}",
                 field="last_position",
             )
-        # Behind `started` whoever does not say what it has got has got what nobody can cut off.
+        # After `started`, the received part cannot be removed unless the client states what it has received.
         can_be_cut = bool(request.received) or request.last_position == 1
         if not can_be_cut or len(request.resume_token) != TOKEN_CHARACTERS:
             raise not_kept(request.resume_token)
@@ -354,7 +348,7 @@ class ResumableStreams:
             stream.task.add_done_callback(self._ending.discard)
 
     def _outliving(self, caller: Caller, token: str) -> Caller:
-        """`caller` of the stream `token`, with a deadline that does not need its call any more."""
+        """`caller` for the stream `token`, with a deadline that does not depend on its call."""
         caller = dataclasses.replace(caller, resume_token=token, is_left=lambda: token in self._left)
         remaining_s = caller.remaining_s()
         if remaining_s is None:

@@ -20,8 +20,6 @@ TokenizeContext: TypeAlias = (
 DetokenizeContext: TypeAlias = (
     "grpc.aio.ServicerContext[tokenize_pb2.DetokenizeRequest, tokenize_pb2.DetokenizeResponse]"
 )
-
-
 TemplateContext: TypeAlias = (
     "grpc.aio.ServicerContext"
     "[tokenizer_pb2.ApplyChatTemplateRequest, tokenizer_pb2.ApplyChatTemplateResponse]"
@@ -34,9 +32,9 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Tokenizes, detokenizes and renders for clients, and hands out the files to do so elsewhere.
+    """Tokenizes, detokenizes and renders chats for clients, and sends them the files to do so themselves.
 
-    `takes_templates`: whether a client may bring a chat template of its own.
+    `takes_templates`: whether a request may contain a chat template.
     """
 
     def __init__(self, directory: Directory, *, takes_templates: bool) -> None:
@@ -46,7 +44,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Tokenize(
         self, request: tokenize_pb2.TokenizeRequest, context: TokenizeContext
     ) -> tokenize_pb2.TokenizeResponse:
-        """The tokens of a text."""
         model = self._directory.model(request.model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         check_text("text", request.text, model)
@@ -64,7 +61,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: DetokenizeContext
     ) -> tokenize_pb2.DetokenizeResponse:
-        """The text of tokens, at most as many as the model takes."""
         model = self._directory.model(request.model)
         violations = Violations()
         num_ids = len(request.token_ids)
@@ -79,7 +75,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def ApplyChatTemplate(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """The prompt of a conversation, as Chat makes it, and its tokens where they are asked for."""
+        """The prompt of a conversation, as Chat makes it, and its tokens if requested."""
         model = self._directory.model(request.model)
         violations = Violations()
         check_conversation(request, violations, takes_templates=self._takes_templates)
@@ -94,7 +90,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetTokenizer(
         self, request: tokenizer_pb2.GetTokenizerRequest, context: FilesContext
     ) -> AsyncGenerator[tokenizer_pb2.GetTokenizerResponse, None]:
-        """The tokenizer's files, in chunks."""
         files = self._directory.model(request.model).tokenizer.files
         for file_name, content in files.by_name():
             digest = files.digests[file_name]

@@ -1,4 +1,4 @@
-"""Model files from engines, verified and kept by digest, and the models made from them."""
+"""Fetches model files from engines, verifies and caches them by digest, and makes models from them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ logger = logging.getLogger(__name__)
 
 _FETCH_DEADLINE_S = 60.0
 _MAX_FILE_BYTES = 256 * 1024 * 1024
-# Old digests are forgotten first, of files and of tokenizers; a frontend rarely sees more than a few models
-# in its life. Models in use hold what they need.
+# The oldest files and tokenizers are evicted first. A frontend rarely sees more than a few models, and models
+# in use hold references to what they need.
 MAX_FILES = 64
 
 
 class ArtifactError(Exception):
-    """The files of a model are missing, damaged or not what they should be."""
+    """The files of a model are missing, damaged or invalid."""
 
 
 class ArtifactStore:
     """Files by SHA-256, shared by all engines, and tokenizers made from them.
 
-    `tokenizer_override` is a tokenizer.json or tokenizer.model used for every model in place of the engine's
-    own, `parsers` are those for every model.
+    `tokenizer_override` is a tokenizer.json or tokenizer.model that replaces the engine's for every model.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ArtifactStore:
     async def model_of(
         self, ready: session_pb2.Ready, stub: engine_pb2_grpc.EngineCoreServiceStub
     ) -> ServedModel:
-        """The model of an engine that is ready. Raises ArtifactError."""
+        """The model that an engine announces with `ready`. Raises ArtifactError."""
         contents = await self._fetch(ready.artifacts, stub)
         generation_config = contents.get(session_pb2.ARTIFACT_KIND_GENERATION_CONFIG, b"")
         config = contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"")
@@ -99,19 +98,19 @@ class ArtifactStore:
                 contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b""),
                 contents.get(session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE, b""),
             )
-            # In a thread of its own: the digest of many megabytes, and then parsing, take up to seconds.
+            # In a thread: hashing many megabytes and parsing them takes up to seconds.
             key = await loop.run_in_executor(None, lambda: files.key)
             tokenizer = self._tokenizers.get(key)
             if tokenizer is None:
                 tokenizer = await loop.run_in_executor(None, parse_tokenizer, files, self._workers)
-                # The workers read it as well before the first request comes.
+                # The workers load it as well, before the first request comes.
                 await self._workers.load(files)
         except (ValueError, OSError, ServiceError) as error:
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
         return key, self._remember(key, tokenizer)
 
     def _remember(self, key: str, tokenizer: ModelTokenizer) -> ModelTokenizer:
-        """Keep `tokenizer`, or what another engine of the same files brought meanwhile; returns that."""
+        """Cache `tokenizer` unless another engine with the same files was faster; returns the cached one."""
         kept = self._tokenizers[key] = self._tokenizers.pop(key, tokenizer)
         while len(self._tokenizers) > MAX_FILES:
             self._tokenizers.pop(next(iter(self._tokenizers)))
@@ -125,7 +124,7 @@ class ArtifactStore:
         )
         if given is None:
             raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
-        # A tokenizer.model is no JSON: it is binary, or lines of base64.
+        # A tokenizer.model is not JSON: it is binary, or lines of base64.
         if given.lstrip()[:1] == b"{":
             return given
         files = {
@@ -153,7 +152,7 @@ def parse_tokenizer(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:
     """The tokenizer of a model's files. Raises ValueError."""
     try:
         tokenizer = Tokenizer.from_str(files.tokenizer.decode())
-    except Exception as error:  # The library has no class of its own for what is wrong in a file.
+    except Exception as error:  # The library has no exception class of its own for a malformed file.
         raise ValueError(str(error)) from error
     return ModelTokenizer(tokenizer, workers, files)
 

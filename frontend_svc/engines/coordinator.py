@@ -1,4 +1,4 @@
-"""What the coordinator says of the engines. Its loss changes nothing: the last thing it said stays."""
+"""Session with the coordinator: receives the engines and their loads. The last state outlives the session."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
 _MAX_OUTGOING = 16
 
-
 Outgoing: TypeAlias = "asyncio.Queue[coordinator_pb2.FrontendSessionRequest]"
 
 
 class CoordinatorSession:
-    """Keeps a session with the coordinator, for ever, and hands on which engines there are and their loads.
+    """Keeps a session with the coordinator open, and passes on the engines' endpoints and loads.
 
-    Loads count where they are newer than what an engine has told on its own stream. `wanted` are labels that
-    engines need to be used.
+    `wanted` are labels that an engine must have to be used.
     """
 
     def __init__(
@@ -58,17 +56,17 @@ class CoordinatorSession:
         self._clock = clock
         self._fence = CoordinatorFence()
         self._topology = Topology(wanted)
-        self._outgoing: Outgoing | None = None  # of the session that is up
+        self._outgoing: Outgoing | None = None  # of the current session
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect, and do so again whenever the session is lost."""
+        """Connect in the background, and again whenever the session is lost."""
         self._task = asyncio.ensure_future(self._run(open_channel(self._address)))
 
     def note_request(self, engine_id: str) -> None:
-        """A request has been sent to an engine: hint at it where its group stands still. Never waits.
+        """Send a hint that a request was sent to an engine whose group is paused. Never waits.
 
-        Without a session nothing is said: the engine that has the request asks for the others itself.
+        Without a session no hint is sent: the engine that gets the request asks for the wave itself.
         """
         if self._outgoing is None or self._outgoing.full():
             return
@@ -78,7 +76,6 @@ class CoordinatorSession:
             self._outgoing.put_nowait(message)
 
     async def close(self) -> None:
-        """Stop for good."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -96,10 +93,10 @@ class CoordinatorSession:
                         "coordinator lost", extra={"coordinator": self._address, "reason": _shown(error)}
                     )
                     if _is_refusal(error) and self._fence.has_lapsed(self._clock.now()):
-                        # It is older than the one that was known, which is gone.
+                        # This coordinator is older than the accepted one, whose lease has expired.
                         self._topology.forget_coordinator()
                 except Exception as error:
-                    # A bug in what follows from a message must not be the last that was heard of engines.
+                    # A bug in the handling of a message must not end the updates about engines.
                     logger.error(
                         "coordinator session failed", extra={"coordinator": self._address}, exc_info=error
                     )
@@ -136,7 +133,7 @@ class CoordinatorSession:
                 task.cancel()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            # Until now it was heard, however little it had to say.
+            # An open session renews the lease even without messages.
             self._fence.note_end(self._clock.now())
 
     async def _read(
@@ -147,33 +144,33 @@ class CoordinatorSession:
         outgoing: Outgoing,
     ) -> None:
         epoch, lease_s = self._topology.coordinator_epoch, self._fence.lease_s
-        # What is not a message is the end of the stream.
+        # `read` returns something else at the end of the stream.
         while isinstance(message := await call.read(), coordinator_pb2.FrontendSessionResponse):
             if message.HasField("snapshot"):
                 epoch, lease_s = message.snapshot.coordinator_epoch, message.snapshot.lease_ms / 1000
             if self._fence.admits(epoch, lease_s=lease_s, now=self._clock.now()):
                 self._take(message)
-                # Hints belong to who has just told of the waves.
+                # Hints go to the coordinator that announced the waves.
                 self._outgoing = outgoing
             else:
                 logger.warning(
-                    "older coordinator not believed",
+                    "message of an older coordinator rejected",
                     extra={"coordinator": self._address, "epoch": epoch, "believed": self._fence.epoch},
                 )
             ack = coordinator_pb2.FrontendAck(nonce=message.nonce, version=self._topology.version)
             if epoch != self._fence.epoch:
                 ack.error.code = grpc.StatusCode.FAILED_PRECONDITION.value[0]
                 ack.error.message = (
-                    f"epoch {epoch} is older than {self._fence.epoch}, which was heard of late"
+                    f"epoch {epoch} is older than {self._fence.epoch}, whose lease has not expired"
                 )
             await outgoing.put(coordinator_pb2.FrontendSessionRequest(ack=ack))
             if epoch != self._fence.epoch:
-                # Deltas mean nothing without the snapshot: it is asked for again, by another session.
+                # Deltas mean nothing without a snapshot: another session asks for it again.
                 return
 
     def _take(self, message: coordinator_pb2.FrontendSessionResponse) -> None:
         has_moved = self._topology.apply(message)
-        # What came of an earlier message may have failed half-way: a snapshot is handed on as it is.
+        # The handling of an earlier message may have failed half-way: a snapshot is always passed on.
         if has_moved or message.HasField("snapshot"):
             self._on_engines(self._topology.endpoints())
         loads = self._topology.take_loads()

@@ -1,4 +1,4 @@
-"""Which engines there are: told by configuration and by a coordinator, seen by their own streams."""
+"""The known engines, from the configuration and the coordinator, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class ClientFactory(Protocol):
-    """Makes the client of an engine."""
+    """Makes the client of an engine, not started yet."""
 
-    def __call__(self, address: str, *, on_change: Callable[[EngineClient], None]) -> EngineClient:
-        """A client that is not started yet."""
-        ...
+    def __call__(self, address: str, *, on_change: Callable[[EngineClient], None]) -> EngineClient: ...
 
 
 class Directory:
-    """Holds a client for each engine that anybody told of, and picks among those that are ready.
+    """Holds a client for each listed engine, and picks among those that are ready.
 
-    What this frontend's own stream says wins: an engine nobody tells of any more stays in use while its
-    stream is up, so that a coordinator that restarts and has forgotten everything costs nothing.
+    An engine that is no longer listed stays in use while its stream is up, so that a coordinator that
+    restarts without its state does no harm.
 
-    A model whose last engine is not ready any more is expected back for `reconnect_window_s`. `first_turn`
-    is where it begins to go round among engines that are equal to `policy`.
+    A model whose last ready engine is lost is expected back for `reconnect_window_s`. `first_turn` is the
+    first `turn` for `policy`.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Directory:
         self._turn = first_turn
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Replace what `source` says: there are engines at `addresses`, and no others that it knows."""
+        """Replace the list of engines of `source`."""
         self._addresses[source] = frozenset(filter(None, map(_valid_address, addresses)))
         for address in sorted(self._addresses[source]):
             if address not in self._clients:
@@ -74,7 +72,7 @@ class Directory:
             self._drop_if_gone(client)
 
     def take_loads(self, loads: Mapping[str, LoadReport | None]) -> None:
-        """Take in a coordinator's word on the loads of engines, by address; None where it hears nothing."""
+        """Apply loads from a coordinator, by address; None for an engine that does not report to it."""
         for address, report in loads.items():
             client = self._clients.get(address)
             if client is None:
@@ -85,18 +83,17 @@ class Directory:
                 client.account.report(report, is_direct=False)
 
     def clients(self) -> list[EngineClient]:
-        """Every engine there is a client for."""
         return list(self._clients.values())
 
     @property
     def is_ready(self) -> bool:
-        """True when at least one engine takes requests."""
+        """True if at least one engine takes requests."""
         return any(client.state is EngineState.READY for client in self._clients.values())
 
     def models(self, *, has_embeds: bool = False) -> dict[str, ServedModel]:
-        """The models of ready engines by name, each as the engine that is ready for longest knows it.
+        """The models of ready engines by name, each from the engine that was listed first.
 
-        With `has_embeds` the engines that take prompts of embeddings come before the others.
+        With `has_embeds`, engines that accept prompts of embeddings take precedence.
         """
         models = [client.model for client in reversed(self._ready()) if client.model is not None]
         models.sort(key=lambda model: has_embeds and model.takes_prompt_embeds)
@@ -105,8 +102,8 @@ class Directory:
     def model(self, name: str, *, has_embeds: bool = False) -> ServedModel:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
-        With `has_embeds` it is one for a prompt of embeddings, if there is one.
-        Raises NotFound, InvalidArgument for an empty name that could mean several, Unavailable when no
+        With `has_embeds`, one for a prompt of embeddings is preferred.
+        Raises NotFound, InvalidArgument for an empty name if there are several models, Unavailable if no
         engine is ready.
         """
         now = self._clock.now()
@@ -130,16 +127,17 @@ class Directory:
         return next(iter(models.values()))
 
     def expected_until(self, model: ServedModel) -> float | None:
-        """Until when an engine of `model` is expected back; None while one is ready or since none came."""
+        """Until when an engine of `model` is expected back; None if one is ready or the time has passed."""
         _, until = self._expected.get(model.name, (None, 0.0))
         return until if until > self._clock.now() else None
 
     def ready_for(
         self, model: ServedModel, *, is_exact: bool = False, has_embeds: bool = False
     ) -> list[EngineClient]:
-        """The ready engines that serve `model`; with `is_exact` those that continue what another began.
+        """The ready engines that serve `model`.
 
-        With `has_embeds` those that take prompts of embeddings.
+        With `is_exact`, only those that can continue a request that another engine began. With `has_embeds`,
+        only those that accept prompts of embeddings.
         """
         serves = _is_equal if is_exact else _serves
         ready = [client for client in self._ready() if serves(client, model)]
@@ -153,15 +151,15 @@ class Directory:
         is_exact: bool = False,
         is_allowed: Callable[[EngineClient], bool] = lambda client: True,
     ) -> EngineClient:
-        """The engine that gets `request` for `model`, all of it; see `ready_for` for `is_exact`.
+        """The engine that gets all of `request` for `model`; see `ready_for` for `is_exact`.
 
-        Raises InvalidArgument for a rank that no engine can have, ResourceExhausted when all are full,
-        Unavailable when none is ready.
+        Raises InvalidArgument for a rank that no engine can have, ResourceExhausted if all are full,
+        Unavailable if none is ready.
         """
         able = self.ready_for(model, is_exact=is_exact, has_embeds=request.has_embeds)
         ready = list(filter(is_allowed, able))
         clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
-        # In one order on every frontend, whoever was told of which engine first.
+        # In the same order on every frontend, in whatever order each learned of the engines.
         infos = [clients[address].info() for address in sorted(clients)]
         picked = route(self._policy, infos, request, self._turn)
         self._turn += 1
@@ -197,12 +195,11 @@ class Directory:
         raise self._nothing_ready()
 
     def leave(self) -> None:
-        """From here on what others may adopt stays in its engine, whoever stops to wait for it here."""
+        """From now on, leave adopted requests in their engines for other frontends; do not abort them."""
         for client in self._clients.values():
             client.adoptions.are_left = True
 
     async def close(self) -> None:
-        """Close every client."""
         clients, self._clients = list(self._clients.values()), {}
         await asyncio.gather(*(client.close() for client in clients), *self._closing)
 
@@ -231,7 +228,7 @@ class Directory:
         if is_listed or is_up or self._clients.get(client.address) is not client:
             return
         if client.owed_s:
-            # It may be alive and work for nobody: what has moved on is to be ended there when it is back.
+            # The engine may be alive and still run requests that were moved: abort them when it is back.
             if client not in self._owed:
                 self._owed.add(client)
                 asyncio.get_running_loop().call_later(client.owed_s, self._drop_owed, client)

@@ -1,35 +1,16 @@
-"""Loads and prompts as messages tell of them, for the account of an engine. Knows no streams."""
+"""Converts load messages to `LoadReport`. Knows no streams."""
 
 from __future__ import annotations
 
 from frontend_svc.engines.routing.account import LoadReport
-from frontend_svc.text.tokenize.id_column import ID_BYTES
 from triptych.coordinator.v1 import member_pb2
-from triptych.engine.v1 import add_pb2, session_pb2
+from triptych.engine.v1 import session_pb2
 
 
-def num_tokens_of(entry: add_pb2.AddEntry) -> int:
-    """How many tokens an engine has to know before the request's next one."""
-    return (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // ID_BYTES
-
-
-def load_of_stats(stats: session_pb2.Stats, engine_epoch: int) -> LoadReport:
-    """What an engine says on its stream."""
+def load_report(load: session_pb2.Stats | member_pb2.EngineLoad, engine_epoch: int) -> LoadReport:
+    """From the engine's own stream (`Stats`) or as a coordinator forwards it (`EngineLoad`)."""
     return LoadReport(
         engine_epoch=engine_epoch,
-        step_number=stats.step_number,
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_waiting_tokens=stats.num_waiting_tokens,
-        num_used_blocks=stats.num_used_blocks,
-        num_total_blocks=stats.num_total_blocks,
-    )
-
-
-def load_of_engine(load: member_pb2.EngineLoad) -> LoadReport:
-    """What a coordinator passes on."""
-    return LoadReport(
-        engine_epoch=load.engine_epoch,
         step_number=load.step_number,
         num_running=load.num_running,
         num_waiting=load.num_waiting,

@@ -1,46 +1,47 @@
-"""The engines and waves as a coordinator last told, and which coordinator is believed. Pure."""
+"""The engines and waves that the coordinator announced last, and fencing of old coordinators. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from frontend_svc.engines.load_messages import load_of_engine
+from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import LoadReport
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
 
 
 class CoordinatorFence:
-    """Which of several coordinators is believed: the newest, until nothing was heard of it for a lease."""
+    """Accepts messages of one coordinator: the one of the highest epoch, until it is silent for a lease."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # of the one that is believed; 0: none yet
-        self.lease_s = 0.0  # that it gives to engines: for so long after its last word it is believed alone
+        self.epoch = 0  # of the accepted coordinator; 0: none yet
+        self.lease_s = (
+            0.0  # its lease for engines: for so long after its last message no older one is accepted
+        )
         self._last_received_at = 0.0
-        self._is_open = False  # the session in which it was heard last
+        self._is_open = False  # whether the session with its last message is still open
 
     def admits(self, epoch: int, *, lease_s: float, now: float) -> bool:
-        """Whether the coordinator of `epoch` is believed; notes that it was heard, if so."""
+        """Whether a message of the coordinator of `epoch` is accepted; renews the lease if so."""
         if epoch < self.epoch and not self.has_lapsed(now):
             return False
         self.epoch, self.lease_s, self._last_received_at, self._is_open = epoch, lease_s, now, True
         return True
 
     def note_end(self, now: float) -> None:
-        """The session has ended: if the one that is believed was heard in it, it was heard until now."""
+        """The session has ended; if it was with the accepted coordinator, its lease starts now."""
         if self._is_open:
             self._is_open, self._last_received_at = False, now
 
     def has_lapsed(self, now: float) -> bool:
-        """Whether the one that is believed was silent for so long that any other is believed next."""
+        """Whether the lease of the accepted coordinator has expired, so that any other is accepted next."""
         return not self._is_open and now >= self._last_received_at + self.lease_s
 
 
 class Topology:
-    """The engines as the coordinator last told: a snapshot, then deltas.
+    """The engines that the coordinator announced: a snapshot, then deltas.
 
-    Only those engines are there that have all of `wanted`: their labels, and their `host`, `dp_rank` and
-    `dp_group`.
+    Contains only engines that match all of `wanted`, by their labels or `host`, `dp_rank` and `dp_group`.
     """
 
     def __init__(self, wanted: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -49,15 +50,15 @@ class Topology:
         self._wanted = wanted
         self._members: dict[str, member_pb2.EngineMember] = {}
         self._waves: dict[str, member_pb2.WaveState] = {}
-        self._hinted: dict[str, int] = {}  # the wave that was asked for last, by group
+        self._hinted: dict[str, int] = {}  # the wave of the last hint, by group
         self._loads: dict[str, LoadReport | None] = {}
 
     def apply(self, message: coordinator_pb2.FrontendSessionResponse) -> bool:
-        """Take a message in; returns whether engines came, went or moved."""
+        """Apply a message; returns whether engines joined, left or changed their endpoint."""
         kind = message.WhichOneof("message")
         if kind == "delta" and not _has_members(message.delta):
-            # Most messages have loads alone; with a thousand engines it counts what is done for each.
-            self._take_figures(message.delta)
+            # Most messages have loads only; with a thousand engines the work per engine matters.
+            self._take_loads_and_waves(message.delta)
             self.version = message.version
             return False
         before = self._endpoints()
@@ -73,28 +74,24 @@ class Topology:
             self._take(message.delta.updated)
             for engine_id in message.delta.removed_engine_ids:
                 self._members.pop(engine_id, None)
-            self._take_figures(message.delta)
+            self._take_loads_and_waves(message.delta)
         self.version = message.version
         return self._endpoints() != before
 
     def forget_coordinator(self) -> None:
-        """Ask the next coordinator for everything, whichever it is; what is known stays until it has told."""
+        """Ask the next coordinator for a snapshot; the known engines stay until it arrives."""
         self.version = self.coordinator_epoch = 0
 
     def endpoints(self) -> list[str]:
-        """Where the engines are."""
         return sorted(set(self._endpoints().values()))
 
     def take_loads(self) -> dict[str, LoadReport | None]:
-        """The loads that were told since the last call, by endpoint; None of one that is UNREPORTED."""
+        """The loads received since the last call, by endpoint; None for an UNREPORTED engine."""
         loads, self._loads = self._loads, {}
         return loads
 
     def hint(self, engine_id: str) -> coordinator_pb2.FirstRequestWhilePaused | None:
-        """What to say of a request that goes to `engine_id` now: a hint where its group stands still.
-
-        At most one for each wave of a group.
-        """
+        """A hint for a request sent to `engine_id` if its group is paused. At most one per group and wave."""
         member = self._members.get(engine_id)
         if member is None or not member.registration.lockstep:
             return None
@@ -108,7 +105,7 @@ class Topology:
     def _endpoints(self) -> dict[str, str]:
         return {engine_id: member.registration.endpoint for engine_id, member in self._members.items()}
 
-    def _take_figures(self, delta: coordinator_pb2.TopologyDelta) -> None:
+    def _take_loads_and_waves(self, delta: coordinator_pb2.TopologyDelta) -> None:
         for load in delta.loads:
             self._take_load(load)
         self._take_waves(delta.waves)
@@ -135,12 +132,12 @@ class Topology:
     def _take_load(self, load: member_pb2.EngineLoad) -> None:
         member = self._members.get(load.engine_id)
         if member is not None:
-            self._loads[member.registration.endpoint] = load_of_engine(load)
+            self._loads[member.registration.endpoint] = load_report(load, load.engine_epoch)
 
     def _take_waves(self, waves: Iterable[member_pb2.WaveState]) -> None:
         for state in waves:
             held = self._waves.get(state.dp_group)
-            # A wave never goes back, whatever order messages come in.
+            # Wave numbers only grow, in whatever order messages arrive.
             if held is None or state.wave >= held.wave:
                 self._waves[state.dp_group] = state
 

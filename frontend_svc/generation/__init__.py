@@ -1,3 +1,3 @@
-"""A request's life: admission, generation, failover, drain, tracing.
+"""Life cycle of a request: admission, generation, failover, drain, tracing.
 Must not know protocols of clients or streams of engines.
 """

@@ -1,4 +1,4 @@
-"""How many requests may be on their way to a first token at once. Knows no engine."""
+"""Limits the requests that wait for a first token, and keeps request ids unique. Knows no engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from service_kit.errors import AlreadyExists, ResourceExhausted
 
 @dataclass(slots=True)
 class Ticket:
-    """One request's share of the queue, given back at its first output or its end, whichever is first."""
+    """One request's share of the queue, released at its first output or its end, whichever is first."""
 
     num_prompt_tokens: int = 0
     is_queued: bool = True
 
 
 class Admission:
-    """Counts queued requests and their prompt tokens, refuses what is too much, and knows the ids in use."""
+    """Counts queued requests and their prompt tokens, refuses those over the limits, tracks ids in use."""
 
     def __init__(self, max_queued_requests: int, max_queued_prompt_tokens: int) -> None:
         self._max_requests = max_queued_requests
@@ -29,12 +29,12 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """Requests that have no output yet."""
+        """Requests without output yet."""
         return self._num_queued
 
     @contextmanager
     def claim(self, request_id: str) -> Iterator[None]:
-        """Reserve the id a client chose, while its request is in flight. An empty id reserves nothing."""
+        """Reserve an id that a client chose, inside of the block. An empty id reserves nothing."""
         if request_id in self._request_ids:
             raise AlreadyExists(
                 f"a request with the id {request_id!r} is in flight", reason="DUPLICATE_REQUEST_ID"
@@ -48,7 +48,7 @@ class Admission:
 
     @contextmanager
     def share(self, request_id: str) -> Iterator[None]:
-        """As `claim`, of a request that was admitted elsewhere: one that has the id already keeps it."""
+        """As `claim`, but for an adopted request: an id that is in use already is no error."""
         if request_id in self._request_ids:
             yield
             return
@@ -57,7 +57,7 @@ class Admission:
 
     @contextmanager
     def queue(self) -> Iterator[Ticket]:
-        """A place in the queue. Raises ResourceExhausted when there is none."""
+        """Queue a request inside of the block. Raises ResourceExhausted if the queue is full."""
         if self._num_queued >= self._max_requests:
             raise ResourceExhausted(
                 f"{self._num_queued} requests wait already, the limit is {self._max_requests}",
@@ -72,8 +72,8 @@ class Admission:
             self.leave_queue(ticket)
 
     def add_prompt(self, ticket: Ticket, num_prompt_tokens: int) -> None:
-        """Count the prompt, once its length is known. Raises ResourceExhausted when too many tokens wait."""
-        # One prompt alone always fits: the limit protects memory that many of them share.
+        """Count the prompt, when its length is known. Raises ResourceExhausted if too many tokens wait."""
+        # A single prompt always fits: the limit protects memory that many of them share.
         if self._num_queued_tokens and self._num_queued_tokens + num_prompt_tokens > self._max_tokens:
             raise ResourceExhausted(
                 f"{self._num_queued_tokens} prompt tokens wait already, {num_prompt_tokens} more exceed "
@@ -85,7 +85,7 @@ class Admission:
         self._num_queued_tokens += num_prompt_tokens
 
     def leave_queue(self, ticket: Ticket) -> None:
-        """Give a place back; harmless when it has been."""
+        """Release the ticket. Idempotent."""
         if ticket.is_queued:
             ticket.is_queued = False
             self._num_queued -= 1

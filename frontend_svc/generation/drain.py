@@ -1,4 +1,4 @@
-"""What a frontend still has to finish before it may stop. Knows no request."""
+"""Drain: refuses new requests and waits for the open ones. Knows no request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _RETRY_AFTER_MS = 1000
 
 
 def shutting_down() -> Unavailable:
-    """What calls are told that this frontend does not take any more, or does not finish."""
+    """The status of calls that a draining frontend refuses or does not finish."""
     return Unavailable("this frontend is shutting down", reason="DRAINING", retry_after_ms=_RETRY_AFTER_MS)
 
 
 class Drain:
-    """Counts the requests that are open and those who read one, and refuses new ones once it has begun.
+    """Counts open requests and calls that read one, and refuses new requests once the drain has begun.
 
-    `on_busy` is called when the first is there, `on_idle` when the last has ended.
+    `on_busy` is called when the count leaves 0, `on_idle` when it returns to 0.
     """
 
     def __init__(
@@ -35,22 +35,20 @@ class Drain:
 
     @property
     def num_open(self) -> int:
-        """Requests that have arrived and not ended."""
         return self._num_open
 
     @property
     def has_begun(self) -> bool:
-        """True once new requests are refused."""
         return self._has_begun
 
     async def run(self) -> None:
-        """Refuse new requests from here on; returns when all have ended that it waits for."""
+        """Refuse new requests from now on; returns when all counted and awaited blocks have ended."""
         self._has_begun = True
         await self._idle.wait()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request as open inside of the block. Raises Unavailable when no more are taken."""
+        """Count a request as open inside of the block. Raises Unavailable once the drain has begun."""
         if self._has_begun:
             raise shutting_down()
         self._num_open += 1
@@ -62,7 +60,7 @@ class Drain:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Have `run` wait for the end of the block, also where it has begun: nothing new is asked for."""
+        """Make `run` wait for the end of the block. Allowed during a drain: it starts no new request."""
         self._num_awaited += 1
         if self._num_awaited == 1:
             self._idle.clear()

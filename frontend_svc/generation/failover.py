@@ -1,6 +1,6 @@
-"""Where requests go that lost their engine or found none: how often, how soon, how long they wait for one.
+"""Failover: moves requests that lost their engine, and holds those without one; limits retries and waits.
 
-Callbacks and timers alone: no task runs for a request that waits, and ending it takes all of it away at once.
+Uses only callbacks and timers: no task runs for a waiting request, and ending it frees everything at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PER_SECOND = 1.0
 
 
 class RetryBudget:
-    """Starts full; a repetition takes one, a request that ends well gives back a tenth, a second gives one.
+    """Token bucket of retries: starts full; a retry takes one, a success adds a tenth, each second adds one.
 
-    So when most of what is sent again fails again, that dries up before it brings down what is left.
+    If most retries fail again, the budget is used up before they overload the remaining engines.
     """
 
     def __init__(self, clock: Clock, *, capacity: float = _CAPACITY) -> None:
@@ -38,26 +38,26 @@ class RetryBudget:
 
     @property
     def left(self) -> float:
-        """How many repetitions there are left now."""
+        """Retries that are left now."""
         now = self._clock.now()
         self._left = min(self._capacity, self._left + _PER_SECOND * (now - self._filled_at))
         self._filled_at = now
         return self._left
 
     def take(self) -> bool:
-        """Take one; False, with nothing taken, when less than one is left."""
+        """Take one; returns False, and takes nothing, if less than one is left."""
         if self.left < 1:
             return False
         self._left -= 1
         return True
 
     def give_back(self) -> None:
-        """Note a request that ended well."""
+        """Add a tenth for a request that succeeded."""
         self._left = min(self._capacity, self._left + _GIVEN_BACK)
 
 
 MAX_MOVES = 3
-MAX_PLANNED_MOVES = 32  # away from engines that were told to stop: every repetition has a limit
+MAX_PLANNED_MOVES = 32  # away from draining engines: every kind of retry has a limit
 MAX_HELD = 256
 QUARANTINED = "QUARANTINED"
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
@@ -67,7 +67,7 @@ _PROBATION_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One change of engines, as it is told: `origin` is the address of the engine that was left."""
+    """A move from the engine at the address `origin` to the one at `target`."""
 
     cause: LossKind
     origin: str
@@ -76,7 +76,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequirements:
-    """What a request needs of an engine. With `is_exact` only the very same model will do."""
+    """What a request needs of an engine. `is_exact`: only an engine with an identical model."""
 
     model: ServedModel
     routing: RoutingRequest
@@ -84,11 +84,11 @@ class EngineRequirements:
 
 
 class Failover:
-    """Finds engines for requests without one, in an order that lets few engines die of the same request.
+    """Finds engines for requests without one, in an order that limits how many engines one request can crash.
 
-    Whoever is told of a change of engines calls `engines_changed`. A request waits for the directory's
-    reconnect window at most after it was lost, or after the last engine that could take it was. A suspect
-    without output for `probation_s` is slow for another reason, and the others do not wait for it any more.
+    Call `engines_changed` after each change of an engine's state. A request waits at most the directory's
+    reconnect window, counted from its loss or from the loss of the last engine that could take it. A suspect
+    without output for `probation_s` is assumed to be slow for another reason, and no longer blocks others.
     """
 
     def __init__(
@@ -109,34 +109,34 @@ class Failover:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for an engine."""
+        """Number of requests that wait for an engine."""
         return len(self._waiting)
 
     def engines_changed(self) -> None:
-        """Look whether one of those that wait has an engine now."""
+        """Try to send the waiting requests, soon."""
         for migration in self._waiting.values():
             migration.forgive()
         if self._waiting and self._dispatching is None:
-            # Behind what is being done, which may be in the midst of losing or registering requests.
+            # After the current callback, which may be in the middle of losing or registering requests.
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def close(self) -> None:
-        """Send nothing on any more: what loses its engine from here on ends."""
+        """Move no more requests: those that wait or lose their engine from now on end."""
         self.is_closed = True
         for migration in list(self._waiting.values()):
             migration.give_up()
 
     def jitter_s(self, suspect: Suspect) -> float:
-        """How long a request that was lost waits first, so that not all come at once.
+        """Random delay for a lost request, so that not all are sent at the same time.
 
-        Suspects that go in groups come before those that go alone, which have to wait for them.
+        Suspects that go in groups have shorter delays than those that go alone, which wait for them.
         """
         if suspect.turn:
             return (suspect.turn - 1 + self._chance.random()) * _MAX_JITTER_S / 2
         return self._chance.random() * _MAX_JITTER_S
 
     def add(self, migration: Migration) -> None:
-        """Let a request wait for its turn. Raises ResourceExhausted for one too many that is new."""
+        """Hold a request until an engine can take it. Raises ResourceExhausted for too many new ones."""
         if migration.is_new:
             if self._num_new >= MAX_HELD:
                 raise ResourceExhausted(
@@ -149,13 +149,13 @@ class Failover:
         self.engines_changed()
 
     def remove(self, migration: Migration) -> None:
-        """Let it wait no more; harmless when it does not."""
+        """Stop holding a request. Idempotent."""
         if self._waiting.pop(migration.suspect, None) is not None:
             self._num_new -= migration.is_new
 
     def _dispatch(self) -> None:
         self._dispatching = None
-        # What was not found once is not looked for again: hundreds may wait for the same.
+        # A search that failed is not repeated for equal requests: hundreds may wait for the same engine.
         in_vain: set[tuple[object, ...]] = set()
         for suspect in in_order(self._waiting):
             migration = self._waiting.get(suspect)
@@ -170,10 +170,10 @@ class Failover:
 
 
 class Migration:
-    """One request's way from engine to engine.
+    """Sends one request to an engine, and to another if that one is lost.
 
-    `send` is called with the engine to send it to, `fail` once with the error that it ends with instead,
-    `on_move` after each move. After `end` nothing is called any more.
+    `send` is called with the engine to send it to, `fail` at most once with the error that ends it, `on_move`
+    after each move. Nothing is called after `end`.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Migration:
     ) -> None:
         self.suspect = Suspect()
         self.num_attempts = 0  # how often it was sent
-        self.client: EngineClient | None = None  # where it is
+        self.client: EngineClient | None = None  # of the engine that has it
         self._failover = failover
         self._requirements = requirements
         self._send = send
@@ -206,28 +206,28 @@ class Migration:
 
     @property
     def is_new(self) -> bool:
-        """True until it was sent for the first time."""
+        """True until it is sent for the first time."""
         return not self.num_attempts
 
     @property
     def is_on_probation(self) -> bool:
-        """Whether `end_probation` is to be called at its next output."""
+        """Whether `end_probation` must be called at its next output."""
         return self.suspect.probation is not None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for requests that the same engines could take."""
+        """Equal for requests that the same engines can take."""
         requirements, origin = self._requirements, self._origin
-        # What else is told for routing says which engine is better, not which would do.
+        # The other routing fields only express a preference among the engines that can take it.
         routing = requirements.routing
         needs = routing.data_parallel_rank, routing.num_requests, routing.has_embeds
         refused_by = frozenset(map(id, self._refused_by))
         return id(requirements.model), *needs, requirements.is_exact, id(origin), refused_by
 
     def start(self) -> None:
-        """Send it for the first time, at once or when an engine is back that was lost a moment ago.
+        """Send it for the first time, at once or when a recently lost engine is back.
 
-        Raises what `Directory.pick` does, and ResourceExhausted when too many wait.
+        Raises the errors of `Directory.pick`, and ResourceExhausted if too many requests wait.
         """
         failover, requirements = self._failover, self._requirements
         try:
@@ -243,14 +243,14 @@ class Migration:
         self.go(client)
 
     def take_over(self, client: EngineClient, num_attempts: int) -> None:
-        """Begin with a request that is in `client` already, sent by a frontend that is gone."""
+        """Start with a request that another frontend has sent to the engine of `client`."""
         self.client, self.num_attempts = client, num_attempts
 
     def lose(self, cause: LossKind, error: ServiceError, *, has_begun: bool, had_output: bool) -> None:
-        """Go on elsewhere: its engine is lost, or refuses it for now.
+        """Move it to another engine: its engine is lost, or has rejected it.
 
-        `error` ends it when there is no way on. `has_begun`: there was output, of whatever engine;
-        `had_output`: of this one.
+        `error` ends it if it cannot move. `has_begun`: there was output from any engine; `had_output`: from
+        this one.
         """
         client, self.client = self.client, None
         if self._is_over or client is None:
@@ -274,29 +274,29 @@ class Migration:
             self._go_on(failover.jitter_s(self.suspect))
 
     def end_probation(self) -> None:
-        """Note output from the engine where it is: it is no suspect any more."""
+        """Its engine has produced output for it, so it is no suspect any more."""
         self._stop_timer()
         self._failover.suspects.clear(self.suspect)
         self._failover.engines_changed()
 
     def end(self, *, is_well: bool) -> None:
-        """Forget it: it has ended, well or not."""
+        """The request has ended; `is_well`: successfully."""
         if self._is_over:
             return
         self._is_over = True
         self.client = None
-        # Whoever is called holds this object, and neither is to wait for a full collection.
+        # The callbacks' owner references this object: without the cycle both are freed at once.
         self._send = self._fail = self._on_move = _do_nothing
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
         if is_well:
             self._failover.budget.give_back()
-        # It may have left room in an engine that is full, and its place to the next suspect.
+        # Its engine may have room again, and the next suspect may go there.
         self._failover.engines_changed()
 
     def find(self, may_go: Callable[[Suspect, str], bool]) -> EngineClient | None:
-        """The engine that it could be sent to now, one other than it was lost by if there is one."""
+        """An engine that it can be sent to now, preferably another than the one that lost it."""
 
         def is_allowed(client: EngineClient) -> bool:
             return client not in self._refused_by and may_go(self.suspect, client.address)
@@ -309,7 +309,7 @@ class Migration:
         return self._pick(is_allowed)
 
     def go(self, client: EngineClient) -> None:
-        """Send it to `client`, which may take it."""
+        """Send it to `client`."""
         failover = self._failover
         self._stop_timer()
         failover.remove(self)
@@ -327,7 +327,7 @@ class Migration:
             self._on_move(Move(self._cause, self._origin.address, client.address))
 
     def give_up(self) -> None:
-        """End the wait: send it where it would have had to wait for its turn, or end it."""
+        """End the wait: send it even to an engine with other suspects, or end it if there is none."""
         client = None if self._failover.is_closed else self.find(lambda suspect, address: True)
         if client is not None:
             self.go(client)
@@ -335,7 +335,7 @@ class Migration:
             self._end_with(self._error)
 
     def forgive(self) -> None:
-        """Forget that engines refused it which have stopped to be ready: they may be back as others."""
+        """Forget rejections of engines that are not ready any more: they may come back in another state."""
         if self._refused_by:
             ready = self._failover.directory.ready_for(self._requirements.model)
             self._refused_by.intersection_update(ready)
@@ -350,7 +350,7 @@ class Migration:
                 is_allowed=is_allowed,
             )
         except ServiceError:
-            # What an engine lacks just now it may have before the wait is over.
+            # An engine may be able to take it before the wait is over.
             return None
 
     def _may_move(self) -> bool:
@@ -361,14 +361,14 @@ class Migration:
     def _go_on(self, delay_s: float = 0.0) -> None:
         failover = self._failover
         if self._cause is LossKind.LEFT:
-            # That an engine is told to stop says nothing against the others, nor against the request.
+            # A drain of an engine is no sign of trouble with other engines or with the request.
             self._num_planned_moves += 1
         elif failover.budget.take():
             self._num_moves += 1
         else:
             self._end_with(
                 Unavailable(
-                    f"too many requests were sent again of late: {self._error.message}",
+                    f"the retry budget is exhausted: {self._error.message}",
                     reason=RETRY_BUDGET_EMPTY,
                     retry_after_ms=RETRY_AFTER_MS,
                 )
@@ -383,7 +383,7 @@ class Migration:
             self._end_with(self._error)
             return
         if self._cause is LossKind.REFUSED and self._is_refused_by_all():
-            # They are not about to go: to wait for others says nothing that the refusal does not.
+            # These engines stay ready, so waiting would not help: report their rejection now.
             self._end_with(self._error)
             return
         self._failover.add(self)
@@ -408,7 +408,7 @@ class Migration:
         self._timer = None
         probation_s = self._failover.probation_s
         if self.client is not None and self.client.step_age_s > probation_s / 2:
-            # The engine may be about to hang, by this very suspect: then the others must not be there.
+            # The engine may hang because of this suspect: other suspects must not be sent there.
             self._timer = asyncio.get_running_loop().call_later(probation_s / 2, self._pass_over)
             return
         self._failover.suspects.pass_over(self.suspect)
@@ -418,7 +418,7 @@ class Migration:
         self._failover.num_quarantined += 1
         self._end_with(
             Internal(
-                f"{self.suspect.num_deaths} engines went down with this request: it is not sent to another",
+                f"{self.suspect.num_deaths} engines failed while they ran this request: it is not sent again",
                 reason=QUARANTINED,
             )
         )

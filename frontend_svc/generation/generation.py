@@ -1,4 +1,4 @@
-"""The road of one request through the frontend: admitted, tokenized, sent, streamed back, cleaned up."""
+"""Runs generation requests: admits and tokenizes them, sends them to engines, streams outputs, cleans up."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from service_kit.errors import ServiceError
 from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
-# How requests end that say nothing for sending others again.
+# Finish reasons that do not refill the retry budget.
 _NOT_WELL = ("abort", "error")
 
 
 class OpenRequest:
-    """A request that is in an engine, or on its way to one: who it is, and its outputs."""
+    """A request that is in an engine or waits for one, and its outputs."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class OpenRequest:
         self._collector = states[0].collector
         self._clock = failover.clock
         self._arrived_at = arrived_at
-        self.on_read: Callable[[], None] = lambda: None  # called with each output that is read
+        self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
         self._num_output_tokens: dict[int, int] = {}
         self._handles: list[int] = []
         self._num_sent_tokens = 0
@@ -76,11 +76,10 @@ class OpenRequest:
             state.on_lost = self._lose
 
     def start(self) -> None:
-        """Send it; see `Migration.start`."""
         self._migration.start()
 
     def take_over(self, adopted: AdoptedRequest) -> None:
-        """Go on with what runs in an engine already. An output that is not there any more has ended."""
+        """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
         client, outputs = adopted.client, adopted.outputs
         self._migration.take_over(client, adopted.num_attempts)
         self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
@@ -90,7 +89,7 @@ class OpenRequest:
         client.adoptions.hand_over((adoptee, self.states[index]) for index, adoptee in outputs.items())
 
     async def next(self) -> Output:
-        """What came since the last call, waiting for it; after the last nothing comes."""
+        """Wait for output and return all since the last call. Must not be called after the last output."""
         output = await self._collector.get()
         self.on_read()
         for piece in output.pieces:
@@ -108,19 +107,17 @@ class OpenRequest:
 
     @property
     def phase(self) -> RequestPhase:
-        """How far it is."""
         if self._collector.has_ended:
             return RequestPhase.FINISHED
         return RequestPhase.RUNNING if self.num_sampled_tokens else RequestPhase.QUEUED
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The length of its prompt."""
         return len(self.prompt_token_ids)
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many of them came from the prefix cache."""
+        """Prompt tokens that came from the prefix cache."""
         return self._collector.num_cached_tokens
 
     @property
@@ -130,17 +127,16 @@ class OpenRequest:
 
     @property
     def num_attempts(self) -> int:
-        """How often it was sent to an engine."""
         return self._migration.num_attempts
 
     @property
     def engine_id(self) -> str:
-        """Where it runs; empty while it is on its way."""
+        """Empty while it waits for an engine."""
         client = self._migration.client
         return "" if client is None else client.engine_id
 
     def end(self) -> None:
-        """End its outputs as aborted, for whoever reads them."""
+        """End its outputs as aborted; the reader gets that end."""
         client = self._migration.client
         if client is not None:
             client.end(self._handles)
@@ -151,14 +147,14 @@ class OpenRequest:
                 state.advance([], Ending(EndReason.ABORT))
 
     def abort(self, reason: engine_pb2.AbortReason) -> None:
-        """End in the engine what has not ended, without a word to whoever reads it, and send nothing more."""
+        """Abort unfinished outputs in the engine and send it nowhere again. The reader gets no end."""
         client = self._migration.client
         self._migration.end(is_well=self.finish_reason not in _NOT_WELL)
         if client is not None:
             client.abort(self._handles, reason)
 
     def leave(self) -> None:
-        """Let its engine go on with it for another frontend; nothing of it comes here any more."""
+        """Let its engine continue it for another frontend; no output arrives here any more."""
         client = self._migration.client
         self._migration.end(is_well=False)
         if client is not None:
@@ -166,12 +162,12 @@ class OpenRequest:
         self._release()
 
     def close(self, reason: engine_pb2.AbortReason) -> None:
-        """Abort what has not ended, and forget what was not read."""
+        """Abort unfinished outputs, and discard unread ones."""
         self.abort(reason)
         self._release()
 
     def _release(self) -> None:
-        # Only a full collection frees what holds each other in a circle, and one that finds much of it stops
+        # Break reference cycles: only a full garbage collection frees them, and if there are many, it stops
         # all streams for 30 to 100 ms.
         for state in self.states:
             state.on_lost = state.on_output = None
@@ -184,7 +180,7 @@ class OpenRequest:
         for entry, state in zip(self._entries, self.states, strict=True):
             if state.has_ended:
                 continue
-            # What was sent before stays as it is: its engine may have to be sent it once more.
+            # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
             sent = add_pb2.AddEntry()
             sent.CopyFrom(entry)
             sent.attempt = self._migration.num_attempts - 1
@@ -202,7 +198,7 @@ class OpenRequest:
     def _lose(self, cause: LossKind, error: ServiceError) -> None:
         client = self._migration.client
         if client is None:
-            # Another output of the group was told before.
+            # Another output of the group has handled the loss.
             return
         if cause is LossKind.REFUSED and len(self._handles) > 1:
             client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
@@ -219,10 +215,10 @@ class OpenRequest:
 
 
 class Generation:
-    """Runs requests on whatever engines there are.
+    """Runs requests on the engines of a directory.
 
-    A request is either open, i.e. inside of `open`, or nowhere: leaving the block for whatever reason aborts
-    it in the engine and frees its place, its id and its state.
+    A request exists only inside of the `open` block: leaving the block for any reason aborts it in the engine
+    and frees its queue slot, its id and its state.
     """
 
     def __init__(
@@ -244,22 +240,21 @@ class Generation:
         self._drain = drain
 
     def model(self, name: str) -> ServedModel:
-        """The model served as `name`; see `Directory.model`."""
         return self._directory.model(name)
 
     def counted(self) -> contextlib.AbstractContextManager[None]:
-        """Have a drain wait for the end of the block; raises Unavailable once it has begun."""
+        """See `Drain.counted`."""
         return self._drain.counted()
 
     def awaited(self) -> contextlib.AbstractContextManager[None]:
-        """Have a drain wait for the end of the block, as for who reads what has ended."""
+        """See `Drain.awaited`."""
         return self._drain.awaited()
 
     @contextlib.asynccontextmanager
     async def open(
         self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
-        """Check `request`, send it, and keep it alive inside of the block."""
+        """Check `request`, send it, and keep it open inside of the block."""
         with (
             self._drain.counted(),
             trace,
@@ -281,9 +276,9 @@ class Generation:
     async def adopt(
         self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
-        """Keep alive inside of the block what another frontend began, with its output from the start.
+        """Keep a request of another frontend open inside of the block, with its output from the start.
 
-        The block is one inside of `counted`.
+        Must be used inside of a `counted` block.
         """
         request = adopted.request
         with (
@@ -292,9 +287,9 @@ class Generation:
             self._requests.track(request.request_id, caller.request_id) as tracked,
         ):
             prompt, model = RequestPrompt(request), adopted.client.model
-            assert model is not None, "an engine that was ready has a model"
+            assert model is not None, "an engine that is ready has a model"
             prepared = await self._prepare(request, prompt, model, caller, trace)
-            # What has come so far waits for its reader as one, however much that is.
+            # The output so far is delivered at once, so it does not count towards the reader's limit.
             limit = dataclasses.replace(
                 self._reader_limit,
                 max_tokens=self._reader_limit.max_tokens + adopted.num_tokens,
@@ -369,7 +364,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
         num_prompt_tokens=len(prepared.prompt_token_ids),
         num_requests=len(prepared.entries),
         session_id=request.session_id,
-        # Ids that stand for embeddings tell nothing of what two prompts have in common.
+        # Token ids at positions of embeddings do not show whether two prompts have a common prefix.
         prefix_hash=b"" if prepared.tensors else prefix_hash(prepared.prompt_token_ids),
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
         has_embeds=bool(prepared.tensors),
@@ -378,7 +373,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
 
 @contextlib.contextmanager
 def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iterator[None]:
-    """Whatever leaves the block aborts the request where it has not ended and is not left to others."""
+    """At the end of the block, abort the request unless it has ended or is left to other frontends."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Who is open here, by the ids that a client may name: what Abort and GetRequest look into. Knows no wire."""
+"""Registry of open requests by id, for Abort and GetRequest. Knows no wire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service_kit.errors import NotFound
 
 
 class RequestPhase(Enum):
-    """How far a request is. FINISHED is one whose last outputs are not read yet."""
+    """FINISHED: the outputs are complete, and the client has not read the last ones yet."""
 
     QUEUED = 1
     RUNNING = 2
@@ -21,46 +21,32 @@ class RequestPhase(Enum):
 
 
 class Progress(Protocol):
-    """A request that was sent to an engine, as this file needs it."""
+    """A request that was sent to an engine. `end` ends its outputs as aborted."""
 
     @property
-    def phase(self) -> RequestPhase:
-        """How far it is."""
-        ...
+    def phase(self) -> RequestPhase: ...
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """The length of its prompt."""
-        ...
+    def num_prompt_tokens(self) -> int: ...
 
     @property
-    def num_cached_tokens(self) -> int:
-        """How many of them came from the prefix cache."""
-        ...
+    def num_cached_tokens(self) -> int: ...
 
     @property
-    def num_sampled_tokens(self) -> int:
-        """Tokens of all outputs, read or not."""
-        ...
+    def num_sampled_tokens(self) -> int: ...
 
     @property
-    def engine_id(self) -> str:
-        """Where it runs."""
-        ...
+    def engine_id(self) -> str: ...
 
     @property
-    def num_attempts(self) -> int:
-        """How many engines it was sent to."""
-        ...
+    def num_attempts(self) -> int: ...
 
-    def end(self) -> None:
-        """End its outputs as aborted: whoever reads them is told so."""
-        ...
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What can be told of an open request."""
+    """State of an open request at one instant."""
 
     request_id: str
     phase: RequestPhase
@@ -73,7 +59,7 @@ class RequestFacts:
 
 
 class TrackedRequest:
-    """One open request as others than its reader see it. Its progress is known from when it was sent."""
+    """One open request. Its progress is known once it was sent to an engine."""
 
     def __init__(self, request_id: str, arrived_at: float) -> None:
         self.request_id = request_id
@@ -83,17 +69,16 @@ class TrackedRequest:
 
     @property
     def phase(self) -> RequestPhase:
-        """How far it is."""
         return RequestPhase.QUEUED if self._progress is None else self._progress.phase
 
     def follow(self, progress: Progress) -> None:
-        """Note that it was sent. One that was aborted meanwhile ends at once."""
+        """Note that it was sent. If it was aborted before, it ends at once."""
         self._progress = progress
         if self._is_aborted:
             progress.end()
 
     def abort(self) -> RequestPhase:
-        """End it; its stream ends with finish reason ABORT. Returns how far it was."""
+        """End it; its stream ends with finish reason ABORT. Returns the phase it was in."""
         phase = self.phase
         self._is_aborted = True
         if self._progress is not None:
@@ -101,7 +86,6 @@ class TrackedRequest:
         return phase
 
     def facts(self, now: float) -> RequestFacts:
-        """What can be told of it at `now`."""
         age_s, progress = now - self.arrived_at, self._progress
         if progress is None:
             return RequestFacts(self.request_id, RequestPhase.QUEUED, age_s)
@@ -118,10 +102,10 @@ class TrackedRequest:
 
 
 class OpenRequests:
-    """The open requests of this process, by the client's id and by the call's.
+    """The open requests of this process, by the client's request id and by the call's id.
 
-    A client's own id is of one request. The call's, from x-request-id or made here, may be of several, as in
-    a batch: who names it means all of them.
+    A client's request id belongs to one request. The call's id, from x-request-id or generated here, may
+    belong to several, as in a batch; an operation on it applies to all of them.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -133,7 +117,7 @@ class OpenRequests:
 
     @contextmanager
     def track(self, request_id: str, call_id: str) -> Iterator[TrackedRequest]:
-        """Know a request by its ids inside of the block. `request_id` is empty where the client gave none."""
+        """Register a request inside of the block. `request_id` is empty if the client gave none."""
         tracked = TrackedRequest(request_id or call_id, self._clock.now())
         ids = sorted({request_id, call_id} - {""})
         for one in ids:
@@ -147,12 +131,12 @@ class OpenRequests:
                     del self._by_id[one]
 
     def abort(self, request_id: str) -> RequestPhase:
-        """End all requests of an id. Returns how far the least advanced was; raises NotFound."""
+        """End all requests of an id. Returns the phase of the least advanced one; raises NotFound."""
         phases = [tracked.abort() for tracked in self._find(request_id)]
         return min(phases, key=lambda phase: phase.value)
 
     def facts(self, request_id: str) -> RequestFacts:
-        """What can be told of the first request of an id; raises NotFound."""
+        """State of the first request of an id; raises NotFound."""
         return self._find(request_id)[0].facts(self._clock.now())
 
     def _find(self, request_id: str) -> list[TrackedRequest]:
@@ -163,5 +147,5 @@ class OpenRequests:
                 resource_type="request",
                 resource_name=request_id,
             )
-        # A copy: one that ends leaves the list.
+        # A copy: a request that ends is removed from the list.
         return list(found)

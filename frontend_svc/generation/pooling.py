@@ -1,4 +1,4 @@
-"""The road of a pooling request: admitted, tokenized, its prompts sent to engines, its results gathered."""
+"""Runs pooling requests: admits and tokenizes them, sends the prompts to engines, gathers the results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from service_kit.errors import Aborted, ServiceError
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
-# Prompts of one request that are in engines at once: enough to fill a batch, few enough to leave room.
+# Prompts of one request that are in engines at once: enough to fill a batch, and room for other requests.
 _MAX_SENT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingPrompt:
-    """One prompt. Those with the same `affinity_key` go to one engine; empty: to any."""
+    """One prompt. Prompts with the same `affinity_key` go to one engine; empty: to any."""
 
     token_ids: list[int]
     affinity_key: str = ""
@@ -42,7 +42,7 @@ class PoolingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PoolingWork:
-    """What is to be pooled: `tokenize` gives the prompts, each of which becomes one result."""
+    """A pooling request; `tokenize` returns the prompts, each of which becomes one result."""
 
     request_id: str
     model: ServedModel
@@ -52,7 +52,7 @@ class PoolingWork:
 
 @dataclass(frozen=True, slots=True)
 class PooledPrompts:
-    """The results in order of the prompts, and how many tokens those had together."""
+    """The results in the order of the prompts, and the prompts' total number of tokens."""
 
     request_id: str
     results: list[Pooled]
@@ -60,7 +60,7 @@ class PooledPrompts:
 
 
 class PooledPrompt:
-    """One prompt on its way through engines to its result."""
+    """One prompt that is sent to an engine, and its result."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PooledPrompt:
         self._arrived_at = arrived_at
         self._state = PoolingState()
         self._state.on_lost = self._lose
-        self.engine_id = ""  # where it was sent last
+        self.engine_id = ""  # of the last engine it was sent to
         self._handles: list[int] = []
         self._migration = Migration(
             failover,
@@ -91,11 +91,10 @@ class PooledPrompt:
 
     @property
     def num_attempts(self) -> int:
-        """How often it was sent to an engine."""
         return self._migration.num_attempts
 
     async def run(self) -> Pooled:
-        """The result. Raises what ended the request instead; nothing of it is left then."""
+        """The result, or raises the error that ended the request. Nothing of it is left afterwards."""
         is_well = False
         try:
             self._migration.start()
@@ -123,7 +122,7 @@ class PooledPrompt:
 
     def _send(self, client: EngineClient) -> None:
         remaining_ms = self._caller.remaining_ms()
-        # What was sent before stays as it is: its engine may have to be sent it once more.
+        # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
         entry = add_pb2.AddEntry()
         entry.CopyFrom(self._entry)
         if remaining_ms is not None:
@@ -141,7 +140,7 @@ class PooledPrompt:
 
 
 class PoolingProgress:
-    """How far a pooling request is, and its end from outside: its prompts in engines, and what is done."""
+    """Progress of a pooling request, for GetRequest and Abort: its prompts in engines and finished ones."""
 
     def __init__(self, num_prompt_tokens: int, num_prompts: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -156,32 +155,32 @@ class PoolingProgress:
 
     @property
     def phase(self) -> RequestPhase:
-        """How far it is: RUNNING from its first result on."""
+        """RUNNING from the first result on."""
         if not self._num_left:
             return RequestPhase.FINISHED
         return RequestPhase.RUNNING if self._num_left < self._num_prompts else RequestPhase.QUEUED
 
     @property
     def num_attempts(self) -> int:
-        """How often that prompt was sent to engines that was sent most often."""
+        """The maximum over the prompts of how often one was sent to an engine."""
         return max((prompt.num_attempts for prompt in self._sent), default=self._max_attempts)
 
     @property
     def engine_id(self) -> str:
-        """Where the prompt is that was begun last."""
+        """The engine of the prompt that was started last."""
         return self._sent[-1].engine_id if self._sent else self._engine_id
 
     def end(self) -> None:
-        """End the prompts in engines, and send no more: the request ends as aborted."""
+        """End the prompts in engines and send no more: the request ends as aborted."""
         self._is_ended = True
         for prompt in list(self._sent):
             prompt.end()
 
     @contextlib.contextmanager
     def sent(self, prompt: PooledPrompt) -> Iterator[None]:
-        """Know a prompt that is on its way, inside of the block. Raises Aborted after the request's end."""
+        """Track a prompt inside of the block. Raises Aborted after `end`."""
         if self._is_ended:
-            raise Aborted("the request was ended before its result was there")
+            raise Aborted("the request was aborted before its result was computed")
         self._sent.append(prompt)
         try:
             yield
@@ -197,7 +196,7 @@ class PoolingProgress:
 
 
 class Pooling:
-    """Runs pooling requests on whatever engines there are. Nothing of a request is left when it has ended."""
+    """Runs pooling requests. Nothing of a request is left in engines when `run` has ended."""
 
     def __init__(
         self,
@@ -214,11 +213,10 @@ class Pooling:
         self._drain = drain
 
     def model(self, name: str) -> ServedModel:
-        """The model served as `name`; see `Directory.model`."""
         return self._directory.model(name)
 
     async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
-        """All results of `work`. Raises the first error of any prompt; the others are aborted then."""
+        """All results of `work`. Raises the first error of any prompt, after aborting the others."""
         request_id = work.request_id or caller.request_id
         trace = RequestTrace(request_id, caller.traceparent, caller.tracestate)
         with (
@@ -234,7 +232,7 @@ class Pooling:
             self._admission.add_prompt(ticket, num_tokens)
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
-            on_their_way = [
+            pooled_prompts = [
                 PooledPrompt(
                     self._failover,
                     work.model,
@@ -246,7 +244,7 @@ class Pooling:
                 )
                 for prompt in prompts
             ]
-            results = await self._run_all(on_their_way, ticket, progress)
+            results = await self._run_all(pooled_prompts, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
 
     async def _run_all(

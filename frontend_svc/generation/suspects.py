@@ -1,7 +1,7 @@
-"""Who may have brought an engine down, and in which order such requests may go to other engines.
+"""Quarantine of requests that may have crashed an engine, and the order in which they go to other engines.
 
-A request that kills engines must kill at most two, and no other request may be taken for it. Knows no clock,
-no loop and no engine but by its address.
+A request that crashes engines must crash at most two, and no other request may be mistaken for it. Knows no
+clock, no event loop, and engines only by address.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from frontend_svc.output.loss import LossKind
 
 
 class Turn(IntEnum):
-    """How a request goes to its next engine; lower ones first."""
+    """How a request is sent to its next engine; lower values go first."""
 
-    AT_ONCE = 0  # nothing is known against it
-    IN_GROUP = 1  # the dead engine had run it for a while: together with others like it, in growing groups
-    ALONE = 2  # it may well have been the cause: as the only one that is not proven on that engine
+    AT_ONCE = 0  # not a suspect
+    IN_GROUP = 1  # the dead engine had produced output for it: with others like it, in groups that double
+    ALONE = 2  # a likely cause: as the only request on probation on that engine
 
 
 class Suspect:
-    """What is held against one request. Made with it, for it is judged by where it was when engines died."""
+    """Suspicion record of one request. Exists from the request's start, to record where it was."""
 
     __slots__ = ("num_deaths", "probation", "turn")
 
     def __init__(self) -> None:
         self.turn = Turn.AT_ONCE
-        self.num_deaths = 0  # since it was proven last
-        self.probation: Probation | None = None  # where it is and has not yielded anything yet
+        self.num_deaths = 0  # since its last output
+        self.probation: Probation | None = None  # on the engine that has not produced output for it yet
 
 
 class Probation:
-    """The suspects on one engine that have yielded nothing there yet."""
+    """The suspects on one engine that have no output there yet."""
 
     __slots__ = ("_blocking", "_group_limit", "_group_room", "unproven")
 
@@ -43,13 +43,13 @@ class Probation:
         self._group_room = 0
 
     def has_room(self, turn: Turn) -> bool:
-        """Whether one more may come now."""
+        """Whether another suspect may be added now."""
         if not self._blocking:
             return True
         return turn is Turn.IN_GROUP and self._group_room > 0
 
     def add(self, suspect: Suspect) -> None:
-        """Take one for whom there is room."""
+        """Add a suspect; `has_room` was true."""
         if self._blocking:
             self._group_room -= 1
         elif suspect.turn is Turn.IN_GROUP:
@@ -61,21 +61,21 @@ class Probation:
         self._blocking.add(suspect)
 
     def pass_over(self, suspect: Suspect) -> None:
-        """Let others come although this one has yielded nothing."""
+        """Let this one no longer block others, although it has no output."""
         self._blocking.discard(suspect)
 
     def remove(self, suspect: Suspect) -> None:
-        """Forget one that is proven or gone."""
+        """Remove one that has output or has ended."""
         self.unproven.discard(suspect)
         self._blocking.discard(suspect)
 
 
 class PoisonQuarantine:
-    """Judges the requests of engines that die, and keeps the survivors from too many suspects at once.
+    """Finds the request that crashes engines, and limits the number of suspects on each surviving engine.
 
-    Requests without output from the engine that died are the prime suspects, and go on one at a time for each
-    engine. So when the next engine dies, there is one whom both had, and it is that one. Those with output go
-    before them, as they are quickly proven, in groups that double.
+    Requests without output from the engine that died are the most likely causes, and are sent one at a time
+    to each engine. So if the next engine dies, exactly one request was on both, and it is the cause. Requests
+    with output are sent before them, in groups that double, as they are cleared quickly.
     """
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class PoisonQuarantine:
 
     @property
     def num_on_probation(self) -> int:
-        """Suspects that are in engines and have yielded nothing there yet."""
+        """Suspects that are on engines without output yet."""
         return sum(len(probation.unproven) for probation in self._probations.values())
 
     def lose(self, suspect: Suspect, address: str, kind: LossKind, *, had_output: bool) -> bool:
-        """Judge a request that the engine at `address` lost; True for one that is to go nowhere any more.
+        """Record that the engine at `address` lost a request; True if it is the cause: do not send it again.
 
-        The requests of an engine that died are all judged before anything else is done with any of them.
+        Call it for all requests of a dead engine before anything else is done with any of them.
         """
         probation, suspect.probation = suspect.probation, None
         if kind is not LossKind.DEATH:
@@ -97,7 +97,7 @@ class PoisonQuarantine:
                 probation.remove(suspect)
             return False
         suspect.num_deaths += 1
-        # Not changed from here on, so that each of its suspects sees the same.
+        # `probation` is not changed from here on, so that all of its suspects are judged by the same state.
         self._probations.pop(address, None)
         if probation is not None:
             suspect.turn = Turn.ALONE
@@ -106,12 +106,12 @@ class PoisonQuarantine:
         return False
 
     def may_go(self, suspect: Suspect, address: str) -> bool:
-        """Whether the engine at `address` may get it now."""
+        """Whether the suspect may be sent to the engine at `address` now."""
         probation = self._probations.get(address)
         return suspect.turn is Turn.AT_ONCE or probation is None or probation.has_room(suspect.turn)
 
     def send(self, suspect: Suspect, address: str) -> bool:
-        """Note that it goes to `address`; True when it has to prove itself there."""
+        """Record that it is sent to `address`; True if it is on probation there."""
         if suspect.turn is Turn.AT_ONCE:
             return False
         suspect.probation = self._probations.setdefault(address, Probation())
@@ -119,22 +119,22 @@ class PoisonQuarantine:
         return True
 
     def pass_over(self, suspect: Suspect) -> None:
-        """Let others go to its engine: it has had its time. It stays a suspect."""
+        """Its time is over: let others go to its engine. It stays a suspect."""
         if suspect.probation is not None:
             suspect.probation.pass_over(suspect)
 
     def clear(self, suspect: Suspect) -> None:
-        """Forget all that is held against a request that has yielded output, or has ended."""
+        """Clear a request that has output or has ended."""
         if suspect.probation is not None:
             suspect.probation.remove(suspect)
             suspect.probation = None
         suspect.turn, suspect.num_deaths = Turn.AT_ONCE, 0
 
     def settle(self) -> None:
-        """Forget engines without suspects. Called when all that may go have gone: the next group is small."""
+        """Forget engines without suspects, whose next group is small again. Call it after a dispatch."""
         self._probations = {address: one for address, one in self._probations.items() if one.unproven}
 
 
 def in_order(suspects: Iterable[Suspect]) -> list[Suspect]:
-    """Those who go first first; equals in the order given."""
+    """Stable sort by turn."""
     return sorted(suspects, key=lambda suspect: suspect.turn)

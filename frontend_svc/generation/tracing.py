@@ -16,13 +16,13 @@ from service_kit.errors import ServiceError
 from service_kit.telemetry import bind_log_fields, context_from, traceparent_of, tracer
 from triptych.common.v1 import sampling_pb2
 
-# No request has a longer id, but one may come with it, and is refused later.
+# A longer id is refused later, when the request is checked.
 _MAX_ID_CHARS = 128
 _SHOWN_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 class RequestTrace:
-    """The open `request` span, from a request's arrival to its end whatever that is."""
+    """The open `request` span, from a request's arrival to its end."""
 
     def __init__(self, request_id: str, traceparent: str, tracestate: str) -> None:
         self._request_id = request_id[:_MAX_ID_CHARS]
@@ -53,24 +53,23 @@ class RequestTrace:
 
     @property
     def traceparent(self) -> str:
-        """What makes spans elsewhere children of this request."""
+        """W3C traceparent that makes spans of other processes children of this request."""
         return traceparent_of(self._span)
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
-        """The span `tokenize` around a block."""
         with tracer().start_as_current_span("tokenize", context=self._context, record_exception=False):
             yield
 
     def note_request(self, model: str, num_prompt_tokens: int, sampling: sampling_pb2.SamplingParams) -> None:
-        """What is asked, once it is known in full."""
+        """Record the parameters, when all defaults are filled in."""
         self._span.set_attribute("gen_ai.request.model", model)
         self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         for name in _SHOWN_PARAMETERS:
             self._span.set_attribute(f"gen_ai.request.{name}", getattr(sampling, name))
 
     def note_migration(self, move: Move, num_output_tokens: int) -> None:
-        """That it goes on in another engine, with so many tokens."""
+        """Record that the request moved to another engine with so many output tokens."""
         self._span.add_event(
             "moved",
             {
@@ -82,7 +81,7 @@ class RequestTrace:
         )
 
     def note_output(self, states: Sequence[RequestState], num_output_tokens: int, finish_reason: str) -> None:
-        """What came of it. Makes the span `detokenize`, from the first output to the last."""
+        """Record the result. Makes the span `detokenize`, from the first output to the last."""
         self._span.set_attribute("gen_ai.usage.output_tokens", num_output_tokens)
         self._span.set_attribute("gen_ai.response.finish_reasons", finish_reason)
         begun = [state for state in states if state.first_output_at_ns]

@@ -1,3 +1,3 @@
-"""The life of the process: run, and several workers on one port.
+"""Life cycle of the process: a single frontend, or several workers on one port.
 Must not know requests.
 """

@@ -1,4 +1,4 @@
-"""Serves a frontend from its first listening to its drained end."""
+"""Runs a frontend from listening to the end of its drain."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def run(loaded: Loaded[FrontendConfig]) -> int:
 
 async def _serve(config: FrontendConfig) -> int:
     frontend = Frontend(config)
-    # Modules stay for good. Looking through them again with every full collection would stop all streams for
-    # 50 ms and more.
+    # Modules are never freed. Traversing them in every full collection would stop all streams for 50 ms and
+    # more.
     gc.collect()
     gc.freeze()
 
@@ -62,8 +62,8 @@ async def _serve(config: FrontendConfig) -> int:
         )
 
     async def drain() -> None:
-        # Health says at once that this frontend goes. Whoever spreads requests over several learns it from
-        # there, or from a list of endpoints, a moment later; what was sent until then is served.
+        # The health service reports NOT_SERVING at once. A load balancer learns it from there, or from a list
+        # of endpoints, a moment later; requests sent until then are served.
         await asyncio.sleep(config.drain_lag_s)
         await frontend.drain()
         await frontend.end_calls()

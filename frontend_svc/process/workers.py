@@ -1,8 +1,8 @@
-"""Several frontends on one public port: started, restarted and stopped together. Serves nothing itself.
+"""Supervises several frontend processes on one public port. Serves nothing itself.
 
-The kernel gives each new connection to one of them. Each is a whole frontend: its queue limits, request ids,
-Abort, GetRequest and Resume are its own, so a client that wants to name a request again stays on the
-connection that the request came by.
+The kernel gives each new connection to one of them. Each is a complete frontend with its own queue limits,
+request ids, Abort, GetRequest and Resume, so a client that refers to an earlier request must use the
+connection on which it sent that request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How long and how often workers are waited for and started again."""
+    """Timeouts and restart limits of workers."""
 
     startup_s: float = 60.0
     stop_s: float = 25.0
@@ -39,9 +39,9 @@ class WorkerLimits:
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
-    """Serve with `workers` processes until SIGTERM. Returns the worst exit code of all.
+    """Serve with `workers` processes until SIGTERM. Returns the highest exit code.
 
-    `argv` is what `loaded` was made from: the workers get it, too.
+    `argv`, from which `loaded` was made, is passed to the workers.
     """
     config = loaded.config
     setup_telemetry(
@@ -70,9 +70,9 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
 def worker_command(
     config: FrontendConfig, argv: Sequence[str], index: int, port: int, admin_port: int | None
 ) -> list[str]:
-    """The command line of one worker: what its parent was given, and what differs from worker to worker.
+    """The command line of one worker: that of its parent, and the flags that differ from worker to worker.
 
-    `admin_port` is the one it had before it died; None for one that starts for the first time.
+    `admin_port` is the worker's previous one after a restart, else None.
     """
     if admin_port is None:
         admin_port = config.admin_port + index if config.admin_port else 0
@@ -92,8 +92,7 @@ def worker_command(
 class WorkerGroup:
     """The workers of one port. `start` once, then `keep_running`, then `stop`.
 
-    `command_of` makes a worker's command line from its index and, for one that is started again, the admin
-    port it had, which it keeps.
+    `command_of` makes a worker's command line from its index and, after a restart, its previous admin port.
     """
 
     def __init__(
@@ -112,21 +111,21 @@ class WorkerGroup:
 
     @property
     def addresses(self) -> list[WorkerAddress]:
-        """Where the workers are, in order; of one that is down, where it was."""
+        """The workers' addresses in order; the last known one of a worker that is down."""
         return [self._addresses[index] for index in sorted(self._addresses)]
 
     async def start(self) -> None:
-        """Start all of them and wait until all serve. Raises WorkerDied when one does not."""
+        """Start all workers and wait until all serve. Raises WorkerDied if one does not."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
                     tasks.create_task(self._start(index))
         except ExceptionGroup as failures:
-            # The first to die is the cause; the others were given up for it.
+            # The first failure is the cause; the other tasks were cancelled because of it.
             raise failures.exceptions[0] from failures
 
     async def keep_running(self) -> None:
-        """Start what dies again, until cancelled. Raises WorkerDied for one that keeps dying."""
+        """Restart workers that die, until cancelled. Raises WorkerDied for one that keeps dying."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
@@ -135,14 +134,14 @@ class WorkerGroup:
             raise failures.exceptions[0] from failures
 
     def terminate(self) -> None:
-        """Send each of them SIGTERM. A second one cuts their drains."""
+        """Send SIGTERM to each worker. A second one cuts its drain short."""
         for worker in self._workers.values():
             worker.terminate()
 
     async def stop(self) -> int:
-        """Drain all of them at once, kill what is left after the limit. Returns the worst exit code.
+        """Drain all workers at once, kill those that exceed the limit. Returns the highest exit code.
 
-        One that had ended before, and was to be started again, is not among them.
+        The exit code of a worker that was about to be restarted does not count.
         """
         workers = [worker for worker in self._workers.values() if not worker.has_ended]
         await asyncio.gather(*(worker.stop(self._limits.stop_s) for worker in workers))
@@ -182,15 +181,15 @@ class WorkerGroup:
                 extra={"worker": index, "exit_code": worker.exit_code, "restart_in_s": delay_s},
             )
             await asyncio.sleep(delay_s)
-            # One that dies before it serves, or cannot be started, is seen, and counted, in the next turn.
+            # A worker that dies before it serves, or cannot be started, is counted in the next iteration.
             with contextlib.suppress(WorkerDied, OSError):
                 await self._start(index)
 
 
 async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[WorkerAddress]], None]) -> int:
-    """Run `group` until SIGTERM or SIGINT or until one worker keeps dying. Returns the worst exit code.
+    """Run `group` until SIGTERM or SIGINT or until one worker keeps dying. Returns the highest exit code.
 
-    `announce` is called once all workers serve. A second signal cuts the drain.
+    `announce` is called when all workers serve. A second signal cuts the drain short.
     """
     exit_code = 0
     stopping = _first_signal(group)
@@ -216,7 +215,7 @@ async def _run(group: WorkerGroup, announce: Callable[[Sequence[WorkerAddress]],
 
 
 def _first_signal(group: WorkerGroup) -> asyncio.Future[None]:
-    """A future that the first SIGTERM or SIGINT resolves; later ones are passed on."""
+    """A future that the first SIGTERM or SIGINT resolves; later ones are forwarded to the workers."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
@@ -233,8 +232,8 @@ def _first_signal(group: WorkerGroup) -> asyncio.Future[None]:
 
 @contextlib.contextmanager
 def _reserved(config: FrontendConfig) -> Iterator[int]:
-    """The public port, kept for the workers: no other program can bind it, though nobody listens yet."""
-    # Asked without sharing first, so that two groups of workers never split one port's connections.
+    """Reserve the public port for the workers: no other program can bind it before they listen."""
+    # Checked without sharing first, so that two groups of workers never share one port.
     check_address(f"{config.host}:{config.port}", shares_port=config.share_port)
     family, kind, protocol, _, address = socket.getaddrinfo(
         config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

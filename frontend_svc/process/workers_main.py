@@ -1,7 +1,7 @@
-"""One of several frontends on a port: a process that cannot outlive the one that started it.
+"""Entry point of a worker: a frontend process that dies with its parent.
 
-`python -m frontend_svc.process.workers_main PARENT_PID FLAGS`. A wrapper inside the child, because code
-between fork and exec in a parent is not safe.
+`python -m frontend_svc.process.workers_main PARENT_PID FLAGS`. A wrapper inside the child, because running
+code between fork and exec in a parent is not safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service_kit.process import die_with_parent, leave_process_group
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tie this process to its parent, then be a frontend."""
+    """Arrange to die with the parent, then run a frontend."""
     parent_pid, *flags = argv
     die_with_parent(int(parent_pid))
     leave_process_group()

@@ -1,4 +1,4 @@
-"""The process of one worker as its parent sees it: started, announced, followed, stopped."""
+"""One worker process, from its parent's side: start, announcement, exit code, stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service_kit.process import signal_child
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where a worker can be asked about itself."""
+    """Process id and admin address of a worker."""
 
     pid: int
     admin_address: str
@@ -39,28 +39,25 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """False while it runs."""
         return self._process.returncode is not None
 
     @property
     def exit_code(self) -> int:
-        """What it ended with, as a shell tells it; 0 while it runs, and for one that ended when asked to."""
+        """Its exit code as a shell reports it; 0 while it runs and after a requested SIGTERM."""
         code = self._process.returncode or 0
         if code == -signal.SIGTERM and self._is_asked_to_end:
             return 0
         return 128 - code if code < 0 else code
 
     async def wait(self) -> None:
-        """Wait until it has ended."""
         await self._process.wait()
 
     async def announced(self, limit_s: float) -> WorkerAddress:
-        """Wait for the line in which it says that it serves. Raises WorkerDied; kills it when it is late."""
+        """Wait for the worker's announcement. Raises WorkerDied; kills a worker that exceeds the limit."""
         line = b""
         try:
             async with asyncio.timeout(limit_s):
@@ -78,13 +75,13 @@ class WorkerProcess:
         return WorkerAddress(self.pid, str(record["admin_address"]))
 
     def terminate(self) -> None:
-        """Ask it to drain and end, if it still runs. A second time cuts its drain."""
+        """Send SIGTERM if it runs. The first starts its drain, the second cuts it short."""
         if self._process.returncode is None:
             self._is_asked_to_end = True
             signal_child(self._process, signal.SIGTERM)
 
     async def stop(self, limit_s: float) -> None:
-        """Ask it to end and wait for that; kills it after `limit_s`."""
+        """Terminate it and wait; kill it after `limit_s`."""
         self.terminate()
         try:
             async with asyncio.timeout(limit_s):
@@ -105,10 +102,10 @@ class WorkerProcess:
 
 
 async def start_worker(index: int, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker, which leaves our process group by itself (`workers_main`).
+    """Start a worker, which leaves this process group by itself (`workers_main`).
 
-    It is told on the command line where to announce itself. Never forks Python: a copy of the state of gRPC's
-    threads would not work.
+    The command line has the pipe for its announcement. Never forks without exec: gRPC's threads do not
+    survive a fork.
     """
     read_fd, write_fd = os.pipe()
     try:

@@ -178,7 +178,7 @@ class _EngineLink:
             stream = EngineStream(engine_pb2_grpc.EngineCoreServiceStub(channel), self._clock)
             await stream.open(_hello())
             self._stream = stream
-            await stream.run(on_message)
+            await stream.receive(on_message)
 
     def send(self, message: engine_pb2.ConnectRequest) -> None:
         """Queue a message."""

@@ -53,7 +53,7 @@ class TensorFrontend:
             self._stream.send(proof)
         else:
             self._sender.greet(session_pb2.HelloAck(), hello.session_id, False)
-        self._reader = asyncio.ensure_future(self._stream.run(self._take))
+        self._reader = asyncio.ensure_future(self._stream.receive(self._take))
         return self
 
     async def __aexit__(

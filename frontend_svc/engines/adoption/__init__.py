@@ -1,3 +1,3 @@
-"""Requests whose frontend is gone: kept by engines, taken over here.
+"""Adoption: engines keep the requests of a frontend that has gone, and this frontend takes them over.
 Must not know text.
 """

@@ -1,6 +1,6 @@
-"""Requests that a frontend is asked for which did not send them: those whose own frontend is gone.
+"""Takes over orphaned requests, whose own frontend has gone, from one engine.
 
-Knows no text: what an engine yields for one is held until there is a state that takes it.
+Knows no text: outputs of a request are held until there is a state that takes them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2
 
 _ANSWER_LIMIT_S = 2.0
-# About what is told of a token takes while it waits for its reader, and each of its alternatives.
+# About the memory that a token takes while it waits for its reader, and each alternative of its logprobs.
 _TOKEN_BYTES = 512
 _ALTERNATIVE_BYTES = 32
 
 
 class HeldOutputs:
-    """Takes what comes of one request until its state is made, which takes a moment."""
+    """Receives the outputs of one request until its state has been made."""
 
     wants_logprobs = True
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.size_bytes = 0  # at most, once it waits for a reader
+        self.size_bytes = 0  # upper bound, for when they wait for a reader
         self._calls: list[Callable[[RequestState], object]] = []
         self._has_ended = False
         self._lost: Loss | ServiceError | None = None
@@ -40,7 +40,6 @@ class HeldOutputs:
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
-        """Hold one step's tokens; the end is that of the engine."""
         self.num_tokens += len(token_ids)
         self.size_bytes += _TOKEN_BYTES * len(token_ids)
         if columns is not None:
@@ -52,33 +51,29 @@ class HeldOutputs:
         return ending
 
     def note_cached(self, num_cached_tokens: int) -> None:
-        """Hold how much of the prompt came from the prefix cache."""
         self._calls.append(lambda state: state.note_cached(num_cached_tokens))
 
     def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Hold what a step tells of the prompt's places."""
         self._calls.append(lambda state: state.add_prompt_logprobs(first_position, columns))
 
     def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Pass over a result of pooling: nobody asked for one."""
+        """Ignored: pooling requests are not adopted."""
 
     def fail(self, error: ServiceError) -> None:
-        """Hold the error that ends it."""
         self._lost = error
 
     def lose(self, loss: Loss) -> None:
-        """Hold that the engine is lost."""
         self._lost = loss
 
     def release(self, state: RequestState) -> bool:
-        """Give all output to `state`. True where that ended it, and the engine goes on with it."""
+        """Pass all outputs to `state`. True if that ended it although the engine still runs it."""
         for call in self._calls:
             call(state)
         self._calls.clear()
         return state.has_ended and not self._has_ended
 
     def release_loss(self, state: RequestState) -> None:
-        """Tell `state` that nothing more comes, if that is so."""
+        """Pass the error or the loss to `state`, if there is one."""
         if state.has_ended:
             return
         if isinstance(self._lost, Loss):
@@ -89,7 +84,7 @@ class HeldOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Adoptee:
-    """One request that was taken over, as it stood then, and what has come of it."""
+    """One request that was taken over: its state at that time, and its outputs."""
 
     handle: int
     attempt: int
@@ -99,48 +94,43 @@ class Adoptee:
 
 
 class EngineAdoptions:
-    """What is asked of one engine, until it has answered.
-
-    `send` writes a message if there is a stream, `abort` ends requests that nobody wants any more.
-    """
+    """Adopt requests to one engine that it has not answered yet. `abort` ends a request in the engine."""
 
     def __init__(
         self,
-        line: EngineConnection,
+        connection: EngineConnection,
         processor: OutputProcessor,
         handles: Iterator[int],
-        send: Callable[[engine_pb2.ConnectRequest], None],
         abort: Callable[[Iterable[int], engine_pb2.AbortReason], None],
     ) -> None:
-        self._connection = line
+        self._connection = connection
         self._processor = processor
         self._handles = handles
-        self._send = send
         self._abort = abort
-        self.are_left = False  # whether the next frontend may have what nobody here waits for any more
+        self.are_left = False  # whether adopted requests without a reader are left to the next frontend
         self._asked: dict[int, asyncio.Future[Adoptee]] = {}
 
     @property
     def are_possible(self) -> bool:
-        """Whether the engine understands what it would be asked."""
+        """Whether the engine supports adoption."""
         return ADOPT in self._connection.ack.features
 
     async def ask(self, request_id: str) -> Adoptee:
-        """Take over the request whose ADD had this id; it is to be handed over or aborted.
+        """Take over the request whose ADD had this id. The caller hands it over or aborts it.
 
-        Raises the engine's answer where it is no, Unavailable where none comes.
+        Raises the engine's error if it rejects this, Unavailable if it does not answer.
         """
         handle = next(self._handles) & 0xFFFFFFFF
         answer: asyncio.Future[Adoptee] = asyncio.get_running_loop().create_future()
         self._asked[handle] = answer
         entry = engine_pb2.AdoptEntry(handle=handle, request_id=request_id)
         self._connection.session.adopt(entry)
-        self._send(engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=[entry])))
+        self._connection.send(engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=[entry])))
         try:
             async with asyncio.timeout(_ANSWER_LIMIT_S):
                 return await answer
         except (TimeoutError, asyncio.CancelledError) as error:
-            # It may have come in the very moment in which nobody waits for it any more.
+            # The answer may have arrived at the moment of the timeout or the cancellation.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 self._abandon(handle)
             if isinstance(error, TimeoutError):
@@ -150,45 +140,45 @@ class EngineAdoptions:
             del self._asked[handle]
 
     def hand_over(self, adoptees: Iterable[tuple[Adoptee, RequestState]]) -> None:
-        """Give each what has come to its state, which gets what comes from now on."""
+        """Pass the held outputs of each to its state, which receives all later outputs."""
         pairs = list(adoptees)
         for adoptee, state in pairs:
             self._processor.hand_over(adoptee.handle, state)
             if adoptee.outputs.release(state):
                 self._abort([adoptee.handle], engine_pb2.ABORT_REASON_STOP_STRING)
-        # Behind all output: whoever hears of a loss looks at the whole group.
+        # After all outputs: a state that gets a loss looks at its whole group.
         for adoptee, state in pairs:
             adoptee.outputs.release_loss(state)
 
-    def take(self, adopted: engine_pb2.Adopted) -> None:
-        """The engine has handed over a request. Registered before the next message can be of it."""
+    def on_adopted(self, adopted: engine_pb2.Adopted) -> None:
+        """The engine has handed over a request; it is registered before the next message is read."""
         handle = adopted.handle
-        self._connection.session.adopted(handle, adopted.attempt)
+        self._connection.session.on_adopted(handle, adopted.attempt)
         outputs = HeldOutputs()
         self._processor.register(handle, outputs)
         answer = self._asked.get(handle)
         if answer is None or answer.done():
-            # Whoever asked has gone.
+            # The call of `ask` has ended.
             self._abandon(handle)
             return
         answer.set_result(
             Adoptee(handle, adopted.attempt, adopted.prompt_token_ids, adopted.resume_state, outputs)
         )
 
-    def refuse(self, handle: int, error: ServiceError) -> None:
-        """The engine has answered no; harmless for a handle that nobody waits for."""
+    def on_rejected(self, handle: int, error: ServiceError) -> None:
+        """The engine has rejected a request; harmless for a handle without a waiting `ask`."""
         answer = self._asked.get(handle)
         if answer is not None and not answer.done():
             answer.set_exception(error)
 
+    def lose(self, reason: str) -> None:
+        """The engine is lost: fail all requests that it has not answered."""
+        for handle in list(self._asked):
+            self.on_rejected(handle, _unanswered(reason))
+
     def _abandon(self, handle: int) -> None:
         if not self.are_left:
             self._abort([handle], engine_pb2.ABORT_REASON_CLIENT)
-
-    def lose(self, reason: str) -> None:
-        """No answer comes any more."""
-        for handle in list(self._asked):
-            self.refuse(handle, _unanswered(reason))
 
 
 def _unanswered(reason: str) -> Unavailable:

@@ -1,7 +1,7 @@
-"""Streams whose frontend is gone: how the engines are told to keep their requests, and how one is taken over.
+"""Takes over streams of a frontend that has gone: marks requests for engines to keep, and finds them again.
 
-The ids under which engines keep the outputs of a stream are derived from its resume token: who has the token
-finds them, and nobody else can guess them.
+The ids under which engines keep the outputs of a stream are derived from its resume token: they can be found
+with the token and cannot be guessed without it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from triptych.engine.v1 import engine_pb2
 TOKEN_CHARACTERS = 32
 MAX_RESUME_STATE_BYTES = 64 * 1024
 _ID_BYTES = 16
-# An engine takes a moment to notice that the frontend is gone: 2 s where its host is, or where it hangs.
+# An engine needs time to notice that a frontend is gone: 2 s if the frontend's host is lost or it hangs.
 _ASK_AGAIN_S = 0.05
 _MAX_ASKING_S = 4.0
-# One that this frontend has no stream to, or no more, may have the request.
+# An engine that this frontend has no stream to may have the request.
 _OUT_OF_REACH = frozenset({EngineState.CONNECTING, EngineState.LOADING, EngineState.RECONNECTING})
-# A leaving engine finishes what it has.
+# A draining engine finishes its requests.
 _ASKABLE = frozenset({EngineState.READY, EngineState.DRAINING})
 
 
 def output_request_id(token: str, output_index: int) -> str:
-    """The id of one output of a stream, as engines know it."""
+    """The request id of one output of a stream at the engines."""
     seed = token.encode() + output_index.to_bytes(4, "little")
     return hashlib.blake2b(seed, digest_size=_ID_BYTES).hexdigest()
 
@@ -45,12 +45,12 @@ def output_request_id(token: str, output_index: int) -> str:
 def make_resumable(
     prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str, token: str
 ) -> None:
-    """Have engines keep the outputs of a stream for the frontend that its client turns to when this one dies.
+    """Mark a stream's requests so that engines keep them for another frontend when this one dies.
 
-    request_id: what the client knows the request by.
+    request_id: the id that the client knows.
     """
     state = b"" if prepared.tensors else _resume_state(prepared, request, request_id)
-    # What cannot be told to another frontend, as embeddings, ends with this one.
+    # A request with data that another frontend cannot get, such as embeddings, ends with this frontend.
     can_move = 0 < len(state) <= MAX_RESUME_STATE_BYTES
     for index, entry in enumerate(prepared.entries):
         entry.request_id = output_request_id(token, index)
@@ -59,7 +59,7 @@ def make_resumable(
 
 
 def _resume_state(prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str) -> bytes:
-    """The request as another frontend needs it: without its prompt, which engines have, and with its seed."""
+    """The request for another frontend: without its prompt, which engines have, and with its seed."""
     kept = generate_pb2.GenerateRequest()
     kept.CopyFrom(request)
     kept.ClearField("input")
@@ -71,7 +71,7 @@ def _resume_state(prepared: Prepared, request: generate_pb2.GenerateRequest, req
 
 @dataclass(frozen=True, slots=True)
 class AdoptedRequest:
-    """A request that was taken over, and where its outputs run. One that is not among them has ended."""
+    """A request that was taken over, and its running outputs. An output missing in `outputs` has ended."""
 
     request: generate_pb2.GenerateRequest
     client: EngineClient
@@ -79,22 +79,22 @@ class AdoptedRequest:
 
     @property
     def num_attempts(self) -> int:
-        """How often it was sent to an engine."""
+        """How often the request was sent to an engine."""
         return 1 + max(adoptee.attempt for adoptee in self.outputs.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come of all its outputs."""
+        """Tokens of all outputs so far."""
         return sum(adoptee.outputs.num_tokens for adoptee in self.outputs.values())
 
     @property
     def size_bytes(self) -> int:
-        """What they weigh while they wait for their reader, at most."""
+        """Upper bound of the memory that the outputs take while they wait for their reader."""
         return sum(adoptee.outputs.size_bytes for adoptee in self.outputs.values())
 
 
 class Adoption:
-    """Asks engines for the requests of streams whose frontend is gone."""
+    """Asks engines for the requests of streams whose frontend has gone."""
 
     def __init__(self, directory: Directory, clock: Clock) -> None:
         self._directory = directory
@@ -107,9 +107,9 @@ class Adoption:
         received: Mapping[int, inference_pb2.ReceivedOutput],
         is_left: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[AdoptedRequest, None]:
-        """The request of a stream, aborted behind the block if it has not ended. Raises NotFound.
+        """The request of a stream; aborted after the block if it has not ended. Raises NotFound.
 
-        With `is_left` by then, it is left in its engine for the next frontend.
+        If `is_left()` is true after the block, the engine keeps it for the next frontend instead.
         """
         index, client, first = await self._find(token, received)
         outputs = {index: first}
@@ -120,7 +120,7 @@ class Adoption:
                     await self._ask_too(client, token, other, received, outputs)
             yield AdoptedRequest(request, client, outputs)
         finally:
-            # Those that have ended or were sent on to another engine are passed over.
+            # Those that have ended or were moved to another engine are skipped.
             handles = [adoptee.handle for adoptee in outputs.values()]
             if is_left():
                 client.leave(handles)
@@ -140,7 +140,7 @@ class Adoption:
         give_up_at = self._clock.now() + _MAX_ASKING_S
         while True:
             clients = self._directory.clients()
-            # A frontend that has just begun knows no engine yet.
+            # A frontend that has just started knows no engine yet.
             may_have_it = not clients or any(client.state in _OUT_OF_REACH for client in clients)
             for client in clients:
                 if client.state not in _ASKABLE or client.model is None or not client.adoptions.are_possible:
@@ -152,7 +152,7 @@ class Adoption:
                 except FailedPrecondition:
                     may_have_it = True
                 except ServiceError:
-                    # It is lost or full: what it has may be had in a moment, or is lost with it.
+                    # The engine is lost or full: a retry may succeed, or the request is lost with the engine.
                     may_have_it = True
             if not may_have_it or self._clock.now() >= give_up_at:
                 return None
@@ -174,7 +174,7 @@ class Adoption:
 
 
 def not_kept(token: str) -> NotFound:
-    """The error of a token that nobody knows."""
+    """The error for a token without a kept stream."""
     return NotFound(
         "no stream with this resume_token is kept: it ended, its grace is over, or it cannot be continued by "
         "another frontend process than its own",
@@ -184,7 +184,7 @@ def not_kept(token: str) -> NotFound:
 
 
 def _probes(received: Mapping[int, inference_pb2.ReceivedOutput]) -> Iterator[int]:
-    """Outputs to ask for: one that is surely kept while any is, and the first where all have ended."""
+    """Outputs to ask for: the first unfinished one, which is kept if any is, then the first."""
     unfinished = next(index for index in range(len(received) + 1) if not _is_finished(received, index))
     yield unfinished
     if unfinished:

@@ -1,3 +1,3 @@
-"""One resumable connection to one engine.
+"""One resumable connection to one engine, in layers: client > connection > session, stream.
 Must not know routing or text.
 """

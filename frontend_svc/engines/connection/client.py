@@ -1,4 +1,4 @@
-"""One engine as seen from here: its stream, its state, and the requests this frontend has there."""
+"""Client of one engine: keeps it connected, tracks its state, and passes its outputs to open requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from frontend_svc.engines.connection.health import (
     EngineState,
     StepWatch,
 )
-from frontend_svc.engines.connection.stream import HEARTBEAT_S, EngineStream, StreamEnd, StreamLost
-from frontend_svc.engines.load_messages import load_of_stats, num_tokens_of
+from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
+from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.engines.routing.engine_info import EngineInfo
 from frontend_svc.output.collector import Ending, EndReason
@@ -35,58 +35,31 @@ from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
+from frontend_svc.text.tokenize.id_column import ID_BYTES
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
-
-
-class ReadyMailbox:
-    """Holds the newest `ready` of a session, which an engine sends once, over as many streams as it takes."""
-
-    def __init__(self) -> None:
-        self._ready: session_pb2.Ready | None = None
-        self._has_arrived = asyncio.Event()
-
-    def put(self, ready: session_pb2.Ready) -> None:
-        """Take what the engine says, in place of what it said before."""
-        self._ready = ready
-        self._has_arrived.set()
-
-    async def get(self) -> session_pb2.Ready:
-        """What it has said last; waits for it. It stays here until it is known to be read."""
-        while self._ready is None:
-            self._has_arrived.clear()
-            await self._has_arrived.wait()
-        return self._ready
-
-    def note_read(self, ready: session_pb2.Ready) -> None:
-        """Forget `ready`, unless there is a newer one."""
-        if self._ready is ready:
-            self._ready = None
-
-    def forget(self) -> None:
-        """The session is over: in the next one the engine says all anew."""
-        self._ready = None
-
 
 __all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_DEADLINE_S = 1.0
-# For so long an engine that nobody tells of any more is asked to end what has moved on from it.
+# For so long this frontend tries to reach an engine that is no longer listed, to abort the requests that were
+# moved to other engines.
 _MAX_OWED_S = 30.0
-# Each has a reader that writes to its client within the same turn of the loop, which takes 50 us or so.
+# Each row has a reader that writes to its client in the same turn of the event loop, which takes about 50 us.
 _MAX_ROWS_A_TURN = 64
 
 
 class EngineClient:
-    """Keeps one Connect stream to one engine, for ever, and the state of each request that went down it.
+    """Keeps a connection to one engine open until `close`, and the state of each request sent over it.
 
-    A stream that breaks is replaced, and its requests go on where they stood. Where that fails they are told
-    of a `Loss`; what the engine yields for them afterwards, should it come back, is dropped and counted.
-    `on_change` is called after each change of state.
+    `start`, then `add` and `abort` requests while `state` is READY, then `close`.
+    A stream that breaks is reopened, and its requests continue. If that fails, their receivers get a `Loss`;
+    later outputs of the engine for them are dropped and counted. `on_change` is called after each change of
+    state, `on_add` after each `add`.
     """
 
     def __init__(
@@ -106,8 +79,8 @@ class EngineClient:
         self.state = EngineState.CONNECTING
         self.model: ServedModel | None = None
         self.engine_id = ""
-        self.down_reason = ""  # why it went down last
-        self.stale_outputs = 0  # rows of requests that had gone on elsewhere
+        self.down_reason = ""  # of the last time it went down
+        self.stale_outputs = 0  # rows of requests that had moved to other engines
         self._artifacts = artifacts
         self._clock = clock
         self._on_change = on_change
@@ -118,10 +91,7 @@ class EngineClient:
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect, greet=self._tensors.greet
         )
         self._handles = itertools.count(1)
-        self.adoptions = EngineAdoptions(
-            self._connection, self._processor, self._handles, self._send, self.abort
-        )
-        self._stream: EngineStream | None = None
+        self.adoptions = EngineAdoptions(self._connection, self._processor, self._handles, self.abort)
         self._steps = StepWatch()
         self._backoff = ReconnectBackoff(clock)
         self._ready_mailbox = ReadyMailbox()
@@ -136,43 +106,44 @@ class EngineClient:
         return len(self._processor)
 
     def has_room(self, num_requests: int) -> bool:
-        """False when the engine would reject so many more requests of this session."""
+        """False if the engine would reject so many more requests of this session."""
         limit = self._connection.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
 
     @property
     def dp_size(self) -> int:
-        """How many data-parallel ranks there are beside this engine, itself included."""
+        """Number of data-parallel ranks in this engine's group."""
         return max(1, self._connection.ack.dp_size)
 
     @property
     def step_age_s(self) -> float:
-        """For how long its present step had been running when it was heard last; 0 without one."""
+        """Age of the engine's running step at its last heartbeat; 0 without one."""
         return self._steps.age_s
 
     @property
     def owed_s(self) -> float:
-        """For how many seconds more it should be kept, to have the engine end what moved on from it; or 0."""
+        """Seconds to keep this client although the engine is not listed, so that it aborts moved requests."""
         if not self._connection.session.num_moved:
             return 0.0
         return max(0.0, self._lost_at + _MAX_OWED_S - self._clock.now())
 
     def info(self) -> EngineInfo:
-        """What routing needs to know."""
         return self.account.info()
 
     def start(self) -> None:
-        """Begin to connect, and do so again whenever the stream is lost."""
+        """Connect in the background, and again whenever the engine is lost."""
         self._task = asyncio.ensure_future(self._run())
 
     async def close(self) -> None:
-        """Say goodbye, end what is in flight, stop for good."""
+        """Send goodbye, end the requests in flight, and stop."""
         if self._task is None:
             return
         self._is_closing = True
-        if self._stream is not None:
-            are_left = self.adoptions.are_left
-            self._stream.close(engine_pb2.Goodbye(reason="the frontend stops", leaves_adoptable=are_left))
+        if self._connection.has_stream:
+            goodbye = engine_pb2.Goodbye(
+                reason="the frontend stops", leaves_adoptable=self.adoptions.are_left
+            )
+            self._connection.close_stream(goodbye)
             await asyncio.wait({self._task}, timeout=_CLOSE_DEADLINE_S)
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -185,16 +156,17 @@ class EngineClient:
     ) -> list[int]:
         """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
 
-        The states are registered first: no output can come too early. What is given to a stream that has just
-        ended is sent by the next one, or goes on elsewhere with all that the engine has.
+        The states are registered before anything is sent, so no output arrives without a receiver. Requests
+        added when the stream has just ended are sent on the next one, or are lost with the engine's others.
         """
-        assert self._stream is not None and self.state is EngineState.READY, "only ready engines are picked"
+        is_ready = self._connection.has_stream and self.state is EngineState.READY
+        assert is_ready, "only ready engines are picked"
         handles: list[int] = []
         for entry, state in zip(entries, states, strict=True):
             handle = next(self._handles) & 0xFFFFFFFF
             self._processor.register(handle, state)
-            # They share one prompt, which is computed for the first of them.
-            self.account.send(handle, 0 if handles else num_tokens_of(entry))
+            # They have the same prompt, which is computed for the first of them only.
+            self.account.send(handle, 0 if handles else _num_pending_tokens(entry))
             entry.handle = handle
             handles.append(handle)
         self._tensors.send(entries, tensors, self._connection.stub)
@@ -202,18 +174,18 @@ class EngineClient:
         return handles
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
-        """End requests in the engine and forget them here; those that have ended are passed over."""
+        """Abort requests in the engine and forget them here; those that have ended are skipped."""
         running = [handle for handle in handles if self._processor.forget(handle)]
         if running:
             self._send_abort(running, reason)
 
     def leave(self, handles: Iterable[int]) -> None:
-        """Forget requests here alone: the engine goes on with them, for whoever adopts them."""
+        """Forget requests here only: the engine continues them, and another frontend may adopt them."""
         for handle in handles:
             self._processor.forget(handle)
 
     def end(self, handles: Iterable[int]) -> None:
-        """Abort requests in the engine and tell their readers; those that have ended are passed over."""
+        """Abort requests in the engine and end them for their readers; those that have ended are skipped."""
         running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]
         if running:
             self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
@@ -221,85 +193,81 @@ class EngineClient:
     async def _run(self) -> None:
         try:
             while True:
-                lost = await self._visit()
-                # In this order: while it is ready there is a stream, alive or not, and a connection.
-                self._end_visit(lost)
-                await self._connection.hang_up()
+                lost = await self._use_until_lost()
+                # In this order: while the state is READY there are a stream and a channel.
+                self._lose(lost)
+                await self._connection.close()
                 if self._is_closing:
                     return
                 await asyncio.sleep(self._backoff.after(lost.end))
                 self._move_to(EngineState.CONNECTING)
         finally:
-            self._end_visit(StreamLost("closed", StreamEnd.LEFT))
+            self._lose(StreamLost("closed", StreamEnd.LEFT))
             self._move_to(EngineState.CLOSED)
-            await self._connection.hang_up()
+            await self._connection.close()
 
-    async def _visit(self) -> StreamLost:
-        """Use the engine until it is lost, over as many streams as that takes."""
+    async def _use_until_lost(self) -> StreamLost:
+        """Use the engine until it is lost, over any number of streams."""
         try:
-            stream = await self._open()
+            await self._open()
             while True:
                 try:
-                    raise await self._use(stream)
+                    raise await self._receive()
                 except StreamLost as lost:
                     if not self._can_resume(lost):
                         raise
-                    stream = await self._replace(lost)
+                    await self._reopen(lost)
         except StreamLost as lost:
-            # Another one, without a traceback: in its frames the call would live on, and so its connection.
+            # A new one without a traceback, whose frames would keep the call and thus its channel alive.
             return StreamLost(str(lost), lost.end)
         except (MalformedStep, ArtifactError) as error:
             return StreamLost(str(error))
         except Exception as error:
-            # A bug of ours. A client that ends by it would leave its engine unused for ever.
+            # A bug in this frontend. If it ended the client, the engine would stay unused.
             logger.exception("engine client failed", extra={"engine": self.address})
             return StreamLost(f"internal error ({type(error).__name__})")
 
-    async def _open(self) -> EngineStream:
+    async def _open(self) -> None:
         epoch = self._connection.ack.engine_epoch
-        stream, is_resumed = await self._connection.open()
-        self.engine_id = self._connection.ack.engine_id
-        self.account.meet(self._connection.ack.engine_epoch)
-        self.account.place(dp_rank=self._connection.ack.dp_rank)
+        is_resumed = await self._connection.open()
+        ack = self._connection.ack
+        self.engine_id = ack.engine_id
+        self.account.meet(ack.engine_epoch)
+        self.account.set_facts(dp_rank=ack.dp_rank)
         if not is_resumed:
-            self._ready_mailbox.forget()
+            self._ready_mailbox.clear()
             self._is_loaded = False
-        if self._connection.ack.engine_epoch != epoch:
+        if ack.engine_epoch != epoch:
             self._steps.hung_step = None
         self._move_to(EngineState.LOADING)
         if self._connection.is_draining:
             self._move_to(EngineState.DRAINING)
         self._become_ready()
-        return stream
 
     def _can_resume(self, lost: StreamLost) -> bool:
-        is_wire = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT) and not self._is_closing
-        return is_wire and self.state in IN_USE_STATES and self._connection.session.is_resumable
+        is_network = lost.end in (StreamEnd.BROKEN, StreamEnd.SILENT) and not self._is_closing
+        return is_network and self.state in IN_USE_STATES and self._connection.session.is_resumable
 
-    async def _replace(self, lost: StreamLost) -> EngineStream:
+    async def _reopen(self, lost: StreamLost) -> None:
         was_draining = self.state is EngineState.DRAINING
-        self._stream = None
         self._move_to(EngineState.RECONNECTING)
         try:
-            stream = await self._connection.replace(lost)
+            await self._connection.reopen(lost)
         except StreamLost as final:
             if was_draining and final.end is StreamEnd.REFUSED:
-                # It has gone as it said it would.
+                # Its drain is complete and its process has exited.
                 raise StreamLost(str(final), StreamEnd.LEFT) from final
             raise
         is_draining = was_draining or self._connection.is_draining
         self._tensors.go_on(self._connection.stub)
         self._move_to(EngineState.DRAINING if is_draining else EngineState.READY)
-        return stream
 
-    async def _use(self, stream: EngineStream) -> BaseException:
-        """Read the stream until it is lost; why it is, to be raised where none of the tasks is known."""
-        stub = self._connection.stub
-        self._stream = stream
-        messages = asyncio.ensure_future(stream.run(self._dispatch))
-        loading = asyncio.ensure_future(self._load(stub))
+    async def _receive(self) -> BaseException:
+        """Receive from the stream until it is lost; returns the error, to be raised outside of the tasks."""
+        messages = asyncio.ensure_future(self._connection.receive(self._dispatch))
+        loading = asyncio.ensure_future(self._load(self._connection.stub))
         try:
-            # Loading ends alone only by a fault; the stream never ends without one.
+            # Both end only with an error.
             tasks = (messages, loading)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(filter(None, (task.exception() for task in tasks if task.done())))
@@ -307,14 +275,13 @@ class EngineClient:
             messages.cancel()
             loading.cancel()
             await asyncio.gather(messages, loading, return_exceptions=True)
-            self._connection.session.last_seq = stream.last_seq
 
     async def _load(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
         while True:
             ready = await self._ready_mailbox.get()
             self.model = await self._artifacts.model_of(ready, stub)
             self._ready_mailbox.note_read(ready)
-            self.account.place(block_size=ready.block_size)
+            self.account.set_facts(block_size=ready.block_size)
             self._is_loaded = True
             self._become_ready()
 
@@ -327,23 +294,22 @@ class EngineClient:
         if kind == "step":
             await self._take_step(message.step)
         elif kind == "stats":
-            self.account.report(
-                load_of_stats(message.stats, self._connection.ack.engine_epoch), is_direct=True
-            )
+            load = load_report(message.stats, self._connection.ack.engine_epoch)
+            self.account.report(load, is_direct=True)
         elif kind == "add_rejected":
             rejected = message.add_rejected
             status = rejected.status
             error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
-            self._connection.session.close([rejected.handle])
+            self._connection.session.on_finished([rejected.handle])
             self._processor.fail(rejected.handle, error)
-            self.adoptions.refuse(rejected.handle, error)
+            self.adoptions.on_rejected(rejected.handle, error)
         elif kind == "heartbeat":
-            self._watch_steps(message.heartbeat)
+            self._take_heartbeat(message.heartbeat)
         elif kind == "already_finished":
-            self._connection.session.close(message.already_finished.handles)
+            self._connection.session.on_finished(message.already_finished.handles)
         elif kind == "adopted":
             self.account.send(message.adopted.handle, 0)
-            self.adoptions.take(message.adopted)
+            self.adoptions.on_adopted(message.adopted)
         elif kind == "ready":
             self._ready_mailbox.put(message.ready)
             if self.state is EngineState.DRAINING:
@@ -355,9 +321,9 @@ class EngineClient:
             raise StreamLost(f"the engine failed: {message.dead.reason}", StreamEnd.FAILED)
 
     async def _take_step(self, step: step_pb2.Step) -> None:
-        """Hand a step to its readers, a few at a time: all of them at once would keep all else waiting."""
+        """Pass a step to its readers, a few at a time: all of them at once would block the event loop."""
         columns = read_step(step)
-        self.stale_outputs += self._connection.session.observe(columns)
+        self.stale_outputs += self._connection.session.on_step(columns)
         for row in columns.cached:
             self.account.begin(columns.handles[row])
         for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
@@ -368,12 +334,13 @@ class EngineClient:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
         self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
-    def _watch_steps(self, heartbeat: session_pb2.Heartbeat) -> None:
+    def _take_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
         self.account.hold(heartbeat.state in HELD_STATES)
-        hung_for_s = self._steps.observe(heartbeat)
+        hung_for_s = self._steps.on_heartbeat(heartbeat)
         if hung_for_s is not None:
             raise StreamLost(
-                f"its loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s", StreamEnd.HUNG
+                f"the engine's loop hangs: step {heartbeat.step_number} has run for {hung_for_s:.1f} s",
+                StreamEnd.HUNG,
             )
         self._become_ready()
 
@@ -382,34 +349,28 @@ class EngineClient:
             self._connection.session.add(entries)
             message = engine_pb2.ConnectRequest()
             message.add.entries.extend(entries)
-            self._send(message)
+            self._connection.send(message)
+
+    def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
+        # Without a stream only the session records it, and the next stream sends it.
+        abort = self._connection.session.abort(handles, reason)
+        if abort is not None:
+            self._connection.send(engine_pb2.ConnectRequest(abort=abort))
 
     def _on_request_end(self, handle: int) -> None:
         self.account.end(handle)
         self._tensors.forget(handle)
 
-    def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
-        # Without a stream it is told to the session alone, and sent by the next stream.
-        abort = self._connection.session.abort(handles, reason)
-        if abort is not None:
-            self._send(engine_pb2.ConnectRequest(abort=abort))
-
-    def _send(self, message: engine_pb2.ConnectRequest) -> None:
-        if self._stream is not None:
-            self._stream.send(message)
-
-    def _end_visit(self, lost: StreamLost) -> None:
-        """The engine is lost, and with it what it had of ours."""
+    def _lose(self, lost: StreamLost) -> None:
+        """The engine is lost, and with it the requests it has of this frontend."""
         was_in_use = self.state in IN_USE_STATES
         is_news = was_in_use or (self.state is not EngineState.DOWN and self.down_reason != str(lost))
         if is_news and not self._is_closing:
             logger.warning("engine lost", extra={"engine": self.address, "reason": str(lost)})
-        loss = self._connection.loss(lost)
-        self._stream = None
         self.down_reason = str(lost)
         self.account.reset()
-        self._steps.forget()
-        self._connection.lose(lost)
+        self._steps.reset()
+        loss = self._connection.lose(lost)
         if was_in_use:
             self._lost_at = self._clock.now()
         self._tensors.stop()
@@ -423,8 +384,8 @@ class EngineClient:
             try:
                 self._processor.lose_all(loss)
             except Exception:
-                # A bug of ours, and one request's alone: who is told is forgotten, and the others still hear.
-                logger.exception("a request cannot be told of a loss", extra={"engine": self.address})
+                # A bug in this frontend that concerns one request. It is forgotten; the others get the loss.
+                logger.exception("a request failed to handle a lost engine", extra={"engine": self.address})
 
     def _move_to(self, state: EngineState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -437,5 +398,42 @@ class EngineClient:
         try:
             self._on_change(self)
         except Exception:
-            # A bug of ours, and of those who listen: the engine stays in use.
-            logger.exception("change of an engine's state not taken", extra={"engine": self.address})
+            # A bug in a listener in this frontend: the engine stays in use.
+            logger.exception("handling an engine's state change failed", extra={"engine": self.address})
+
+
+def _num_pending_tokens(entry: add_pb2.AddEntry) -> int:
+    """Prompt and output tokens that the engine has to compute before the request's next token."""
+    return (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // ID_BYTES
+
+
+class ReadyMailbox:
+    """Holds the newest `ready` of a session until it is read.
+
+    An engine sends it once per session, and reading it may take longer than one stream lasts.
+    """
+
+    def __init__(self) -> None:
+        self._ready: session_pb2.Ready | None = None
+        self._has_arrived = asyncio.Event()
+
+    def put(self, ready: session_pb2.Ready) -> None:
+        """Replace the message."""
+        self._ready = ready
+        self._has_arrived.set()
+
+    async def get(self) -> session_pb2.Ready:
+        """Wait for a message and return it. It stays in the mailbox until `note_read`."""
+        while self._ready is None:
+            self._has_arrived.clear()
+            await self._has_arrived.wait()
+        return self._ready
+
+    def note_read(self, ready: session_pb2.Ready) -> None:
+        """Remove `ready`, unless a newer one has replaced it."""
+        if self._ready is ready:
+            self._ready = None
+
+    def clear(self) -> None:
+        """Remove the message of a session that is over; the engine sends another in the next one."""
+        self._ready = None

@@ -1,4 +1,4 @@
-"""A step message's packed columns as plain sequences. The only place that knows their layout."""
+"""Decodes the packed columns of a step message into plain sequences. No other module knows their layout."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _REASONS = {
 
 
 class MalformedStep(ValueError):
-    """A step message whose columns do not fit together: the peer does not keep the contract."""
+    """A step message with inconsistent columns: the engine violates the protocol."""
 
 
 def read_step(step: step_pb2.Step) -> StepColumns:
-    """The columns of `step`. Raises MalformedStep."""
+    """Raises MalformedStep."""
     handles = _u32("handles", step.handles)
     num_rows = len(handles)
     counts: Sequence[int] = (
         step.num_tokens or _u32("num_tokens_wide", step.num_tokens_wide) or bytes(num_rows)
     )
     token_ids = _u32("token_ids", step.token_ids).tolist()
-    # Mostly each row has one token, which is counted in no time.
+    # Usually each row has one token, which `count` checks much faster than `sum` adds.
     num_tokens = num_rows if counts.count(1) == num_rows else sum(counts)
     if len(counts) != num_rows or num_tokens != len(token_ids):
         raise MalformedStep(
@@ -83,9 +83,9 @@ def _logprobs(
     top_ids = array("I") if top is None else _u32("top token_ids", top.token_ids)
     top_values = array("f") if top is None else _f32("top logprobs", top.logprobs)
     if len(values) != num_positions or len(ranks_read) != num_positions:
-        raise MalformedStep(f"{len(values)} logprobs, {len(ranks_read)} ranks at {num_positions} places")
+        raise MalformedStep(f"{len(values)} logprobs, {len(ranks_read)} ranks at {num_positions} positions")
     if len(top_ids) != k * num_positions or len(top_values) != k * num_positions:
-        raise MalformedStep(f"{len(top_ids)} top ids, {len(top_values)} top logprobs, {k} a place")
+        raise MalformedStep(f"{len(top_ids)} top ids, {len(top_values)} top logprobs, {k} a position")
     return LogprobColumns(values, ranks_read, k, top_ids, top_values)
 
 
@@ -113,7 +113,7 @@ def _fill(values: array[int] | array[float], name: str, column: bytes) -> None:
 def _ending(finished: step_pb2.StepFinished) -> Ending:
     if finished.reason == output_pb2.FINISH_REASON_UNSPECIFIED:
         raise MalformedStep("a finish reason is missing")
-    # A newer engine may have reasons of which this frontend knows only that they are none of the usual ones.
+    # A newer engine may send reasons that this frontend does not know.
     reason = _REASONS.get(finished.reason, EndReason.ERROR)
     kind = finished.WhichOneof("stop")
     return Ending(

@@ -1,6 +1,6 @@
-"""The way to one engine: a channel and a stream at a time, and the session that outlives them.
+"""Reconnecting connection to one engine: one stream at a time, and the session that is kept across streams.
 
-Knows no states, no requests and no steps.
+Knows no engine states, no requests and no steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -19,75 +19,57 @@ from frontend_svc.output.loss import Loss, LossKind
 from service_kit.clock import Clock
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
+logger = logging.getLogger(__name__)
+
 SCHEMA_REVISION = 1
 # The oldest contract of an engine that this frontend works with.
 MIN_ENGINE_REVISION = 1
-# Behaviours that take part in a session only where both sides name them.
+# Behaviours that are part of a session only if both sides name them.
 RESUME = "resume"
 ADOPT = "adopt"
 FEATURES = frozenset({RESUME, ADOPT})
 
-
-@dataclass(frozen=True, slots=True)
-class FrontendIdentity:
-    """Who this frontend process is, as it tells engines and the coordinator."""
-
-    frontend_id: str
-    epoch: int
-
-
-def make_hello(
-    identity: FrontendIdentity, session_id: str, resume: session_pb2.ResumePoint | None
-) -> session_pb2.Hello:
-    """The first message to an engine; with `resume`, to go on with the session of that id."""
-    return session_pb2.Hello(
-        frontend_id=identity.frontend_id,
-        session_id=session_id,
-        frontend_epoch=identity.epoch,
-        schema_revision=SCHEMA_REVISION,
-        min_peer_revision=MIN_ENGINE_REVISION,
-        features=sorted(FEATURES),
-        role=session_pb2.PEER_ROLE_FRONTEND,
-        resume=resume,
-    )
-
-
-def refusal(ack: session_pb2.HelloAck) -> str | None:
-    """Why this frontend and the engine that answered `ack` cannot work together, or None."""
-    revisions = f"engine has contract revision {ack.schema_revision}, this frontend {SCHEMA_REVISION}"
-    if ack.min_peer_revision > SCHEMA_REVISION:
-        return f"{revisions}: the engine needs {ack.min_peer_revision} or newer"
-    if ack.schema_revision < MIN_ENGINE_REVISION:
-        return f"{revisions}: the frontend needs {MIN_ENGINE_REVISION} or newer"
-    return None
-
-
-logger = logging.getLogger(__name__)
-
 _HANDSHAKE_S = 10.0
-# A lost stream is replaced at once or not at all: until then its requests stand still.
+# A lost stream is replaced at once or not at all: its requests make no progress until then.
 _RESUME_S = 0.5
 _RESUME_RETRY_S = 0.05
-_MAX_REPLACING_S = 1.0
-# So many streams in a row may break before they have brought anything; then their session is given up.
-_MAX_BARREN_STREAMS = 10
-# Ends after which the engine may still run what the session has.
+_MAX_REOPENING_S = 1.0
+# After so many streams in a row that broke before delivering a message, their session is given up.
+_MAX_EMPTY_STREAMS = 10
+# Ends after which the engine may still run the requests of the session.
 _KEEPING_ENDS = (StreamEnd.BROKEN, StreamEnd.SILENT, StreamEnd.HUNG)
-
 _LOSS_KINDS = {
-    # A stream that could not be replaced says no more of its engine than silence does.
+    # A stream that could not be reopened gives no more information about its engine than silence does.
     StreamEnd.BROKEN: LossKind.SILENCE,
     StreamEnd.SILENT: LossKind.SILENCE,
     StreamEnd.LEFT: LossKind.LEFT,
     StreamEnd.DISMISSED: LossKind.DISMISSAL,
 }
 
-# What a stream begins with, for what the engine said, in which session, and whether that goes on.
+_MIN_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 1.0
+# An engine of an incompatible version changes only by an upgrade.
+_INCOMPATIBLE_BACKOFF_S = 5.0
+# An engine that is lost sooner than this after it was ready does not reset the backoff.
+_STEADY_S = 1.0
+
+# Makes the first message of a stream from the engine's hello_ack, the session id and whether it is resumed.
 Greet = Callable[[session_pb2.HelloAck, str, bool], engine_pb2.ConnectRequest | None]
 
 
+@dataclass(frozen=True, slots=True)
+class FrontendIdentity:
+    """How this frontend process identifies itself to engines and to the coordinator."""
+
+    frontend_id: str
+    epoch: int
+
+
 class EngineConnection:
-    """Opens streams to one engine, one after the other, each for the session before it where it can."""
+    """Opens streams to one engine, one after the other, and resumes the session on each if possible.
+
+    `open`, then `receive` until it raises StreamLost, then `reopen` or `lose`; `send` at any time.
+    """
 
     def __init__(
         self,
@@ -99,7 +81,7 @@ class EngineConnection:
         connect: Callable[[str], grpc.aio.Channel],
         greet: Greet,
     ) -> None:
-        self.ack = session_pb2.HelloAck()  # what the engine has said last of itself
+        self.ack = session_pb2.HelloAck()  # the engine's newest
         self.session = EngineSession()
         self._address = address
         self._identity = identity
@@ -109,46 +91,55 @@ class EngineConnection:
         self._greet = greet
         self._channel: grpc.aio.Channel | None = None
         self._stub: engine_pb2_grpc.EngineCoreServiceStub | None = None
-        self._num_barren = 0
-        self._replaced_at_seq = 0
+        self._stream: EngineStream | None = None
+        self._num_empty_streams = 0
+        self._reopened_at_seq = 0
 
     @property
     def stub(self) -> engine_pb2_grpc.EngineCoreServiceStub:
-        """For calls beside the stream, over the same connection."""
-        assert self._stub is not None, "there is a stream"
+        """For calls beside the stream, over the same channel."""
+        assert self._stub is not None, "there is a channel"
         return self._stub
 
     @property
+    def has_stream(self) -> bool:
+        """True from a successful `open` or `reopen` on; also for a stream that has ended unnoticed."""
+        return self._stream is not None
+
+    @property
     def is_draining(self) -> bool:
-        """Whether the engine has begun its handshake by saying that it leaves."""
+        """Whether the engine was draining at the handshake."""
         return self.ack.state == session_pb2.ENGINE_STATE_DRAINING
 
-    async def open(self) -> tuple[EngineStream, bool]:
-        """A stream, as soon as the engine listens, and whether it goes on with the session or begins one."""
-        await self._dial().channel_ready()
+    async def open(self) -> bool:
+        """Open a stream as soon as the engine listens; returns whether it resumes the session."""
+        await self._open_channel().channel_ready()
         stream, is_resumed = await self._shake_hands(limit_s=_HANDSHAKE_S)
         if is_resumed:
-            self._go_on(stream)
+            self._resend(stream)
         else:
             self.session = EngineSession(self.session.session_id)
-            self.session.begin(self.ack.engine_epoch, is_resumable=RESUME in self.ack.features)
-        return stream, is_resumed
+            self.session.open(self.ack.engine_epoch, is_resumable=RESUME in self.ack.features)
+        self._stream = stream
+        return is_resumed
 
-    async def replace(self, lost: StreamLost) -> EngineStream:
-        """Another stream for the same session in place of one that broke. StreamLost where that cannot be."""
+    async def reopen(self, lost: StreamLost) -> None:
+        """Resume the session on another stream after one broke. Raises StreamLost if that is not possible."""
         logger.info("engine stream broke", extra={"engine": self._address, "reason": str(lost)})
-        self._num_barren = self._num_barren + 1 if self.session.last_seq == self._replaced_at_seq else 0
-        self._replaced_at_seq = self.session.last_seq
-        if self._num_barren >= _MAX_BARREN_STREAMS:
-            # The engine answers, and what it has to say next does not come through. It would begin every
-            # other stream of this session with the same.
-            barren = f"{lost}; so did {_MAX_BARREN_STREAMS} that brought nothing"
-            raise StreamLost(barren, StreamEnd.DISMISSED)
-        give_up_at = self._clock.now() + _MAX_REPLACING_S
+        self._stream = None
+        is_empty = self.session.last_seq == self._reopened_at_seq
+        self._num_empty_streams = self._num_empty_streams + 1 if is_empty else 0
+        self._reopened_at_seq = self.session.last_seq
+        if self._num_empty_streams >= _MAX_EMPTY_STREAMS:
+            # The engine answers, but its next message does not get through. It would be the first message of
+            # every other stream of this session.
+            reason = f"{lost}; {_MAX_EMPTY_STREAMS} streams in a row broke without a message"
+            raise StreamLost(reason, StreamEnd.DISMISSED)
+        give_up_at = self._clock.now() + _MAX_REOPENING_S
         while True:
-            await self.hang_up()
-            # A channel of its own each time: an older one may cling to its connection, or wait for its turn.
-            self._dial()
+            await self.close()
+            # A new channel each time: an older one may keep a dead connection, or wait for its own backoff.
+            self._open_channel()
             try:
                 stream, is_resumed = await self._shake_hands(limit_s=_RESUME_S)
                 break
@@ -158,33 +149,54 @@ class EngineConnection:
             await asyncio.sleep(_RESUME_RETRY_S)
         if not is_resumed:
             stream.cancel()
-            raise StreamLost(f"{lost}; the engine does not have the session any more", self._end_without_it())
-        self._go_on(stream)
-        return stream
+            reason = f"{lost}; the engine does not have the session any more"
+            raise StreamLost(reason, self._end_of_unknown_session())
+        self._resend(stream)
+        self._stream = stream
 
-    def loss(self, lost: StreamLost) -> Loss:
-        """What the end of a stream says of the engine, to those who have requests there."""
+    def send(self, message: engine_pb2.ConnectRequest) -> None:
+        """Send `message` on the stream. Without a stream it is dropped: the session resends what matters."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    async def receive(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
+        """Pass each message to `on_message` until the stream is lost, then raise StreamLost."""
+        stream = self._stream
+        assert stream is not None, "opened before"
+        try:
+            await stream.receive(on_message)
+        finally:
+            self.session.last_seq = stream.last_seq
+
+    def lose(self, lost: StreamLost) -> Loss:
+        """Give up the stream; returns what its end means for the requests of the session.
+
+        They are sent to other engines. The session is kept if this engine may still run them.
+        """
         kind = _LOSS_KINDS.get(lost.end, LossKind.DEATH)
         if lost.end is StreamEnd.BROKEN and not self.session.is_resumable:
             kind = LossKind.DEATH
+        self._stream = None
+        if self.session.is_resumable and lost.end in _KEEPING_ENDS:
+            self.session.mark_moved()
+        else:
+            self.session, self._num_empty_streams = EngineSession(), 0
         return Loss(self._address, kind, str(lost))
 
-    def lose(self, lost: StreamLost) -> None:
-        """What the session has goes on elsewhere. The session stays where the engine may still run it."""
-        if self.session.is_resumable and lost.end in _KEEPING_ENDS:
-            self.session.move_all()
-        else:
-            self.session, self._num_barren = EngineSession(), 0
+    def close_stream(self, goodbye: engine_pb2.Goodbye) -> None:
+        """End the session on purpose: `receive` raises when the engine has read the goodbye."""
+        assert self._stream is not None, "opened before"
+        self._stream.close(goodbye)
 
-    async def hang_up(self) -> None:
-        """Close the connection."""
+    async def close(self) -> None:
+        """Close the channel; harmless without one."""
         channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             await channel.close(None)
 
-    def _dial(self) -> grpc.aio.Channel:
+    def _open_channel(self) -> grpc.aio.Channel:
         channel = self._channel = self._connect(self._address)
-        # Made once: it costs as much as all else that sends an ADD.
+        # Made once: making a stub costs as much as all else that sends an ADD.
         self._stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
         return channel
 
@@ -193,9 +205,8 @@ class EngineConnection:
         stream = EngineStream(
             self.stub, self._clock, heartbeat_s=self._heartbeat_s, last_seq=session.last_seq, waits=False
         )
-        hello = make_hello(self._identity, session.session_id, session.resume_point())
-        ack = await stream.open(hello, limit_s=limit_s)
-        reason = refusal(ack)
+        ack = await stream.open(self._hello(), limit_s=limit_s)
+        reason = _incompatibility(ack)
         if reason is not None:
             stream.cancel()
             raise StreamLost(reason, StreamEnd.INCOMPATIBLE)
@@ -206,45 +217,59 @@ class EngineConnection:
             stream.send(greeting)
         return stream, is_resumed
 
-    def _end_without_it(self) -> StreamEnd:
-        """What it says of the engine that it answered, and does not have the session."""
-        if self.is_draining:
-            return StreamEnd.LEFT
-        # The same process may have given it up, as that of a frontend which was stopped for too long.
-        is_same = self.ack.engine_epoch == self.session.engine_epoch
-        return StreamEnd.DISMISSED if is_same else StreamEnd.FAILED
+    def _hello(self) -> session_pb2.Hello:
+        return session_pb2.Hello(
+            frontend_id=self._identity.frontend_id,
+            session_id=self.session.session_id,
+            frontend_epoch=self._identity.epoch,
+            schema_revision=SCHEMA_REVISION,
+            min_peer_revision=MIN_ENGINE_REVISION,
+            features=sorted(FEATURES),
+            role=session_pb2.PEER_ROLE_FRONTEND,
+            resume=self.session.resume_point(),
+        )
 
-    def _go_on(self, stream: EngineStream) -> None:
+    def _resend(self, stream: EngineStream) -> None:
         logger.info("engine session resumed", extra={"engine": self._address})
         for message in self.session.unanswered():
             stream.send(message)
 
+    def _end_of_unknown_session(self) -> StreamEnd:
+        """What it means that the engine answered and does not have the session."""
+        if self.is_draining:
+            return StreamEnd.LEFT
+        # The same process may have given it up, for example because this frontend was stopped for too long.
+        is_same = self.ack.engine_epoch == self.session.engine_epoch
+        return StreamEnd.DISMISSED if is_same else StreamEnd.FAILED
 
-_MIN_S = 0.1
-_MAX_S = 1.0
-# An engine of another version is another one after an upgrade only.
-_INCOMPATIBLE_S = 5.0
-# Who breaks sooner than this after being ready is not dialled any faster for having been ready.
-_STEADY_S = 1.0
+
+def _incompatibility(ack: session_pb2.HelloAck) -> str | None:
+    """Why this frontend and the engine that sent `ack` cannot work together, or None."""
+    revisions = f"engine has contract revision {ack.schema_revision}, this frontend {SCHEMA_REVISION}"
+    if ack.min_peer_revision > SCHEMA_REVISION:
+        return f"{revisions}: the engine needs {ack.min_peer_revision} or newer"
+    if ack.schema_revision < MIN_ENGINE_REVISION:
+        return f"{revisions}: the frontend needs {MIN_ENGINE_REVISION} or newer"
+    return None
 
 
 class ReconnectBackoff:
-    """Grows with each visit that came to nothing, up to a second; short again after one that lasted."""
+    """Delay before the next attempt: doubles up to a second, and is short again after a use that lasted."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._delay_s = _MIN_S
+        self._delay_s = _MIN_BACKOFF_S
         self._ready_at: float | None = None
 
     def note_ready(self) -> None:
-        """The engine takes requests."""
+        """Note that the engine takes requests."""
         if self._ready_at is None:
             self._ready_at = self._clock.now()
 
     def after(self, end: StreamEnd) -> float:
-        """Seconds to wait after a visit that ended so, with a share left to chance."""
+        """Seconds to wait after a stream that ended so, with jitter."""
         lasted = self._ready_at is not None and self._clock.now() - self._ready_at > _STEADY_S
         self._ready_at = None
-        self._delay_s = _MIN_S if lasted else min(2 * self._delay_s, _MAX_S)
-        delay_s = _INCOMPATIBLE_S if end is StreamEnd.INCOMPATIBLE else self._delay_s
+        self._delay_s = _MIN_BACKOFF_S if lasted else min(2 * self._delay_s, _MAX_BACKOFF_S)
+        delay_s = _INCOMPATIBLE_BACKOFF_S if end is StreamEnd.INCOMPATIBLE else self._delay_s
         return delay_s * random.uniform(0.5, 1.0)

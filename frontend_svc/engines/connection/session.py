@@ -1,4 +1,4 @@
-"""What outlives a stream: which session it carried, how far it was read, what the engine may not have got.
+"""State of a session that is kept across streams: its id, how far it was read, what may have to be resent.
 
 Knows no stream and no client of a request.
 """
@@ -12,69 +12,66 @@ from dataclasses import dataclass
 from frontend_svc.output.processor import StepColumns
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
-# Far below what an engine takes, and large enough that a usual session is one message.
+# Far below the limit of an engine, and large enough that a usual session is one message.
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class _Open:
-    """An ADD that has not had its end from the engine. `entry` is kept until the engine has surely got it."""
+class _OpenRequest:
+    """A request that the engine has not ended."""
 
     attempt: int
-    entry: add_pb2.AddEntry | None
+    entry: add_pb2.AddEntry | None  # until the engine has certainly received it
     adopt: engine_pb2.AdoptEntry | None = None  # until the engine has answered it
     abort_reason: engine_pb2.AbortReason | None = None
     is_moved: bool = False
 
 
 class EngineSession:
-    """One session with an engine process, over as many streams as it takes."""
+    """One session with an engine process, over any number of streams.
+
+    `add`, `adopt` and `abort` record what is sent, the `on_` methods what is received.
+    """
 
     def __init__(self, session_id: str = "") -> None:
         self.session_id = session_id or secrets.token_hex(16)
         self.engine_epoch = 0
         self.is_resumable = False
         self.last_seq = 0
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._num_moved = 0
 
-    def begin(self, engine_epoch: int, *, is_resumable: bool) -> None:
-        """The engine has begun it."""
+    @property
+    def num_moved(self) -> int:
+        """Requests that were sent to other engines, and that this engine has not ended."""
+        return self._num_moved
+
+    def open(self, engine_epoch: int, *, is_resumable: bool) -> None:
+        """Note that the engine has accepted the session as a new one."""
         self.engine_epoch = engine_epoch
         self.is_resumable = is_resumable
 
     def resume_point(self) -> session_pb2.ResumePoint | None:
-        """Where it goes on over another stream, if it does."""
+        """From where another stream resumes it; None if it cannot be resumed."""
         if not self.is_resumable:
             return None
         return session_pb2.ResumePoint(engine_epoch=self.engine_epoch, last_seq=self.last_seq)
 
     def is_resumed_by(self, ack: session_pb2.HelloAck) -> bool:
-        """Whether the engine that answered is the same process, and goes on with the session."""
+        """Whether the engine that answered is the same process and resumes the session."""
         return self.is_resumable and ack.resume_ok and ack.engine_epoch == self.engine_epoch
 
-    @property
-    def num_moved(self) -> int:
-        """Requests that went on elsewhere, and that the engine has not ended."""
-        return self._num_moved
-
     def add(self, entries: Iterable[add_pb2.AddEntry]) -> None:
-        """Remember requests that are sent."""
+        """Record requests that are sent."""
         for entry in entries:
-            self._open[entry.handle] = _Open(entry.attempt, entry)
+            self._open[entry.handle] = _OpenRequest(entry.attempt, entry)
 
     def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
-        """Remember a request that is asked for."""
-        self._open[entry.handle] = _Open(0, None, adopt=entry)
-
-    def adopted(self, handle: int, attempt: int) -> None:
-        """The engine has handed over a request: it is like one that was sent."""
-        request = self._open.get(handle)
-        if request is not None:
-            request.attempt, request.adopt = attempt, None
+        """Record a request that the engine is asked to hand over."""
+        self._open[entry.handle] = _OpenRequest(0, None, adopt=entry)
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> engine_pb2.Abort | None:
-        """The message that ends requests; None where the engine has ended them all."""
+        """The message that ends requests; None if the engine has ended them all."""
         abort = engine_pb2.Abort(reason=reason)
         for handle in handles:
             request = self._open.get(handle)
@@ -84,8 +81,14 @@ class EngineSession:
                 abort.attempts.append(request.attempt)
         return abort if abort.handles else None
 
-    def observe(self, columns: StepColumns) -> int:
-        """Take note of what a step answers; returns how many rows are of requests that have moved on."""
+    def on_adopted(self, handle: int, attempt: int) -> None:
+        """The engine has handed over a request: from here on it is like one that was sent."""
+        request = self._open.get(handle)
+        if request is not None:
+            request.attempt, request.adopt = attempt, None
+
+    def on_step(self, columns: StepColumns) -> int:
+        """Record what a step answers; returns how many of its rows belong to moved requests."""
         num_stale = 0
         if self._num_moved:
             num_stale = sum(self._has_moved(handle) for handle in columns.handles)
@@ -93,27 +96,27 @@ class EngineSession:
             request = self._open.get(columns.handles[row])
             if request is not None:
                 request.entry = None
-        self.close(columns.handles[row] for row in columns.endings)
+        self.on_finished(columns.handles[row] for row in columns.endings)
         return num_stale
 
-    def close(self, handles: Iterable[int]) -> None:
+    def on_finished(self, handles: Iterable[int]) -> None:
         """The engine has ended these requests."""
         for handle in handles:
             request = self._open.pop(handle, None)
             if request is not None:
                 self._num_moved -= request.is_moved
 
-    def move_all(self) -> None:
-        """What the engine still runs goes on elsewhere: nothing of it counts any more."""
+    def mark_moved(self) -> None:
+        """All open requests are sent to other engines: outputs of this engine for them are dropped."""
         for request in self._open.values():
             request.is_moved = True
             request.abort_reason = request.abort_reason or engine_pb2.ABORT_REASON_MIGRATED
         self._num_moved = len(self._open)
 
     def unanswered(self) -> Iterator[engine_pb2.ConnectRequest]:
-        """What another stream begins with: the engine takes each ADD once and each abort any number of times.
+        """The first messages of another stream. The engine ignores an ADD or an abort that it has already.
 
-        An ADD that has been aborted is sent too: without it, an abort of it would have no answer.
+        An aborted ADD is sent as well: without it the engine would not answer its abort.
         """
         for entries in _in_frames(request.entry for request in self._open.values()):
             yield engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries))
@@ -133,7 +136,7 @@ class EngineSession:
 
 
 def _in_frames(entries: Iterable[add_pb2.AddEntry | None]) -> Iterator[list[add_pb2.AddEntry]]:
-    """The entries that are there, in messages that every engine takes."""
+    """The entries that are not None, split into messages of a size that every engine accepts."""
     frame: list[add_pb2.AddEntry] = []
     num_bytes = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""One Connect stream: writes that never wait, reads checked for gaps, silence noticed. Knows no requests."""
+"""One Connect stream: non-blocking writes, sequence check of reads, heartbeat timeout. Knows no requests."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 HEARTBEAT_S = 0.5
 _MAX_MISSED_HEARTBEATS = 3
 _HANDSHAKE_S = 10.0
-# An engine keeps a few MiB of what is not acknowledged, and then waits.
+# An engine keeps a few MiB of unacknowledged messages, and then waits.
 _MAX_UNACKNOWLEDGED_BYTES = 1024 * 1024
-# With these an engine ends a session that it keeps no longer: it was read too slowly, or has a successor.
+# With these an engine ends a session that it gives up: it was read too slowly, or a newer one replaces it.
 _DISMISSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED)
 
 
 class StreamEnd(Enum):
-    """What the end of a stream says of the engine and of the session."""
+    """Why a stream ended, which decides what becomes of its session."""
 
-    BROKEN = "broken"  # by the wire, as far as can be seen: the session may go on over another stream
-    SILENT = "silent"  # nothing is heard any more
-    REFUSED = "refused"  # nobody listens there
-    LEFT = "left"  # the engine has ended it on purpose
-    DISMISSED = "dismissed"  # the engine lives, and has given up the session
-    FAILED = "failed"  # the engine has ended by a fault, or it is not the one that had the session
-    HUNG = "hung"  # the engine's loop does not get on
-    VOID = "void"  # one side does not keep the contract: the session cannot go on
-    INCOMPATIBLE = "incompatible"  # the two are of versions that do not work together
+    BROKEN = "broken"  # network failure as far as can be seen: another stream may resume the session
+    SILENT = "silent"  # heartbeats stopped
+    REFUSED = "refused"  # connection refused: no process listens there
+    LEFT = "left"  # the engine ended it on purpose
+    DISMISSED = "dismissed"  # the engine is alive and has given up the session
+    FAILED = "failed"  # the engine failed, or another process has taken its address
+    HUNG = "hung"  # the engine's loop makes no progress
+    VOID = "void"  # one side violated the protocol: the session cannot be resumed
+    INCOMPATIBLE = "incompatible"  # the versions of the two sides do not work together
 
 
 class StreamLost(Exception):
-    """The stream is over; the text says why."""
+    """The stream ended; the text is the reason."""
 
     def __init__(self, text: str, end: StreamEnd = StreamEnd.VOID) -> None:
         super().__init__(text)
@@ -49,9 +49,10 @@ class StreamLost(Exception):
 
 
 class EngineStream:
-    """A session with an engine from hello to the stream's end, which is always a `StreamLost`.
+    """A session's stream from hello to its end, which is always a `StreamLost`.
 
-    With `waits` it is opened when the engine begins to listen, else only where it listens now.
+    `open`, then `receive`; `send` and `close` at any time after `open`.
+    With `waits` it waits for an engine that does not listen yet, else it fails at once.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EngineStream:
         last_seq: int = 0,
         waits: bool = True,
     ) -> None:
-        # Waiting for the connection is free and ends the moment the engine listens, whoever starts first.
+        # Waiting for the connection costs nothing and ends as soon as the engine listens.
         self._call = stub.Connect(wait_for_ready=waits)
         self._writer = EagerWriter(self._call.write)
         self._clock = clock
@@ -82,11 +83,11 @@ class EngineStream:
 
     @property
     def last_seq(self) -> int:
-        """The last message that was handled whole."""
+        """The last message that was handled completely."""
         return self._last_seq
 
     async def open(self, hello: session_pb2.Hello, *, limit_s: float | None = None) -> session_pb2.HelloAck:
-        """Say hello and wait for the answer; without `limit_s` until a connection is there, and then 10 s."""
+        """Send hello and wait for the answer: `limit_s`, or without it 10 s from the connection on."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self._shake_hands(hello)
@@ -100,24 +101,60 @@ class EngineStream:
             self._call.cancel()
             raise
 
-    async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
-        """Hand each message to `on_message` until the stream is lost, then raise StreamLost.
+    def send(self, message: engine_pb2.ConnectRequest) -> None:
+        """Send `message`, in order, as fast as the peer takes it. Never waits."""
+        if not self._outbox and self._writer.is_free() and self._writer.start(message):
+            return
+        self._outbox.append(message)
+        self._has_outgoing.set()
 
-        The next message is read when `on_message` is done with one. One that it has begun with is handled to
-        its end, also where the stream is lost meanwhile; `on_message` never runs once this has ended.
+    async def receive(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
+        """Pass each message to `on_message` until the stream is lost, then raise StreamLost.
+
+        The next message is read when `on_message` has returned. A started `on_message` is completed even if
+        the stream is lost meanwhile; it is never called after this method has ended.
         """
         self._last_received_at = self._clock.now()
         raise await self._until_over(on_message)
 
+    def close(self, goodbye: engine_pb2.Goodbye) -> None:
+        """End the session on purpose: `receive` raises when the engine has read the goodbye."""
+        self._is_closing = True
+        self.send(engine_pb2.ConnectRequest(goodbye=goodbye))
+        self._has_outgoing.set()
+
+    def cancel(self) -> None:
+        """End the call, opened or not."""
+        self._call.cancel()
+
+    async def _shake_hands(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
+        await self._call.write(engine_pb2.ConnectRequest(hello=hello))
+        await self._call.initial_metadata()
+        async with asyncio.timeout(_HANDSHAKE_S):
+            answer = await self._call.read()
+        if answer is EOF:
+            raise await self._lost()
+        if answer.WhichOneof("message") != "hello_ack":
+            raise StreamLost("the engine's first message is no hello_ack")
+        ack: session_pb2.HelloAck = answer.hello_ack
+        self._ack_interval_messages = ack.ack_interval_messages
+        if ack.ack_interval_ms:
+            self._ack_interval_s = ack.ack_interval_ms / 1000
+        if not ack.resume_ok:
+            self._last_seq = self._acked_seq = 0
+        return ack
+
     async def _until_over(
         self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]
     ) -> BaseException:
-        """Why it is over; to be raised where no task is known: a task keeps its error, and that its call."""
+        """The error that ended the stream, to be raised outside of the tasks: a task keeps its error, and the
+        error keeps the call.
+        """
         reader = asyncio.ensure_future(self._read(on_message))
         tasks = [reader, asyncio.ensure_future(self._write()), asyncio.ensure_future(self._watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # In order: what the engine has said itself counts before what a write has found.
+            # In this order: a reason that the engine sent takes precedence over a failed write.
             error = next(filter(None, (task.exception() for task in tasks if task.done())))
             is_of_call = isinstance(error, (grpc.RpcError, asyncio.InvalidStateError))
             return await self._lost() if is_of_call else error
@@ -131,23 +168,6 @@ class EngineStream:
             if self._ack_timer is not None:
                 self._ack_timer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def send(self, message: engine_pb2.ConnectRequest) -> None:
-        """Send `message`, in order, as fast as the peer takes it. Never waits."""
-        if not self._outbox and self._writer.is_free() and self._writer.start(message):
-            return
-        self._outbox.append(message)
-        self._has_outgoing.set()
-
-    def close(self, goodbye: engine_pb2.Goodbye) -> None:
-        """End the session on purpose: `run` ends when the engine has read the goodbye."""
-        self._is_closing = True
-        self.send(engine_pb2.ConnectRequest(goodbye=goodbye))
-        self._has_outgoing.set()
-
-    def cancel(self) -> None:
-        """End the call, opened or not."""
-        self._call.cancel()
 
     async def _read(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
         while not self._is_over:
@@ -164,14 +184,14 @@ class EngineStream:
                 self._is_handling = False
             self._last_seq = message.seq
             self._note_unacknowledged(message)
-            # Nothing was read meanwhile, so nothing can be said of the peer's silence.
+            # Nothing was read meanwhile, so this time does not count as silence of the peer.
             self._last_received_at = self._clock.now()
 
     async def _write(self) -> None:
-        # A write fails where the call is over. How, the reader hears, behind all that the engine has said.
+        # A write fails when the call is over. The reader gets the reason, after the engine's last message.
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             await self._write_until_closing()
-        # Ending the call here could overtake the goodbye; the engine ends it when it has read it.
+        # Ending the call here could overtake the goodbye; the engine ends the call when it has read it.
         await asyncio.Event().wait()
 
     async def _write_until_closing(self) -> None:
@@ -194,29 +214,12 @@ class EngineStream:
             await asyncio.sleep(wait_s)
             now = self._clock.now()
             if now - slept_from > wait_s + self._heartbeat_s:
-                # We were not running ourselves; what came meanwhile is still to be read.
+                # This process was not running; messages that arrived meanwhile are still to be read.
                 self._last_received_at = now
             if self._is_handling:
                 self._last_received_at = now
             if now - self._last_received_at > limit_s:
                 raise StreamLost(f"no heartbeat for {now - self._last_received_at:.1f} s", StreamEnd.SILENT)
-
-    async def _shake_hands(self, hello: session_pb2.Hello) -> session_pb2.HelloAck:
-        await self._call.write(engine_pb2.ConnectRequest(hello=hello))
-        await self._call.initial_metadata()
-        async with asyncio.timeout(_HANDSHAKE_S):
-            answer = await self._call.read()
-        if answer is EOF:
-            raise await self._lost()
-        if answer.WhichOneof("message") != "hello_ack":
-            raise StreamLost("the engine's first message is no hello_ack")
-        ack: session_pb2.HelloAck = answer.hello_ack
-        self._ack_interval_messages = ack.ack_interval_messages
-        if ack.ack_interval_ms:
-            self._ack_interval_s = ack.ack_interval_ms / 1000
-        if not ack.resume_ok:
-            self._last_seq = self._acked_seq = 0
-        return ack
 
     def _note_unacknowledged(self, message: engine_pb2.ConnectResponse) -> None:
         if not self._ack_interval_messages:
@@ -241,7 +244,7 @@ class EngineStream:
         self.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=self._last_seq)))
 
     async def _lost(self) -> StreamLost:
-        """How the call has ended, in the engine's words or in those of the wire."""
+        """How the call ended: the engine's reason if it sent one, else gRPC's."""
         code = await self._call.code()
         details = await self._call.details() or "the engine ended the stream"
         trailers = dict(await self._call.trailing_metadata() or ())
@@ -259,7 +262,7 @@ def _end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:
         return StreamEnd.INCOMPATIBLE
     if reason:
         return StreamEnd.DISMISSED if code in _DISMISSALS else StreamEnd.VOID
-    # The wire's own words are all there is to tell a process that is gone from one that is cut off.
+    # Only gRPC's message distinguishes a process that is gone from one that is cut off.
     if code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower():
         return StreamEnd.REFUSED
     return StreamEnd.BROKEN

@@ -1,4 +1,4 @@
-"""What one frontend knows of one engine's load: the newest report, and its own requests since. Pure."""
+"""One engine's load as one frontend knows it: the newest report plus own requests since then. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend_svc.engines.routing.engine_info import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What an engine has said of its load, as of a step. Of whose requests it tells is not known."""
+    """An engine's load as of a step, over the requests of all frontends."""
 
     engine_epoch: int = 0
     step_number: int = 0
@@ -20,40 +20,40 @@ class LoadReport:
     num_total_blocks: int = 0
 
 
-# What no engine has more of, so that a forged or broken report weighs no more than a full engine.
+# Upper bounds of any engine, so that a forged or broken report counts no more than a full engine.
 _MAX_REQUESTS = 1 << 20
 _MAX_TOKENS = 1 << 32
 
 
 class EngineAccount:
-    """Keeps the load of one engine as far as one frontend knows it; `info` is what routing goes by.
+    """Keeps the load of one engine as one frontend knows it; routing decides by `info`.
 
-    Whoever routes calls `send` for each request it sends there, `begin` with its first token and `end` when
-    it has ended in whatever way; and `report` with what the engine says, directly or through a coordinator.
-    Until the first report the engine weighs by the requests of ours alone.
+    Call `send` for each request sent to the engine, `begin` at its first token, `end` when it has ended for
+    any reason, and `report` with each load report, from the engine itself or through a coordinator.
+    Until the first report only this frontend's own requests count.
     """
 
     def __init__(self, address: str) -> None:
-        self._epoch = 0  # 0: not known, the first report tells
+        self._epoch = 0  # 0: unknown until the first report
         self._report: LoadReport | None = None
         self._is_direct = False
-        self._direct_step = 0  # of the newest report that the engine has told itself
-        self._tokens: dict[int, int] = {}  # of our requests' prompts, 0 once they have begun
+        self._direct_step = 0  # of the newest report from the engine itself
+        self._tokens: dict[int, int] = {}  # prompt tokens of own requests by handle; 0 after the first token
         self._num_pending_tokens = 0
         self._unreported: dict[int, int] = {}
         self._num_unreported_tokens = 0
-        self._num_ended = 0  # of ours that the report may still count
-        self._num_begun_tokens = 0  # of prompts of ours that the report may still have wait
+        self._num_ended = 0  # own requests that have ended and that the report may still count
+        self._num_begun_tokens = 0  # prompt tokens of own requests that the report may still count as waiting
         self._info = EngineInfo(address)
         self._is_current = True
 
     @property
     def num_in_flight(self) -> int:
-        """Requests of ours that have not ended."""
+        """Own requests that have not ended."""
         return len(self._tokens)
 
-    def place(self, *, dp_rank: int | None = None, block_size: int | None = None) -> None:
-        """Take in facts that hold for the engine's life; what is None stays."""
+    def set_facts(self, *, dp_rank: int | None = None, block_size: int | None = None) -> None:
+        """Set facts that hold for the engine's life; None leaves a fact as it is."""
         self._info = replace(
             self._info,
             dp_rank=self._info.dp_rank if dp_rank is None else dp_rank,
@@ -61,19 +61,19 @@ class EngineAccount:
         )
 
     def hold(self, is_held: bool) -> None:
-        """Note whether an operator has it pause or sleep."""
+        """Note whether an operator has paused the engine."""
         if is_held != self._info.is_held:
             self._info = replace(self._info, is_held=is_held)
 
     def send(self, handle: int, num_prompt_tokens: int) -> None:
-        """A request of ours goes there. `num_prompt_tokens` is 0 where another one brings the same prompt."""
+        """Count an own request. `num_prompt_tokens` is 0 if another request brings the same prompt."""
         self._tokens[handle] = self._unreported[handle] = num_prompt_tokens
         self._num_pending_tokens += num_prompt_tokens
         self._num_unreported_tokens += num_prompt_tokens
         self._is_current = False
 
     def begin(self, handle: int) -> None:
-        """A request of ours has its first token: its prompt is computed. Harmless when told again."""
+        """An own request has its first token, so its prompt is computed. Idempotent."""
         num_tokens = self._tokens.get(handle, 0)
         if num_tokens:
             self._tokens[handle] = 0
@@ -86,7 +86,7 @@ class EngineAccount:
             self._is_current = False
 
     def end(self, handle: int) -> None:
-        """A request of ours has ended; harmless when told again."""
+        """An own request has ended. Idempotent."""
         if handle not in self._tokens:
             return
         num_tokens = self._tokens.pop(handle)
@@ -99,12 +99,12 @@ class EngineAccount:
         self._is_current = False
 
     def report(self, report: LoadReport, *, is_direct: bool) -> bool:
-        """Take in what the engine says, unless something newer is here; returns whether it was taken.
+        """Apply a report unless a newer one has been applied; returns whether it was applied.
 
-        What the engine has said itself (`is_direct`) goes by its own order alone: no step that others tell,
-        by mistake or on purpose, hides it. What others tell counts if its step is greater than that of the
-        newest report, or equal where that is not direct. A report of another epoch than the present one's
-        is of a process that is gone or that is not met yet.
+        A report from the engine itself (`is_direct`) is compared with direct reports only: no step number
+        from another source, wrong or forged, can hide it. A report from another source is applied if its step
+        is greater than that of the newest report, or equal if that one is not direct. A report of another
+        epoch than the current one is of a process that is gone or that is not connected yet.
         """
         if (self._epoch and report.engine_epoch != self._epoch) or not self._is_newer(report, is_direct):
             return False
@@ -124,32 +124,32 @@ class EngineAccount:
         return report.step_number >= self._report.step_number + self._is_direct
 
     def unreport(self) -> None:
-        """The coordinator hears nothing of the engine: what it has told is too old to go by."""
+        """The coordinator gets no reports from the engine any more: drop its last one, which is outdated."""
         if self._report is not None and not self._is_direct:
             self._forget_report()
 
     def meet(self, engine_epoch: int) -> None:
-        """There is a stream to the engine: reports of other epochs are passed over from now on."""
+        """There is a stream to the engine: reports of other epochs are ignored from now on."""
         if engine_epoch != self._epoch:
             self._forget_report()
         self._epoch = engine_epoch
 
     def reset(self) -> None:
-        """The engine is lost: nothing of ours is there, and nothing is known of it."""
+        """The engine is lost: forget its report and all own requests."""
         self._tokens.clear()
         self._num_pending_tokens = 0
         self._epoch = 0
         self._forget_report()
 
     def info(self) -> EngineInfo:
-        """What routing goes by now. Made anew only where something has changed."""
+        """The current load. Computed only after a change."""
         if not self._is_current:
             self._info = self._made()
             self._is_current = True
         return self._info
 
     def _forget_report(self) -> None:
-        # Without a report all that is ours is what no report knows of.
+        # Without a report all own requests are unreported.
         self._report, self._is_direct, self._direct_step = None, False, 0
         self._unreported = dict(self._tokens)
         self._num_unreported_tokens = self._num_pending_tokens
@@ -161,7 +161,7 @@ class EngineAccount:
         num_running = report.num_running - self._num_ended
         return replace(
             self._info,
-            # What has ended is likely to have run; where more has ended than ran, the rest waited.
+            # Ended requests were probably running; if more have ended than were running, the rest waited.
             num_waiting=min(max(0, report.num_waiting + min(0, num_running)), _MAX_REQUESTS),
             num_running=min(max(0, num_running), _MAX_REQUESTS),
             num_waiting_tokens=min(max(0, report.num_waiting_tokens - self._num_begun_tokens), _MAX_TOKENS),

@@ -1,4 +1,4 @@
-"""Requests that belong together at one engine: keys, which engines a key prefers, and when to leave those."""
+"""Affinity: which engine a key prefers, and when a preferred engine is too loaded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware, work
 
-# What most prompts of one kind have in common, and few others.
+# Prompts of one kind usually share this many tokens, and other prompts rarely do.
 _PREFIX_TOKENS = 64
 _PREFIX_STEP = 16
-# A favourite is left where it has more than so many times the work of the least loaded, and so much more.
+# A preferred engine is skipped if its work exceeds `ratio * (work of the least loaded) + slack`.
 _GUARD_RATIO = 2.0
 _GUARD_SLACK_TOKENS = 1024
 
 
 def prefix_affinity(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
-    """The engine that the session prefers, or the prompt's first blocks; the next one where it is too loaded.
+    """The engine preferred by the session, else by the prompt's prefix; the next one if it is too loaded.
 
-    An engine that comes or goes moves only the keys that prefer it. Without a key: as `kv_aware`.
+    An engine that joins or leaves moves only the keys that prefer it. Without a key: as `kv_aware`.
     """
     key = request.session_id.encode() or request.prefix_hash
     if not key:
@@ -32,7 +32,7 @@ def prefix_affinity(engines: Sequence[EngineInfo], request: RoutingRequest, turn
 
 
 def favourite(engines: Sequence[EngineInfo], key: bytes) -> EngineInfo:
-    """The engine that `key` prefers among those that there are, on every frontend the same."""
+    """The engine that `key` prefers; the same on every frontend."""
     digest = _digest(key)
     return max(engines, key=lambda engine: _score(engine, digest))
 
@@ -47,7 +47,7 @@ def by_preference(engines: Sequence[EngineInfo], key: bytes) -> list[EngineInfo]
 
 
 def prefix_hash(prompt_token_ids: Sequence[int]) -> bytes:
-    """The key of a prompt by its first 64 tokens, or by as many times 16 as it has; empty below that."""
+    """The key of a prompt: a hash of its first 64 tokens, or of a smaller multiple of 16; empty below 16."""
     num_tokens = min(len(prompt_token_ids), _PREFIX_TOKENS) // _PREFIX_STEP * _PREFIX_STEP
     if not num_tokens:
         return b""

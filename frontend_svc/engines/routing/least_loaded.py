@@ -1,4 +1,4 @@
-"""Policies that go by how much there is to do at each engine, and those that do not look at it at all."""
+"""Routing policies by load, and round robin."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingRequest
 
-# A request that waits says more about the next one's fate than one that runs.
+# A waiting request predicts the next one's wait better than a running request does.
 _WAITING_WEIGHT = 4
-# A request takes its part of every step: about as much as so many tokens of a prompt, once.
+# A running request costs a share of every step, in total about as much as so many prompt tokens.
 _REQUEST_TOKENS = 64
-# From this share of used blocks on requests are likely to wait for some, or to lose those they have.
+# Above this share of used blocks, requests are likely to wait for blocks or to be preempted.
 _SCARCE_USAGE = 0.8
 _SCARCE_WEIGHT = 4
-# So many engines are compared, whoever else sends there.
+# At least so many engines are compared, even if other frontends send most requests.
 _MIN_COMPARED = 4
 
 
 def round_robin(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
-    """Each engine in turn, whatever it has to do."""
+    """Each engine in turn, regardless of load."""
     return engines[turn % len(engines)]
 
 
 def load(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
-    """The fewest requests, those that wait counted four times; among equals the fewest of ours.
+    """The fewest requests, where a waiting request counts four times; among equals the fewest own requests.
 
     Compares as many engines as `kv_aware`.
     """
@@ -34,31 +34,31 @@ def load(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> E
 def kv_aware(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
     """The least work before this request's first token: queued prompt tokens, requests, scarce blocks.
 
-    Compares all engines where all requests are ours, and the fewer the more are others'.
+    Compares all engines if all requests are this frontend's, and the fewer the more other frontends send.
     """
     compared = _compared(engines, turn)
     return least(compared, lambda engine: (work(engine, request), engine.num_in_flight), turn)
 
 
 def p2c(engines: Sequence[EngineInfo], request: RoutingRequest, turn: int) -> EngineInfo:
-    """The one with less work of two that are drawn by `turn`: no herd, and no look at all of the others."""
+    """Power of two choices: the one with less work of two engines drawn by `turn`. Avoids herding."""
     if len(engines) == 1:
         return engines[0]
     return min(_drawn(engines, 2, turn), key=lambda engine: work(engine, request))
 
 
 def work(engine: EngineInfo, request: RoutingRequest) -> float:
-    """How much `engine` has to do before and beside `request`, in tokens. Never 0: ratios can be told.
+    """The engine's work before and beside `request`, in tokens. Never 0, so that ratios are defined.
 
-    The tokens that are queued, and a fixed part for each request, `request` among them; up to five times as
-    much where it leaves few free blocks.
+    The queued tokens, plus a fixed amount for each request including `request`; up to five times as much if
+    few blocks would stay free.
     """
     tokens = engine.num_queued_tokens + _REQUEST_TOKENS * (engine.num_requests + request.num_requests)
     return tokens * (1 + _SCARCE_WEIGHT * _scarcity(engine, request))
 
 
 def least(engines: Sequence[EngineInfo], cost: Callable[[EngineInfo], object], turn: int) -> EngineInfo:
-    """The engine of least cost; equals take turns."""
+    """The engine of least cost; equal engines take turns."""
     costs = [cost(engine) for engine in engines]
     lowest = min(costs)  # type: ignore[type-var]  # costs of one policy are of one kind
     equals = [engine for engine, one in zip(engines, costs, strict=True) if one == lowest]
@@ -66,10 +66,10 @@ def least(engines: Sequence[EngineInfo], cost: Callable[[EngineInfo], object], t
 
 
 def _compared(engines: Sequence[EngineInfo], turn: int) -> Sequence[EngineInfo]:
-    """The engines to choose among: all, or as many drawn ones as our part of the requests says.
+    """The engines to choose among: all, or a random subset in proportion to the share of own requests.
 
-    What other frontends send is not known before the next report: if all of them chose the least loaded of
-    all, it would get everything until then.
+    Requests of other frontends are unknown until the next report: if every frontend chose the least loaded
+    engine, it would get all requests until then.
     """
     num_requests = sum(engine.num_requests for engine in engines)
     num_ours = sum(engine.num_in_flight for engine in engines)
@@ -80,7 +80,7 @@ def _compared(engines: Sequence[EngineInfo], turn: int) -> Sequence[EngineInfo]:
 
 
 def _drawn(engines: Sequence[EngineInfo], num_drawn: int, turn: int) -> list[EngineInfo]:
-    """So many of two or more engines, each as likely as any other; the first two are two."""
+    """A uniform choice of `num_drawn` from two or more engines; the first two are distinct."""
     draw = int.from_bytes(hashlib.blake2b(turn.to_bytes(8, "little"), digest_size=8).digest(), "little")
     first, step = draw % len(engines), 1 + (draw >> 32) % (len(engines) - 1)
     return [engines[(first + index * step) % len(engines)] for index in range(num_drawn)]
@@ -92,7 +92,7 @@ def _load(engine: EngineInfo) -> tuple[int, int]:
 
 
 def _scarcity(engine: EngineInfo, request: RoutingRequest) -> float:
-    """0 where there are plenty of free blocks for what is queued and for `request`, 1 where none is left."""
+    """0 if there are enough free blocks for the queued requests and `request`, 1 if none would be left."""
     if not engine.num_total_blocks:
         return 0.0
     num_blocks = engine.num_used_blocks

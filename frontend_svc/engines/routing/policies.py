@@ -1,4 +1,4 @@
-"""Routing by names of policies, and what holds under each: pinned ranks, held engines, affinity keys."""
+"""Routing policies by name, and rules that apply under each: pinned ranks, paused engines, affinity keys."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POLICIES: Mapping[str, RoutingPolicy] = MappingProxyType(
     }
 )
 _ENTRY_POINTS = "triptych.routing"
-# A multiple of every number up to 16, so that counts which differ by it begin at the same of so many engines.
+# A multiple of every number up to 16: turns that differ by it select the same one of up to 16 engines.
 _ROUND = 720_720
 
 
 def find_policy(name: str) -> RoutingPolicy:
-    """The policy of this name: one of ours, or of an installed package that offers it as an entry point.
+    """The policy of this name: a built-in one, or one of an installed package's entry points.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     return find_offered(name, POLICIES, group=_ENTRY_POINTS, option="routing_policy")
 
@@ -38,10 +38,10 @@ def find_policy(name: str) -> RoutingPolicy:
 def route(
     policy: RoutingPolicy, engines: Sequence[EngineInfo], request: RoutingRequest, turn: int
 ) -> EngineInfo | None:
-    """The engine that gets `request`; None where none has its rank, or there is none at all.
+    """The engine that gets `request`; None if no engine has its rank, or there are no engines.
 
-    A pinned rank, an affinity key and a session go before the policy, and an engine that is held gets
-    requests only where all are.
+    A pinned rank, an affinity key and a session take precedence over the policy. A paused engine gets
+    requests only if all candidates are paused.
     """
     rank = request.data_parallel_rank
     candidates = [engine for engine in engines if rank is None or engine.dp_rank == rank]
@@ -56,8 +56,8 @@ def route(
 
 
 def first_turn(index: int, epoch: int) -> int:
-    """Where a frontend begins to count: those of one host, which have an index each, at different engines.
+    """A frontend's first turn. Frontends of one host have different indexes and start at different engines.
 
-    `epoch` is random: what is drawn by turns must not be the same on two frontends.
+    `epoch` is random, so that random choices by turn differ between frontends.
     """
     return zlib.crc32(socket.gethostname().encode()) + index + _ROUND * (epoch % 2**32)

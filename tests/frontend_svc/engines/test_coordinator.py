@@ -208,7 +208,7 @@ async def test_an_older_coordinator_is_refused_and_sent_the_version_that_is_held
         coordinator.to_send.put_nowait(snapshot(version=6, epoch=8))
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 6
         assert coordinator.versions == [5, 5]
-        assert coordinator.refusals == ["epoch 8 is older than 9, which was heard of late"]
+        assert coordinator.refusals == ["epoch 8 is older than 9, whose lease has not expired"]
         assert (await read_all(client.generate()))[1] == "still there"
         coordinator.to_send.put_nowait(snapshot(member("b", engine.address), version=1, epoch=10))
         assert await asyncio.wait_for(coordinator.acks.get(), WAIT_S) == 1

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """AdminService is how an operator looks at and changes one service process. Loopback by default;
+    """AdminService lets an operator inspect and control one service process. Loopback by default;
     each service answers what it can and UNIMPLEMENTED for the rest.
     """
 
@@ -99,40 +99,40 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """AdminService is how an operator looks at and changes one service process. Loopback by default;
+    """AdminService lets an operator inspect and control one service process. Loopback by default;
     each service answers what it can and UNIMPLEMENTED for the rest.
     """
 
     def GetStatus(self, request, context):
-        """GetStatus tells what the process is and how it does.
+        """GetStatus describes the process and its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """GetTrace tells the recent spans of one trace that this process made.
+        """GetTrace returns the recent spans of one trace that this process recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """SetLogLevel changes how much is logged, until the process ends.
+        """SetLogLevel changes the log level until the process ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new requests, finishes the running ones and streams how far it is.
+        """Drain refuses new requests, finishes the running ones and streams the progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchScheduler(self, request, context):
-        """WatchScheduler streams what an engine's scheduler holds.
+        """WatchScheduler streams the requests of an engine's scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +160,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters tells which adapters an engine holds.
+        """ListAdapters lists the adapters that an engine has loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,14 +174,14 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release gives a pin up.
+        """Release releases pins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """ListPins tells which pins an engine holds.
+        """ListPins lists the pins of an engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,7 +259,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """AdminService is how an operator looks at and changes one service process. Loopback by default;
+    """AdminService lets an operator inspect and control one service process. Loopback by default;
     each service answers what it can and UNIMPLEMENTED for the rest.
     """
 

@@ -60,7 +60,7 @@ class ChatServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChatUnary(self, request, context):
-        """ChatUnary answers once, when the next message is whole.
+        """ChatUnary returns the complete next message in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

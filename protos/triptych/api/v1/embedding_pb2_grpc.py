@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub:
-    """EmbeddingService makes vectors and scores of texts with pooling models.
+    """EmbeddingService computes embeddings, scores and classes of texts with pooling models.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,32 @@ class EmbeddingServiceStub:
 
 
 class EmbeddingServiceServicer:
-    """EmbeddingService makes vectors and scores of texts with pooling models.
+    """EmbeddingService computes embeddings, scores and classes of texts with pooling models.
     """
 
     def Embed(self, request, context):
-        """Embed makes a vector of each input, or of each of its tokens.
+        """Embed computes an embedding of each input, or of each of its tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Score tells how well pairs of texts fit together.
+        """Score computes the relevance of pairs of texts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rerank(self, request, context):
-        """Rerank orders documents by how well they fit a query.
+        """Rerank orders documents by relevance to a query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Classify(self, request, context):
-        """Classify tells how likely each class is for each input.
+        """Classify computes class probabilities for each input.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService:
-    """EmbeddingService makes vectors and scores of texts with pooling models.
+    """EmbeddingService computes embeddings, scores and classes of texts with pooling models.
     """
 
     @staticmethod

@@ -77,7 +77,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateUnary(self, request, context):
-        """GenerateUnary answers once, when all outputs of one prompt have ended.
+        """GenerateUnary returns all outputs of one prompt in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,14 +91,14 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateSession(self, request_iterator, context):
-        """GenerateSession streams input as well: the prompt may grow while the request lives.
+        """GenerateSession streams input as well: the prompt may grow while the request is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume goes on with a stream that broke, within the orphan grace.
+        """Resume continues a stream that broke, within the orphan grace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

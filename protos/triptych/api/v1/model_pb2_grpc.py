@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """ModelService tells what is served.
+    """ModelService describes the served models and the server.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """ModelService tells what is served.
+    """ModelService describes the served models and the server.
     """
 
     def ListModels(self, request, context):
-        """ListModels tells which models there are.
+        """ListModels lists the served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """GetModel tells about one model.
+        """GetModel describes one model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """GetServerInfo tells about the server itself.
+        """GetServerInfo describes the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """ModelService tells what is served.
+    """ModelService describes the served models and the server.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RequestServiceStub:
-    """RequestService looks after requests of the caller's own tenant.
+    """RequestService inspects and aborts open requests of this frontend process.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class RequestServiceStub:
 
 
 class RequestServiceServicer:
-    """RequestService looks after requests of the caller's own tenant.
+    """RequestService inspects and aborts open requests of this frontend process.
     """
 
     def Abort(self, request, context):
@@ -59,7 +59,7 @@ class RequestServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """GetRequest tells how far a request is.
+        """GetRequest returns the state of a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_RequestServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RequestService:
-    """RequestService looks after requests of the caller's own tenant.
+    """RequestService inspects and aborts open requests of this frontend process.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub:
-    """TokenizerService turns texts into tokens and back, as the model's requests do.
+    """TokenizerService tokenizes and detokenizes as requests of the model do.
     """
 
     def __init__(self, channel):
@@ -59,25 +59,25 @@ class TokenizerServiceStub:
 
 
 class TokenizerServiceServicer:
-    """TokenizerService turns texts into tokens and back, as the model's requests do.
+    """TokenizerService tokenizes and detokenizes as requests of the model do.
     """
 
     def Tokenize(self, request, context):
-        """Tokenize tells the tokens of a text.
+        """Tokenize returns the tokens of a text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Detokenize tells the text of tokens.
+        """Detokenize returns the text of tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ApplyChatTemplate(self, request, context):
-        """ApplyChatTemplate tells the prompt of a conversation.
+        """ApplyChatTemplate returns the prompt of a conversation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService:
-    """TokenizerService turns texts into tokens and back, as the model's requests do.
+    """TokenizerService tokenizes and detokenizes as requests of the model do.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub:
-    """CoordinatorService is where engines report and frontends learn who is there. It never sees a
-    token.
+    """CoordinatorService collects reports of engines and announces the engines to frontends. It never
+    sees a token.
     """
 
     def __init__(self, channel):
@@ -54,8 +54,8 @@ class CoordinatorServiceStub:
 
 
 class CoordinatorServiceServicer:
-    """CoordinatorService is where engines report and frontends learn who is there. It never sees a
-    token.
+    """CoordinatorService collects reports of engines and announces the engines to frontends. It never
+    sees a token.
     """
 
     def EngineSession(self, request_iterator, context):
@@ -73,7 +73,7 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTopology(self, request, context):
-        """GetTopology tells everything the coordinator knows now.
+        """GetTopology returns the complete state of the coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,8 +106,8 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService:
-    """CoordinatorService is where engines report and frontends learn who is there. It never sees a
-    token.
+    """CoordinatorService collects reports of engines and announces the engines to frontends. It never
+    sees a token.
     """
 
     @staticmethod

@@ -89,28 +89,28 @@ class ScalingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetOperation(self, request, context):
-        """GetOperation tells how far an operation is.
+        """GetOperation returns the state of an operation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchOperation(self, request, context):
-        """WatchOperation streams how an operation goes on, until it ends.
+        """WatchOperation streams the progress of an operation until it ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListOperations(self, request, context):
-        """ListOperations tells the operations that the coordinator remembers, the newest first.
+        """ListOperations lists the operations that the coordinator remembers, the newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelOperation(self, request, context):
-        """CancelOperation takes an operation back where it has not been committed.
+        """CancelOperation rolls back an operation that has not been committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,8 +131,8 @@ class ScalingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchGroups(self, request, context):
-        """WatchGroups streams how many engines each group has and wants, for whoever starts engines: all
-        groups at once, then again on every change.
+        """WatchGroups streams how many engines each group has and should have, for a process that starts
+        engines: all groups at once, then again on every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class EngineCoreServiceStub:
-    """EngineCoreService is what an engine offers frontends: one stream each, and what they need to
-    know.
+    """EngineCoreService serves frontends: one stream for each, and calls for files, tensors and
+    information.
     """
 
     def __init__(self, channel):
@@ -69,8 +69,8 @@ class EngineCoreServiceStub:
 
 
 class EngineCoreServiceServicer:
-    """EngineCoreService is what an engine offers frontends: one stream each, and what they need to
-    know.
+    """EngineCoreService serves frontends: one stream for each, and calls for files, tensors and
+    information.
     """
 
     def Connect(self, request_iterator, context):
@@ -96,23 +96,23 @@ class EngineCoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetEngineInfo(self, request, context):
-        """GetEngineInfo tells what the engine is, as hello_ack and ready do.
+        """GetEngineInfo describes the engine, as hello_ack and ready do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """GetLoad tells how loaded the engine is now.
+        """GetLoad returns the current load of the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """SubscribeKvEvents streams what enters and leaves the prefix cache. OUT_OF_RANGE: the cursor is
-        gone, begin anew. DATA_LOSS: the reader fell behind, begin anew. FAILED_PRECONDITION: the engine
-        was started without --enable-kv-events.
+        """SubscribeKvEvents streams what enters and leaves the prefix cache. OUT_OF_RANGE: the events
+        after the cursor are gone, start again. DATA_LOSS: the reader was too slow, start again.
+        FAILED_PRECONDITION: the engine was started without --enable-kv-events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,8 +160,8 @@ def add_EngineCoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineCoreService:
-    """EngineCoreService is what an engine offers frontends: one stream each, and what they need to
-    know.
+    """EngineCoreService serves frontends: one stream for each, and calls for files, tensors and
+    information.
     """
 
     @staticmethod

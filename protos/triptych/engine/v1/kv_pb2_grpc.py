@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KvServiceStub:
-    """KvService hands KV blocks from one engine to another.
+    """KvService transfers KV blocks from one engine to another.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class KvServiceStub:
 
 
 class KvServiceServicer:
-    """KvService hands KV blocks from one engine to another.
+    """KvService transfers KV blocks from one engine to another.
     """
 
     def Pull(self, request, context):
@@ -59,7 +59,7 @@ class KvServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release says that the peer has what it wants; the kept blocks are free again.
+        """Release frees the kept blocks when the peer has received them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_KvServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvService:
-    """KvService hands KV blocks from one engine to another.
+    """KvService transfers KV blocks from one engine to another.
     """
 
     @staticmethod

@@ -103,7 +103,7 @@ async def test_the_next_message_waits_until_one_is_taken_whole():
     call, taker = FakeCall(), Taker()
     stream = await opened_stream(call)
     call.incoming.put_nowait(EOF)
-    running = asyncio.ensure_future(stream.run(taker.take))
+    running = asyncio.ensure_future(stream.receive(taker.take))
     await taker.has_begun.wait()
     num_reads = call.num_reads
     for _ in range(10):
@@ -118,7 +118,7 @@ async def test_the_next_message_waits_until_one_is_taken_whole():
 async def test_a_message_is_taken_to_its_end_though_the_stream_is_left_meanwhile_and_none_after_it():
     call, taker = FakeCall(), Taker()
     stream = await opened_stream(call)
-    running = asyncio.ensure_future(stream.run(taker.take))
+    running = asyncio.ensure_future(stream.receive(taker.take))
     await taker.has_begun.wait()
     running.cancel()
     for _ in range(10):
@@ -135,7 +135,7 @@ async def test_a_message_is_taken_to_its_end_though_the_stream_is_left_meanwhile
 async def test_messages_of_the_engine_are_received_though_nothing_can_be_written_any_more():
     call, taker = FakeCall(Unavailable("left", reason="ENGINE_DRAINED")), Taker()
     stream = await opened_stream(call)
-    running = asyncio.ensure_future(stream.run(taker.take))
+    running = asyncio.ensure_future(stream.receive(taker.take))
     await taker.has_begun.wait()
     call.is_broken.set()
     stream.send(engine_pb2.ConnectRequest())
@@ -152,7 +152,7 @@ async def test_messages_of_the_engine_are_received_though_nothing_can_be_written
 async def test_only_what_was_handled_whole_is_acknowledged():
     call, taker = FakeCall(), Taker()
     stream = await opened_stream(call, ack_interval_messages=1)
-    running = asyncio.ensure_future(stream.run(taker.take))
+    running = asyncio.ensure_future(stream.receive(taker.take))
     await taker.has_begun.wait()
     assert call.received_acks.empty()
     taker.may_go_on.set()
@@ -171,7 +171,7 @@ async def test_much_is_acknowledged_at_once_however_few_messages_it_came_in():
     for seq in (3, 4, 5, 6):
         dead = engine_pb2.Dead(reason=half)
         call.incoming.put_nowait(engine_pb2.ConnectResponse(seq=seq, dead=dead))
-    running = asyncio.ensure_future(stream.run(taker.take))
+    running = asyncio.ensure_future(stream.receive(taker.take))
     async with asyncio.timeout(10):
         assert [await call.received_acks.get(), await call.received_acks.get()] == [4, 6]
     running.cancel()
@@ -188,7 +188,7 @@ async def test_a_stream_of_a_resumed_session_goes_on_behind_what_was_handled():
         call.incoming.put_nowait(message)
     await stream.open(session_pb2.Hello())
     with pytest.raises(StreamLost, match="gone"):
-        await stream.run(taker.take)
+        await stream.receive(taker.take)
     assert (taker.events, stream.last_seq) == (["8 begins", "8 ends"], 8)
 
 
@@ -212,7 +212,7 @@ async def test_how_a_stream_ends_says_what_becomes_of_its_requests(error, end):
     taker = Taker()
     taker.may_go_on.set()
     with pytest.raises(StreamLost) as caught:
-        await stream.run(taker.take)
+        await stream.receive(taker.take)
     assert caught.value.end is end
 
 
@@ -258,7 +258,7 @@ async def test_writes_that_come_too_late_cost_nothing_of_what_a_real_call_has_st
             stream.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=message.seq)))
 
         with pytest.raises(StreamLost, match="left") as caught:
-            await stream.run(take)
+            await stream.receive(take)
     await server.stop(None)
     assert events == list(range(1, 11))
     assert caught.value.end is StreamEnd.LEFT
@@ -273,7 +273,7 @@ def entry(handle: int, *, num_bytes: int = 4, attempt: int = 0) -> add_pb2.AddEn
 
 def begun(*entries: add_pb2.AddEntry) -> EngineSession:
     session = EngineSession()
-    session.begin(7, is_resumable=True)
+    session.open(7, is_resumable=True)
     session.add(entries)
     return session
 
@@ -288,12 +288,12 @@ def test_what_has_no_answer_is_sent_again_in_frames_of_a_limited_size():
 def test_moved_requests_are_counted_until_the_engine_has_ended_them():
     session = begun(entry(1), entry(2, attempt=3))
     assert session.num_moved == 0
-    session.move_all()
+    session.mark_moved()
     assert session.num_moved == 2
     *_, abort = session.unanswered()
     assert (list(abort.abort.handles), list(abort.abort.attempts)) == ([1, 2], [0, 3])
     assert abort.abort.reason == engine_pb2.ABORT_REASON_MIGRATED
-    session.close([1, 2])
+    session.on_finished([1, 2])
     assert session.num_moved == 0
 
 
@@ -325,7 +325,7 @@ async def test_what_comes_while_another_is_read_is_read_next():
 async def test_the_end_of_a_session_takes_it_away():
     mailbox = ReadyMailbox()
     mailbox.put(OLD)
-    mailbox.forget()
+    mailbox.clear()
     waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -422,8 +422,8 @@ def test_steps_that_came_as_one_count_each():
 
 def test_a_hang_is_reported_once_and_ends_with_the_step():
     watch = watch_of(0.01)
-    assert watch.observe(heartbeat(6.0, step_number=7)) == 6.0
-    assert watch.observe(heartbeat(6.5, step_number=7)) is None
+    assert watch.on_heartbeat(heartbeat(6.0, step_number=7)) == 6.0
+    assert watch.on_heartbeat(heartbeat(6.5, step_number=7)) is None
     assert watch.hung_step == 7
-    assert watch.observe(heartbeat(0.1, step_number=8)) is None
+    assert watch.on_heartbeat(heartbeat(0.1, step_number=8)) is None
     assert watch.hung_step is None

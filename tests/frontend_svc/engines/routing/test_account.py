@@ -118,8 +118,8 @@ def test_a_load_beyond_all_bounds_is_that_of_a_full_engine():
 
 def test_facts_of_the_engine_outlive_its_reports():
     account = EngineAccount("h:1")
-    account.place(dp_rank=3)
-    account.place(block_size=16)
+    account.set_facts(dp_rank=3)
+    account.set_facts(block_size=16)
     account.hold(True)
     account.reset()
     info = account.info()
