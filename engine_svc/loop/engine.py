@@ -27,7 +27,7 @@ from engine_svc.loop.mailbox import (
     StatsSnapshot,
     Stop,
 )
-from engine_svc.loop.output_router import Routes
+from engine_svc.loop.output_router import OutputRouter
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.step_output import LogprobDeltas, StepOutput
 from engine_svc.loop.step_time import StepTimeEstimator
@@ -100,8 +100,8 @@ class Engine:
         self._launching: StepPlan | None = None
         self._step_time = StepTimeEstimator(step_limit_s)
         self._bisector = FailureBisector()
-        self._routes = Routes()
-        self._deadlines = Deadlines(self._routes.by_id)
+        self._router = OutputRouter()
+        self._deadlines = Deadlines(self._router.by_id)
         self._unverified: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
         self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
         self._step_number = 0
@@ -158,7 +158,7 @@ class Engine:
         while self._calls:
             self._run_call(self._calls.popleft())
         if self._bisector.is_open:
-            self._apply_decision(self._bisector.review(self._routes.by_id))
+            self._apply_decision(self._bisector.review(self._router.by_id))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._is_busy():
@@ -233,7 +233,7 @@ class Engine:
         self._in_flight.popleft()
         self._step_time.end(now)
         num_unverified = len(self._unverified)
-        self._publish(outputs, self._routes.token_logprobs(plan, result))
+        self._publish(outputs, self._router.token_logprobs(plan, result))
         if len(self._unverified) < num_unverified and not (self._in_flight or self._is_stopping):
             self._inbox.wait(_ANSWER_WAIT_S)
         self._apply_decision(decision)
@@ -248,7 +248,7 @@ class Engine:
             return
         in_them = {request_id for plan in plans for request_id in plan.request_ids}
         decision = self._bisector.failed(
-            [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
+            [request_id for request_id in reversed(self._router.by_id) if request_id in in_them],
             max(plan.total_num_tokens for plan in plans),
             is_full=isinstance(error, DeviceFull),
         )
@@ -313,9 +313,9 @@ class Engine:
                 case Abort(request_id, cause):
                     self._abort(request_id, cause)
                 case Adopt():
-                    self._deliver(self._routes.adopt(command, self._step_number))
+                    self._deliver(self._router.adopt(command, self._step_number))
                 case Forget(request_id):
-                    self._routes.forget(request_id)
+                    self._router.forget(request_id)
                 case Call(work):
                     # A step may be in flight here; between two turns of the loop is the place for it.
                     self._calls.append(work)
@@ -326,7 +326,7 @@ class Engine:
 
     def _add(self, command: Add) -> None:
         request = command.request
-        self._routes.begin(command)
+        self._router.begin(command)
         if command.is_suspect:
             self._unverified.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
@@ -356,7 +356,7 @@ class Engine:
             self._aborted = []
         if self._unverified:
             self._unverified.difference_update(output.request_id for output in outputs)
-        steps = self._routes.rows(outputs, token_logprobs, self._step_number)
+        steps = self._router.rows(outputs, token_logprobs, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)

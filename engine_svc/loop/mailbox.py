@@ -15,7 +15,7 @@ from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.request import Request
-from engine_svc.loop.step_output import StepOutput, UnreadSteps, pieces
+from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
 
 
@@ -147,7 +147,7 @@ class Outbox:
                 return None
             with self._lock:
                 unread, self._unread = self._unread, UnreadSteps()
-            self._rest.extend(pieces(unread.merged()))
+            self._rest.extend(split(unread.merged()))
         return self._rest.popleft()
 
     @property

@@ -844,7 +844,7 @@ def test_what_cannot_be_described_does_not_hide_the_error(caplog):
 
     log_failure([StepPlan(1, request_ids=["a"])], no_figures)
     assert [record.getMessage() for record in caplog.records] == [
-        "step at the time of the error", "what failed cannot be described",
+        "step at the time of the error", "failed steps cannot be logged",
     ]  # fmt: skip
 
 
