@@ -177,8 +177,8 @@ class EngineControls:
 
         No request may run, or all have to be paused; paused requests then compute their tokens anew with the
         new weights. A refusal keeps the old weights and leaves the prefix cache empty. With the reason
-        WEIGHTS_LOST no weights are left, and after an unexpected error their state is unknown. The engine then
-        sleeps until it is woken, which needs a folder that can be loaded, or updated from another folder.
+        WEIGHTS_LOST no weights are left, and after an unexpected error their state is unknown. The engine
+        then sleeps until it is woken, which needs a folder that can be loaded, or updated from another.
         """
         # Ranks compare their weights when they form a group.
         self._held.lockstep.check_quiet(or_apart=True)
