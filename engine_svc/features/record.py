@@ -1,8 +1,8 @@
 """Records the decisions of a scheduler as a case that can be replayed. Knows no wire, clock and tensors.
 
-In a case, events come before a decision and tokens after it. Events between a decision and its tokens, e.g. an
-abort during the forward pass, are recorded as a step of their own, in which the engine is paused and decides
-nothing.
+In a case, events come before a decision and tokens after it. Events between a decision and its tokens, e.g.
+an abort during the forward pass, are recorded as a step of their own, in which the engine is paused and
+decides nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A case is a configuration and a list of steps. A step is the events before a decision, the state after them,
 the decision, and the tokens, of this step or of earlier ones, that came before the next decision. A scheduler
-with the same configuration decides the same, without a model. Knows no scheduler, only its inputs and outputs.
+with the same configuration decides the same, without a model. Knows no scheduler, only its input and output.
 """
 
 from __future__ import annotations

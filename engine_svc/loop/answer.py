@@ -29,7 +29,7 @@ def give(answer: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
     except EngineBroken as error:
-        answer.set_exception(Internal("the engine cannot go on, and ends"))
+        answer.set_exception(Internal("the engine has failed and ends"))
         raise error
     except Exception as error:  # noqa: BLE001  Every error is the result of the call.
         clear_frames(error)

@@ -61,7 +61,7 @@ class Executor(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget the steps whose results were not read, and an error; then run plans again.
+        """Forget steps whose results were not read, and any error, so that later plans can run.
 
         Some rows of these steps may have been entered: the next plan releases all of them.
         """

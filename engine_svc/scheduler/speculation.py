@@ -21,7 +21,7 @@ def pad_with_drafts(request: Request, num_cached: int, config: SchedulerConfig) 
     They are never accepted. They make its row as long as the others: steps of equal rows are fast.
     """
     num_drafts = config.num_speculative_tokens
-    # The token that the row samples has to fit as well, and a row that fits no step would wait for ever.
+    # The token that the row samples has to fit as well, and a row that fits no step would wait forever.
     if num_cached + 1 + num_drafts + 1 > config.max_model_len or num_drafts >= config.max_num_batched_tokens:
         return 0
     request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
