@@ -43,8 +43,9 @@ class SignalStore(Protocol):
 class WakeSignal:
     """Sends and receives wake signals for one rank. `move` may be called by any thread.
 
-    connect: connects to the store of a meeting.  on_signal: called in the thread of this object, with the wave
-    that another rank waits in.  has_coordinator: whether a coordinator starts waves on other ranks.
+    connect: connects to the store of a meeting.
+    on_signal: called, in the thread of this object, with a wave in which another rank waits.
+    has_coordinator: whether a coordinator starts waves on other ranks.
     """
 
     def __init__(
