@@ -8,6 +8,8 @@ from typing import Literal
 
 from service_kit.config import ConfigError, option
 
+# Listen addresses that other machines cannot connect to.
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
 # What a rank can be told of by two bytes each.
 _MAX_NUM_SEQS = 65_536
 # Each has memory of its own for its results, and more than one beside the one that runs gains nothing.

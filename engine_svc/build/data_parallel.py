@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.config import EngineConfig
+from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.driver import LockstepDriver
 from engine_svc.data_parallel.expert_shards import HeldExperts
@@ -24,8 +24,6 @@ from service_kit.config import ConfigError
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.torch_group import ProcessRankGroups
-
-_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def _reachable_host(config: EngineConfig) -> str:
     if config.advertise_address is not None:
         host, _, port = config.advertise_address.rpartition(":")
         return (host if port.isdigit() and host else config.advertise_address).strip("[]")
-    return socket.gethostname() if config.host in _WILDCARDS else config.host.strip("[]")
+    return socket.gethostname() if config.host in WILDCARD_HOSTS else config.host.strip("[]")
 
 
 # How experts are divided: each of n ranks holds a run of them, and sums are taken in the order of the ranks.

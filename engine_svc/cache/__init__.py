@@ -1,1 +1,3 @@
-"""Paged KV book-keeping: which blocks belong to which request. Knows no tensors and no clock."""
+"""Paged KV book-keeping: which blocks belong to which request.
+Must not know tensors, clocks or budgets.
+"""

@@ -1,6 +1,6 @@
-"""The kinds of attention, as far as blocks are concerned: which tokens are read again, what a hit must hold.
+"""Kinds of attention, as far as blocks depend on them: which tokens are read again, what a hit needs.
 
-All layers of a group share a kind and a block table. Knows no requests, no pool and no tensors.
+All layers of a group have the same kind and share a block table. Knows no requests, no pool and no tensors.
 """
 
 from __future__ import annotations
@@ -12,29 +12,27 @@ from typing import ClassVar, Protocol
 
 NEVER = sys.maxsize
 
-# The blocks that hold one block's worth of content, one in each group that is looked up together.
+# The blocks with one block's worth of content, one in each group that is looked up together.
 Found = list[int]
 
 
 class AttentionKind(Protocol):
-    """What the cache asks about a group of layers. Lengths are in tokens unless they say blocks."""
+    """Properties of a group of layers. Lengths are in tokens unless the name contains blocks."""
 
     @property
-    def block_size(self) -> int:
-        """Token places of a block."""
-        ...
+    def block_size(self) -> int: ...
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether each token has a slot, and equal beginnings equal KV, which others may take over."""
+        """Whether each token has a slot and equal prefixes have equal KV, which requests can share."""
         ...
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Token places that a request of this many tokens fills."""
+        """Slots that a request with so many tokens fills."""
         ...
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that nothing behind the computed ones reads again."""
+        """Leading tokens that no token after the computed ones reads."""
         ...
 
     def first_unreading(self, num_tokens: int) -> int:
@@ -42,40 +40,36 @@ class AttentionKind(Protocol):
         ...
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """Most blocks held at once while a request grows to so many slots, with so many in flight."""
+        """Most blocks used at once while a request grows to so many slots, with so many tokens in flight."""
         ...
 
     def longest_hit(
         self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
     ) -> list[Found | None]:
-        """What a request takes over of its first `num_blocks` blocks, by index; None where nothing is read.
+        """The longest hit among the first `num_blocks` blocks of a request; None for blocks never read.
 
-        The length is a multiple of `alignment` tokens. `drop_last` gives up the last block of the match.
+        Its length is a multiple of `alignment` tokens. With `drop_last` the last matched block is left out.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Every token reads all before it."""
+    """Every token reads all tokens before it."""
 
     block_size: int
     follows_tokens: ClassVar[bool] = True
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """One a token."""
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """None: everything is read to the end."""
         return 0
 
     def first_unreading(self, num_tokens: int) -> int:
-        """Never."""
         return NEVER
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """All that the tokens fill."""
         return -(-num_tokens // self.block_size)
 
     def longest_hit(
@@ -106,26 +100,25 @@ class SlidingWindow:
             raise ValueError(f"window is {self.window}, must be at least 1")
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """One a token; those of unread tokens are given back as the window moves on."""
+        """One per token; those of unread tokens are released as the window moves on."""
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """Those that the next token's window has passed."""
+        """Those before the next token's window."""
         return max(0, num_computed_tokens - self.window + 1)
 
     def first_unreading(self, num_tokens: int) -> int:
-        """When the window has moved past them."""
         return num_tokens + self.window - 1
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """The window and what is in flight, and one block more as neither need begin with a block."""
+        """The window and the tokens in flight, and one block more as neither need begin with a block."""
         num_held = min(self.window - 1 + max_in_flight_tokens, num_tokens)
         return min(-(-num_held // self.block_size) + 1, -(-num_tokens // self.block_size))
 
     def longest_hit(
         self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
     ) -> list[Found | None]:
-        """The last run of blocks that fills the window; else the run at the very beginning."""
+        """The last run of blocks that fills the window; else the run from the first block."""
         num_needed = -(-(self.window - 1) // self.block_size) + drop_last
         hit: list[Found | None] = [None] * num_blocks
         num_run = 0
@@ -164,19 +157,18 @@ class ChunkedLocal:
             raise ValueError(f"chunk is {self.chunk}, must be at least 1")
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """One a token; those of earlier chunks are given back."""
+        """One per token; those of earlier chunks are released."""
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """Those of chunks that are complete."""
+        """Those of complete chunks."""
         return num_computed_tokens // self.chunk * self.chunk
 
     def first_unreading(self, num_tokens: int) -> int:
-        """When the chunk with the last of them is complete."""
         return -(-num_tokens // self.chunk) * self.chunk
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """A chunk and what is in flight, and one block more where a chunk need not begin with a block."""
+        """A chunk and the tokens in flight, and one block more if a chunk need not begin with a block."""
         num_held = min(self.chunk + max_in_flight_tokens, num_tokens)
         num_blocks = -(-num_held // self.block_size) + bool(self.chunk % self.block_size)
         return min(num_blocks, -(-num_tokens // self.block_size))
@@ -197,31 +189,26 @@ class ChunkedLocal:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Every token reads what an encoder made of another input: KV of a fixed length, computed once."""
+    """Every token reads an encoder's output: KV of a fixed length, computed once."""
 
     block_size: int
     follows_tokens: ClassVar[bool] = False
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Those of the encoder's output, from the beginning."""
         return num_encoder_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """None: everything is read to the end."""
         return 0
 
     def first_unreading(self, num_tokens: int) -> int:
-        """Never."""
         return NEVER
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """All that the encoder's tokens fill."""
         return -(-num_tokens // self.block_size)
 
     def longest_hit(
         self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
     ) -> list[Found | None]:
-        """Nothing."""
         return []
 
 

@@ -1,7 +1,4 @@
-"""A block of the pool and the list of free blocks, linked through the blocks themselves.
-
-Knows no requests and no content.
-"""
+"""A block of the pool, and the list of free blocks, linked through the blocks. Knows no requests."""
 
 from __future__ import annotations
 
@@ -9,23 +6,23 @@ from collections.abc import Iterable, Iterator
 
 
 class Block:
-    """`block_size` token places of KV in all layers, by their index in the pool."""
+    """`block_size` token slots of KV in all layers, by their index in the pool."""
 
     __slots__ = ("block_id", "key", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.key: bytes | None = None  # set while the prefix cache knows its content
+        self.key: bytes | None = None  # set while the prefix cache has its content
         self.previous: Block | None = None  # both links are set exactly while it is on the free list
         self.next: Block | None = None
 
 
 class FreeList:
-    """Blocks that nobody holds, in the order in which they are reused. Every operation costs O(1) a block."""
+    """Blocks without a holder, in the order in which they are reused. Every operation is O(1) per block."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        # Two sentinels, so that no operation has to ask whether it is at an end.
+        # Two sentinels, so that no operation has to check for an end.
         self._head = Block(-1)
         self._tail = Block(-1)
         self._head.next = self._tail
@@ -37,14 +34,14 @@ class FreeList:
         return self._num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """The blocks from the next to be reused to the last."""
+        """From the next block to be reused to the last."""
         block = self._head.next
         while block is not None and block is not self._tail:
             yield block
             block = block.next
 
     def pop_first(self) -> Block:
-        """Take the block that is to be reused next."""
+        """Remove and return the block to be reused next."""
         block = self._head.next
         if block is None or block is self._tail:
             raise IndexError("No free blocks available")
@@ -52,7 +49,7 @@ class FreeList:
         return block
 
     def remove(self, block: Block) -> None:
-        """Take one block out of wherever it stands."""
+        """Remove a block from any position."""
         previous, following = block.previous, block.next
         if previous is None or following is None:
             raise ValueError(f"block {block.block_id} is not on the free list")
@@ -73,13 +70,13 @@ class FreeList:
 
     def _insert_behind(self, anchor: Block, blocks: Iterable[Block]) -> None:
         following = anchor.next
-        assert following is not None, "a place on the list always has a successor"
+        assert following is not None, "every block on the list has a successor"
         for block in blocks:
             if block.next is not None:
                 raise ValueError(f"block {block.block_id} is already on the free list")
             anchor.next = block
             block.previous = anchor
-            # Set before the next block is looked at, so that the same block twice is noticed.
+            # Set before the next block is checked, so that the same block twice is detected.
             block.next = following
             anchor = block
             self._num_blocks += 1

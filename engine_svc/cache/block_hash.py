@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: equal hash, equal content from the first token on, whatever the engine.
+"""Chained hashes of full blocks: equal hashes mean equal content from the first token on, in any engine.
 
 Knows no pool and no policy.
 """
@@ -15,11 +15,11 @@ _DOMAIN = b"triptych.block.v1"
 
 
 class BlockHasher:
-    """Computes block hashes from one fleet-wide root: the model's fingerprint and what tells requests apart.
+    """Computes block hashes from one fleet-wide root: the model's fingerprint, the salt and extra keys.
 
-    Two engines with the same fingerprint and block size give the same prompt the same hashes, so that events,
-    transfers and routing can speak of blocks by them. The bytes hashed are canonical: the hash of the block
-    before, then the tokens as little-endian 32-bit numbers, then the keys of what stands behind them.
+    Two engines with the same fingerprint and block size compute the same hashes for the same prompt, so that
+    events, transfers and routing can refer to blocks by hash. The hashed bytes are canonical: the hash of the
+    block before, the tokens as little-endian 32-bit numbers, then the keys of the content spans in the block.
     """
 
     def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
@@ -30,13 +30,13 @@ class BlockHasher:
         self._tokens = struct.Struct(f"<{block_size}I")
 
     def root(self, cache_salt: str = "", extra_keys: Iterable[str] = ()) -> bytes:
-        """The hash that stands before the first block of every request with this salt and these keys."""
+        """The parent hash of the first block of every request with this salt and these keys."""
         parts = (_DOMAIN, self._fingerprint, cache_salt.encode(), *(key.encode() for key in extra_keys))
-        # Lengths go in as well, or a fingerprint could borrow the beginning of a salt.
+        # Lengths are included, so that bytes cannot move from one part to the next.
         return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
     def extend(self, request: Request) -> None:
-        """Bring `request.block_hashes` up to all blocks that its known tokens fill."""
+        """Extend `request.block_hashes` to all blocks that its known tokens fill."""
         hashes, token_ids, block_size = request.block_hashes, request.token_ids, self.block_size
         first, end = len(hashes), len(token_ids) // block_size
         if first >= end:
@@ -47,7 +47,7 @@ class BlockHasher:
         for start in range(first * block_size, end * block_size, block_size):
             content = parent + pack(*token_ids[start : start + block_size])
             if spans:
-                # A long prompt may have a span for each block: not all of them are looked at for each.
+                # A long prompt may have a span in each block: spans before the block are skipped once.
                 while num_passed < len(spans) and _end(spans[num_passed]) <= start:
                     num_passed += 1
                 content += _span_bytes(spans, num_passed, start, start + block_size)
@@ -56,9 +56,9 @@ class BlockHasher:
 
 
 def span_keys(spans: Iterable[ContentSpan], start: int, end: int) -> list[tuple[str, int]]:
-    """The keys of spans that reach into the tokens from `start` to `end`, each with where its span begins.
+    """The keys of spans that overlap the tokens from `start` to `end`, each with the offset of its span.
 
-    Places count from `start`; a span that began in an earlier block has a negative one.
+    Offsets count from `start`; that of a span that began in an earlier block is negative.
     """
     return [
         (span.key, span.start - start)

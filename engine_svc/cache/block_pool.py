@@ -1,4 +1,4 @@
-"""The pool of blocks: who is held, who is free and in what order, and which content can be found again.
+"""The pool of blocks: reference counts, the order of free blocks, and cached content by key.
 
 Knows block ids and keys, no requests.
 """
@@ -16,15 +16,15 @@ _HASH_BYTES = 32
 
 
 def content_key(block_hash: bytes, group: int) -> bytes:
-    """By what a block is found: the hash of its content, and the group of layers that it holds KV of."""
+    """The key of a cached block: the hash of its content, and the group of layers whose KV it has."""
     return block_hash + bytes((group,)) if group else block_hash
 
 
 class BlockPool:
-    """A fixed number of blocks. Block 0 is a placeholder that is never handed out.
+    """A fixed number of blocks. Block 0 is a placeholder that is never allocated.
 
     A block is on the free list exactly when its `ref_count` is 0. A free block keeps its content, and can be
-    found by its key, until it is handed out again.
+    found by its key, until it is allocated again.
     """
 
     def __init__(self, num_blocks: int, observers: Sequence[CacheObserver] = ()) -> None:
@@ -39,34 +39,32 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out at all."""
+        """All blocks except the placeholder."""
         return len(self._blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, whether or not their content can still be found."""
+        """Blocks without a holder, whether or not their content is cached."""
         return len(self._free)
 
     @property
     def free_block_ids(self) -> list[int]:
-        """The free blocks from the next to be handed out to the last. For tests and people: O(n)."""
+        """The free blocks from the next to be allocated to the last. For tests and debugging: O(n)."""
         return [block.block_id for block in self._free]
 
     @property
     def num_cached_keys(self) -> int:
-        """How many different contents can be found."""
         return len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        """How many hold this block."""
         return self._blocks[block_id].ref_count
 
     def key_of(self, block_id: int) -> bytes | None:
-        """By which key this block can be found, if it can."""
+        """The key of this block's content if it is cached."""
         return self._blocks[block_id].key
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out the free blocks that are next in order; what they held is forgotten."""
+        """Allocate the next free blocks; their cached content is evicted."""
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} blocks wanted, {len(self._free)} are free")
         block_ids = []
@@ -81,12 +79,12 @@ class BlockPool:
         return block_ids
 
     def find(self, key: bytes) -> int | None:
-        """The block that has held this content for the longest, if any does."""
+        """The oldest block with this content, if there is one."""
         block = self._cached.get(key)
         return None if block is None else block.block_id
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Add one holder to each block, taking it off the free list where it has none yet."""
+        """Add one holder to each block; a block without any leaves the free list."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -96,28 +94,28 @@ class BlockPool:
             observer.on_hold(block_ids)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks have no holder."""
         blocks = self._blocks
         return sum(blocks[block_id].ref_count == 0 for block_id in block_ids)
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Take one holder off each block, in this order; those left without one become free.
+        """Remove one holder from each block, in this order; blocks without a holder become free.
 
-        Blocks without findable content are reused first, the others only after all that are free already.
+        Blocks without cached content are reused first, the others after all that are free already.
         """
-        worthless: list[Block] = []
-        findable: list[Block] = []
+        uncached: list[Block] = []
+        cached: list[Block] = []
         for block_id in block_ids:
             block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is released but nobody holds it"
+            assert block.ref_count > 0, f"block {block_id} is released but has no holder"
             block.ref_count -= 1
             if block.ref_count == 0:
-                (worthless if block.key is None else findable).append(block)
-        self._free.prepend(worthless)
-        self._free.append(findable)
+                (uncached if block.key is None else cached).append(block)
+        self._free.prepend(uncached)
+        self._free.append(cached)
 
     def register(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Make the content of full blocks findable. Equal content may stand in several blocks."""
+        """Cache the content of full blocks under these keys. Several blocks may have equal content."""
         for block_id, key in zip(block_ids, keys, strict=True):
             block = self._blocks[block_id]
             assert block.key is None, f"block {block_id} is registered twice"
@@ -126,16 +124,16 @@ class BlockPool:
                 self._twins.setdefault(key, OrderedDict())[block_id] = block
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Let the content of free blocks not be found any more; those that someone holds are left."""
+        """Drop the cached content of those blocks that are free; blocks with a holder keep theirs."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.key is not None and block.ref_count == 0:
                 self._forget(block, block.key)
 
     def invalidate(self, block_ids: Iterable[int]) -> None:
-        """Let the content of blocks not be found any more, whoever holds them.
+        """Drop the cached content of blocks, also of those with holders.
 
-        Free ones keep their place in the order: they are reused as late as if they still had it.
+        Free ones keep their position on the free list, and are reused as late as if they still had it.
         """
         for block_id in block_ids:
             block = self._blocks[block_id]
@@ -143,7 +141,7 @@ class BlockPool:
                 self._forget(block, block.key)
 
     def reset(self) -> bool:
-        """Forget all content. Refused, with no change, while anyone holds a block."""
+        """Drop all cached content. Returns False, and changes nothing, while a block has a holder."""
         if len(self._free) != self.num_usable_blocks:
             return False
         for block in self._blocks:

@@ -1,4 +1,4 @@
-"""The KV of requests in blocks, behind four verbs: match_prefix, admit, grow, release.
+"""The KV of requests in blocks, with four operations: match_prefix, admit, grow, release.
 
 Knows requests and blocks, no tensors, no budgets and no clock.
 """
@@ -19,7 +19,7 @@ from engine_svc.core.request import BlockTable, Request
 
 
 class HitRate:
-    """The share of tokens found, over the last `max_requests` requests."""
+    """The share of cached tokens over the last `max_requests` requests."""
 
     def __init__(self, max_requests: int = 1000) -> None:
         if max_requests < 1:
@@ -32,11 +32,11 @@ class HitRate:
 
     @property
     def value(self) -> float:
-        """From 0 to 1; 0 where nothing was looked up."""
+        """From 0 to 1; 0 if nothing was looked up."""
         return self._num_hits / self._num_queries if self._num_queries else 0.0
 
     def add(self, num_requests: int, num_queries: int, num_hits: int) -> None:
-        """Count requests together; the oldest are forgotten once there are too many, the newest never."""
+        """Count requests together. Beyond the limit the oldest are dropped, but never the newest."""
         self._parts.append((num_requests, num_queries, num_hits))
         self._num_requests += num_requests
         self._num_queries += num_queries
@@ -48,19 +48,18 @@ class HitRate:
             self._num_hits -= old_hits
 
     def reset(self) -> None:
-        """Begin anew."""
         self._parts.clear()
         self._num_requests = self._num_queries = self._num_hits = 0
 
 
-# Blocks that a request gained, per group. Empty where no group gained any.
+# New blocks of a request, per group. Empty if no group has any.
 NewBlocks = list[list[int]]
-NO_BLOCKS: NewBlocks = []  # shared: nobody changes what was gained
+NO_BLOCKS: NewBlocks = []  # shared: these lists are never changed
 _NO_HIT = PrefixHit()
 
 
 class KVCache:
-    """Gives requests the blocks that their next tokens need, and lets later requests find what is computed.
+    """Allocates blocks for the next tokens of requests, and caches computed blocks for later requests.
 
     A block is registered for reuse when the step that fills it is planned, so an identical prompt planned
     later in the same step hits it already. Only full blocks of known tokens are registered, never drafts.
@@ -89,35 +88,33 @@ class KVCache:
         if self._caches:
             self._finder.require_matching_chunks()
         self.gives_back = any(kind.first_unreading(1) != NEVER for kind in self._kinds)
-        self._registered: list[int] = []  # since they were last taken
+        self._registered: list[int] = []  # since the last `take_registered`
         self.hit_rate = HitRate()
         self.prefix_queries = 0  # tokens looked up, at first admissions
-        self.prefix_hits = 0  # of these, tokens found
+        self.prefix_hits = 0  # of these, cached tokens
         self.preempted_queries = 0  # the same at later admissions
         self.preempted_hits = 0
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers, each with block tables of its own."""
+        """Groups of layers, each with its own block tables."""
         return len(self._kinds)
 
     @property
     def num_total_blocks(self) -> int:
-        """Blocks that requests can hold."""
+        """Blocks that requests can have."""
         return self.pool.num_usable_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
         return self.pool.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that someone holds."""
         return self.pool.num_usable_blocks - self.pool.num_free_blocks
 
     def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Most blocks that a request holds at once while it grows to so many tokens, lookahead included."""
+        """Most blocks that a request has at once while it grows to so many tokens, including lookahead."""
         num_slots = min(num_tokens + self._num_lookahead_tokens, self._max_model_len)
         num_ahead = self._max_in_flight_tokens + self._num_lookahead_tokens
         return sum(
@@ -125,10 +122,10 @@ class KVCache:
         )
 
     def match_prefix(self, request: Request) -> PrefixHit:
-        """The longest known beginning of `request`. Changes nothing but its hashes.
+        """The longest cached prefix of `request`. Changes nothing but its hashes.
 
-        At least one token is left to compute, so a prompt of whole blocks recomputes all of its last one.
-        A request that holds blocks has nothing to look up.
+        At least one token is left to compute, so a prompt of whole blocks recomputes its last block.
+        A request that has blocks has no hit.
         """
         if request.block_tables or not self._reads_cache(request):
             return _NO_HIT
@@ -137,11 +134,11 @@ class KVCache:
     def admit(
         self, request: Request, hit: PrefixHit, num_tokens: int, *, reserve_all: bool
     ) -> NewBlocks | None:
-        """Give `request` the blocks of `hit` and room for `num_tokens` tokens behind; returns the new ones.
+        """Give `request` the blocks of `hit` and room for `num_tokens` more tokens; returns the new blocks.
 
-        All or nothing: returns None when the pool is short. What no layer reads any more is given back first.
-        With `reserve_all` the pool must have room for every known token, though only the blocks for
-        `num_tokens` are taken.
+        All or nothing: returns None when the pool is short. Blocks that no layer reads again are released
+        first. With `reserve_all` the pool must have room for every known token, though only the blocks for
+        `num_tokens` are allocated.
         """
         if request.block_tables and self.gives_back:
             self._release_unread(request, request.num_computed_tokens)
@@ -156,13 +153,13 @@ class KVCache:
         return new_blocks
 
     def reserve(self, request: Request, num_tokens: int) -> NewBlocks | None:
-        """Give a request that does not run yet room for its first tokens, whose KV comes from elsewhere.
+        """Reserve blocks for the first tokens of a waiting request, whose KV is transferred from elsewhere.
 
-        They count as computed, but nobody else finds them before the request is admitted: until then the KV
-        may still be on its way. All or nothing, as `admit`.
+        The tokens count as computed, but other requests cannot hit them before this one is admitted, as the
+        transfer may not be complete. All or nothing, as `admit`.
         """
         hit = self.match_prefix(request)
-        assert not request.block_tables and hit.num_tokens < num_tokens, "only what is not there is reserved"
+        assert not request.block_tables and hit.num_tokens < num_tokens, "only missing blocks are reserved"
         # As after a hit, one token is left to compute.
         computed = min(num_tokens, request.num_tokens - 1)
         if not self._has_room(request, hit, computed, num_tokens, reserve_all=False):
@@ -176,8 +173,8 @@ class KVCache:
     def grow(self, request: Request, num_tokens: int, num_in_flight_tokens: int = 0) -> NewBlocks | None:
         """Reserve blocks so that `num_tokens` more tokens of `request` can be computed; returns the new ones.
 
-        All or nothing: returns None when the pool is short. What no layer reads any more is given back
-        before, as far as tokens are neither to be computed nor in flight.
+        All or nothing: returns None when the pool is short. Blocks that no layer reads again are released
+        first, except for tokens in flight or still to be computed.
         """
         end = request.num_computed_tokens + num_tokens
         new_blocks: NewBlocks | None = NO_BLOCKS
@@ -194,17 +191,17 @@ class KVCache:
         return new_blocks
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Register the full blocks of the first `num_tokens` tokens, known only after they were planned."""
+        """Register full blocks of the first `num_tokens` tokens, whose ids were unknown when planned."""
         if num_tokens >= request.registers_at:
             num_planned = len(self._registered)
             self._register(request, num_tokens)
-            # These are computed already, so that nobody has to disown them.
+            # These are computed already, so they never have to be invalidated.
             del self._registered[num_planned:]
 
     def release(self, request: Request, num_withdrawn_tokens: int = 0) -> None:
-        """Take all blocks from `request`. What they hold can be found until they are handed out again.
+        """Release all blocks of `request`. Their content stays cached until they are allocated again.
 
-        Not so those of withdrawn tokens, its last: they were registered, but nobody computes them.
+        The content of withdrawn tokens, the last ones, is dropped: it was registered but is never computed.
         """
         num_written_tokens = request.num_computed_tokens - num_withdrawn_tokens
         for kind, table in zip(self._kinds, request.block_tables, strict=False):
@@ -217,16 +214,16 @@ class KVCache:
         request.quiet_until = request.room_until = request.registers_at = 0
 
     def take_registered(self) -> Sequence[int]:
-        """The blocks that can be found since the last call, and that the step being planned is to fill."""
+        """The blocks registered since the last call, which the step being planned is to fill."""
         registered, self._registered = self._registered, []
         return registered
 
     def invalidate(self, block_ids: Sequence[int]) -> None:
-        """Let the content of these blocks not be found: it was never computed. Who holds them keeps them."""
+        """Drop the cached content of these blocks, as it was never computed. They keep their holders."""
         self.pool.invalidate(block_ids)
 
     def hold(self, request: Request) -> list[int]:
-        """Keep the blocks of `request` from being handed out after its end, e.g. while they are sent.
+        """Keep the blocks of `request` allocated after its end, e.g. while they are sent.
 
         Returns them for `release_held`, in the order of their release.
         """
@@ -237,14 +234,14 @@ class KVCache:
         return block_ids
 
     def release_held(self, block_ids: Sequence[int]) -> None:
-        """End what `hold` began."""
+        """Release blocks that `hold` has returned."""
         self.pool.release(block_ids)
 
     def cost_of_release(self, request: Request) -> tuple[int, int]:
-        """What it would take to preempt `request`: tokens to compute again, and blocks that become free.
+        """The cost of preempting `request`: tokens to compute again, and blocks that become free.
 
-        Blocks at the head that others hold as well stay findable, so their tokens are not lost. An estimate:
-        it takes it that whoever shares a block shares all before it.
+        Leading blocks that other requests share stay cached, so their tokens are not lost. An estimate: it
+        assumes that requests which share a block share all blocks before it.
         """
         num_freed, num_kept_tokens = 0, request.num_computed_tokens
         for kind, table in zip(self._kinds, request.block_tables, strict=True):
@@ -256,13 +253,13 @@ class KVCache:
                 else:
                     high = middle
             num_freed += len(table.block_ids) - low
-            # What a window has passed is nobody's: without shared blocks behind it all is lost.
+            # Blocks before the window are released already: without shared blocks in it all tokens are lost.
             is_shared = low > table.num_released
             num_kept_tokens = min(num_kept_tokens, low * kind.block_size if is_shared else 0)
         return request.num_computed_tokens - num_kept_tokens, num_freed
 
     def reset(self) -> bool:
-        """Forget all cached content. Refused, with no change, while a request holds a block."""
+        """Clear the prefix cache. Returns False, and changes nothing, while a request has a block."""
         if not self.pool.reset():
             return False
         self.hit_rate.reset()
@@ -282,7 +279,7 @@ class KVCache:
     def _num_wanted_blocks(
         self, request: Request, hit: PrefixHit, computed: int, end: int, *, whole: bool = False
     ) -> int:
-        """How many blocks leave the free list for tokens up to `end`; `whole`: at most at once, over time."""
+        """How many blocks leave the free list for tokens up to `end`; `whole`: at most at any one time."""
         num_lookahead = 0 if whole else self._num_lookahead_tokens
         num_slots = min(end + num_lookahead, self._max_model_len)
         num_wanted = 0
@@ -297,7 +294,7 @@ class KVCache:
             num_unread = kind.num_unread_tokens(computed) // kind.block_size
             taken_over = hit.block_ids[group] if hit.block_ids else []
             num_wanted += max(0, num_blocks - max(num_unread, len(taken_over)))
-            # A matched block that nobody holds leaves the free list as well.
+            # A matched block without a holder leaves the free list as well.
             num_wanted += self.pool.count_free(_held(taken_over[num_unread:]))
         return num_wanted
 
@@ -313,7 +310,7 @@ class KVCache:
         self.hit_rate.add(1, request.num_tokens, hit.num_tokens)
 
     def _take_over(self, request: Request, hit: PrefixHit, computed: int) -> None:
-        """Begin the tables with what is read of the hit, `computed` tokens of the request having KV then."""
+        """Begin the block tables with the blocks of the hit that are still read after `computed` tokens."""
         request.num_computed_tokens = hit.num_tokens
         request.block_tables = [BlockTable() for _ in self._kinds]
         for group, (kind, table) in enumerate(zip(self._kinds, request.block_tables, strict=True)):
@@ -327,7 +324,7 @@ class KVCache:
             table.num_released = num_unread
 
     def _allocate(self, request: Request, end: int) -> NewBlocks | None:
-        """Blocks so that every group has room for the tokens up to `end`; None when the pool is short."""
+        """Allocate blocks for the tokens up to `end` in every group; None when the pool is short."""
         num_slots = min(end + self._num_lookahead_tokens, self._max_model_len)
         tables, num_missing, num_in_all = request.block_tables, [], 0
         for group, kind in enumerate(self._kinds):
@@ -371,7 +368,7 @@ class KVCache:
         for group, kind in enumerate(self._kinds):
             block_size, table = kind.block_size, request.block_tables[group]
             end = self._finder.num_cacheable_tokens(num_tokens, block_size) // block_size
-            # What was given back already is nobody's any more.
+            # Blocks that were released already are not registered.
             first = max(table.num_registered, table.num_released)
             if first < end:
                 self._register_blocks(request, group, first, end)
@@ -400,5 +397,5 @@ class KVCache:
 
 
 def _held(block_ids: Iterable[int]) -> list[int]:
-    """Those that are blocks of the pool."""
+    """Without placeholders."""
     return [block_id for block_id in block_ids if block_id != PLACEHOLDER_BLOCK_ID]

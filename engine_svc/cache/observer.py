@@ -1,4 +1,4 @@
-"""How others follow what the cache holds. Knows none of them."""
+"""How features observe the contents of the cache. Knows none of them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A run of blocks whose content can be found from now on."""
+    """A run of blocks that entered the prefix cache."""
 
     block_hashes: list[bytes]
-    parent_hash: bytes  # the hash before the run; the root's where it begins with the first block
+    parent_hash: bytes  # the hash before the run, or the root if it begins with the first block
     token_ids: list[int]
     block_size: int
     group: int  # index of the group of layers
 
 
 class CacheObserver(Protocol):
-    """Told, never asked. Called in the thread of the loop, in the order of the changes."""
+    """Observes and never decides. Called in the engine thread, in the order of the changes."""
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Free blocks were handed out; what they held has been forgotten."""
+        """Free blocks were allocated; their content was evicted before."""
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
         """A further request took over blocks with their content."""
 
-    def on_store(self, stored: StoredBlocks) -> None:
-        """Content was made findable."""
+    def on_store(self, stored: StoredBlocks) -> None: ...
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:
-        """A block with findable content is handed out anew; the content may stand in another block too."""
+        """A block left the prefix cache; another block may have the same content."""
 
     def on_clear(self) -> None:
-        """All content was forgotten."""
+        """The prefix cache was cleared."""

@@ -1,4 +1,4 @@
-"""The longest beginning of a request that every group of layers still holds. Knows no clock."""
+"""Finds the longest prefix of a request that is cached in every group of layers. Knows no clock."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from engine_svc.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What a request can take over."""
+    """The cached tokens and blocks that a request can take over."""
 
     num_tokens: int = 0
-    block_ids: tuple[list[int], ...] = ()  # per group; the placeholder where nothing is read. () = nothing
+    block_ids: tuple[list[int], ...] = ()  # per group, with placeholders for blocks never read; () = no hit
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """Groups of one kind. They are looked up together: a hit is what all of them hold."""
+    """Groups of one kind, which are looked up together: a hit has blocks in all of them."""
 
     kind: AttentionKind
     groups: list[int] = field(default_factory=list)
 
 
 class PrefixFinder:
-    """Finds hits over groups of several kinds, and says how far content is worth registering.
+    """Finds hits over groups of several kinds, and decides up to which token blocks are registered.
 
     A hit ends where a block of every group ends, so its length is a multiple of the least common multiple of
-    their block sizes, and content behind the last such place is not registered.
+    their block sizes, and content after the last such position is not registered.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PrefixFinder:
         self._lookups = _lookups(groups)
 
     def require_matching_chunks(self) -> None:
-        """Raise ValueError where a hit could end inside a local chunk without holding its beginning."""
+        """Raise ValueError if a hit could end inside a local chunk without the beginning of that chunk."""
         for lookup in self._lookups:
             kind = lookup.kind
             if isinstance(kind, ChunkedLocal) and (self._drop_last or kind.chunk % self.alignment):
@@ -61,7 +61,7 @@ class PrefixFinder:
         aligned = num_tokens // self.alignment * self.alignment
         if not self._drop_last or not aligned:
             return aligned
-        # The block that a hit gives up has to be there.
+        # The block that a hit leaves out has to be cached as well.
         return min(num_tokens, aligned + block_size)
 
     def find(self, request: Request) -> PrefixHit:
@@ -79,12 +79,12 @@ class PrefixFinder:
             for lookup in self._lookups:
                 block_size = lookup.kind.block_size
                 if lookup in found and isinstance(lookup.kind, FullAttention):
-                    # Any beginning of what it found is a hit as well.
+                    # Any prefix of its hit is a hit as well.
                     continue
                 drops = self._drop_last and lookup not in dropped
                 limit = candidate
                 if drops and self._num_groups > 1:
-                    # One block more, so that what is left after the drop can be as long as the candidate.
+                    # One block more, so that the hit without the last block can be as long as the candidate.
                     limit = min(candidate + block_size, num_hashed)
                 hit = lookup.kind.longest_hit(
                     functools.partial(self._find_block, request, lookup),
@@ -131,5 +131,5 @@ def _lookups(groups: Sequence[AttentionKind]) -> list[_Lookup]:
     by_kind: dict[AttentionKind, _Lookup] = {}
     for index, kind in enumerate(groups):
         by_kind.setdefault(kind, _Lookup(kind)).groups.append(index)
-    # Full attention first: it shortens the candidate most cheaply, and is asked only once.
+    # Full attention first: it shortens the candidate most cheaply, and is looked up only once.
     return sorted(by_kind.values(), key=lambda lookup: not isinstance(lookup.kind, FullAttention))

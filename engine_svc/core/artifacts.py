@@ -1,4 +1,4 @@
-"""The files of a model folder that a frontend needs, with their digests. Knows no weights and no wire."""
+"""The files of a model folder that frontends need, with their digests. Knows no weights and no wire."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024  # of one message of a download
 
 
 class ArtifactKind(enum.Enum):
-    """Which file it is; the value is its name in the folder."""
+    """The kind of file; the value is its name in the folder."""
 
     TOKENIZER = "tokenizer.json"
     TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -28,7 +28,7 @@ class ArtifactKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One file as it was at the start: what changes on the disk afterwards must not contradict the digest."""
+    """One file as it was at start-up: later changes on disk must not contradict the digest."""
 
     kind: ArtifactKind
     sha256: str
@@ -36,17 +36,16 @@ class Artifact:
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
         return len(self.content)
 
     def chunks(self) -> Iterator[tuple[int, bytes]]:
-        """Its bytes with their offsets, a mebibyte at a time; an empty file has one empty chunk."""
+        """The content with offsets, a mebibyte at a time; an empty file has one empty chunk."""
         for offset in range(0, max(1, len(self.content)), CHUNK_BYTES):
             yield offset, self.content[offset : offset + CHUNK_BYTES]
 
 
 def read_artifacts(folder: Path) -> tuple[Artifact, ...]:
-    """Those that the folder has, in the order of their kinds."""
+    """The artifacts that the folder has, in the order of their kinds."""
     read = []
     for kind in ArtifactKind:
         path = folder / kind.value
@@ -57,10 +56,7 @@ def read_artifacts(folder: Path) -> tuple[Artifact, ...]:
 
 
 def check_tokenizer(artifacts: tuple[Artifact, ...]) -> None:
-    """Refuse a tokenizer.json that no frontend could use; a folder without one is only warned of.
-
-    Raises ValueError, in words for people.
-    """
+    """Raise ValueError for a tokenizer.json that no frontend could use; log a warning if there is none."""
     tokenizers = [artifact for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
     can_be_converted = any(artifact.kind is ArtifactKind.TOKENIZER_MODEL for artifact in artifacts)
     if not tokenizers and not can_be_converted:

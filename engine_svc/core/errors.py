@@ -1,4 +1,4 @@
-"""What can be wrong with a device rather than with a request, for who runs plans. Knows no device."""
+"""Errors of executors that are not a request's fault. Knows no device."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import traceback
 
 
 class DeviceLost(RuntimeError):
-    """No step can be run any more, whatever is in it: the process has to end."""
+    """No further step can run: the process has to end."""
 
 
 class DeviceFull(RuntimeError):
-    """A step found too little memory; one with fewer tokens may find enough."""
+    """A step ran out of device memory; one with fewer tokens may succeed."""
 
 
 class PeersLost(RuntimeError):
-    """Another rank of the lockstep group is gone, so that a step or a vote cannot come to its end.
+    """Another rank of the lockstep group is gone, so that a step or a vote cannot finish.
 
-    No request is to blame: all of them run again once the ranks that are left have met.
+    No request is the cause: all of them run again once the remaining ranks have formed a group.
     """
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of all that failed work had in hand, which may be weights; where it failed can still be told.
+    """Release the local variables of the frames that raised `error`, e.g. weights; keeps the traceback.
 
-    Frames of a traceback and whoever keeps its error hold each other: without this, what these frames have
-    would stay until a full collection, and in an engine there may never be one.
+    Frames and the object that keeps their error form a cycle. Without this, these variables would live until
+    a full garbage collection, which may never happen in an engine.
     """
     chain: list[BaseException] = []
     following: BaseException | None = error

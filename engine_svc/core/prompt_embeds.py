@@ -1,4 +1,4 @@
-"""Embeddings that stand in a prompt where it has no tokens. Scheduler and plan carry them, and never look."""
+"""Embeddings given in place of prompt tokens. Scheduler and plan pass them on without reading them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_svc.tensors.host_tensor import HostTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """The rows of `embeds` [N, hidden] stand at the N `positions` of the prompt, both in rising order."""
+    """The rows of `embeds` [N, hidden] are the inputs at the N `positions` of the prompt, in rising order."""
 
     embeds: HostTensor
     positions: tuple[int, ...]

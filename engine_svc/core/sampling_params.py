@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen. Knows no protos, no tensors and no defaults of a model."""
+"""Sampling parameters of one request. Knows no protos, no tensors and no defaults of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RepetitionLimits:
-    """When an output counts as repeating itself: the same tokens, over and over, at its end."""
+    """When an output ends because it repeats the same tokens at its end."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -25,7 +25,7 @@ class RepetitionLimits:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How many tokens a block of reasoning may have, and the markers it stands between."""
+    """How many tokens reasoning may have, and the markers around it."""
 
     num_tokens: int
     start_token_ids: tuple[int, ...]
@@ -38,10 +38,10 @@ class ThinkingBudget:
             raise ValueError("start_token_ids and end_token_ids must not be empty")
 
 
-# Not frozen, for it would take three times as long to make, before each first token. Never changed.
+# Never changed, but not frozen: that would make construction, before each first token, three times as slow.
 @dataclass(slots=True)
 class SamplingParams:
-    """The part of a request's wishes that scheduler and sampler need, already validated and complete.
+    """The parameters that scheduler and sampler need, validated and complete.
 
     `temperature` 0 is greedy; then top_k, top_p and min_p have no effect. `seed` is the request's own 64-bit
     seed: noise at a position is a pure function of (seed, position), so a request can continue anywhere.
@@ -58,36 +58,32 @@ class SamplingParams:
     eos_token_id: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     skip_reading_prefix_cache: bool = False
-    repetition: RepetitionLimits | None = None  # None = may repeat itself
-    min_p: float = 0.0  # least share of the most likely token's probability; 0 = all
-    presence_penalty: float = 0.0  # taken once from each token of the output
-    frequency_penalty: float = 0.0  # taken for each time that a token stands in the output
-    repetition_penalty: float = (
-        1.0  # divides logits above 0 of tokens of prompt or output, multiplies the rest
-    )
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit), each id once
+    repetition: RepetitionLimits | None = None  # None = no limit
+    min_p: float = 0.0  # minimum share of the most likely token's probability; 0 = all
+    presence_penalty: float = 0.0  # subtracted once for each token of the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence of a token in the output
+    # For tokens of prompt or output: divides logits above 0, multiplies the rest.
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, addend of its logit), each id once
     allowed_token_ids: frozenset[int] | None = None  # None = all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of which the last id may not follow the rest
-    logprobs: int | None = (
-        None  # how many of the most likely tokens to tell of; -1 = all, None = tell nothing
-    )
-    prompt_logprobs: int | None = None  # the same for the places of the prompt
-    logprob_token_ids: tuple[int, ...] = ()  # ids to tell of wherever logprobs are told of
-    thinking: ThinkingBudget | None = None  # None = may think without end
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences whose last id may not follow the others
+    logprobs: int | None = None  # number of most likely tokens to report; -1 = all, None = no logprobs
+    prompt_logprobs: int | None = None  # the same for positions of the prompt
+    logprob_token_ids: tuple[int, ...] = ()  # ids to report in addition, wherever there are logprobs
+    thinking: ThinkingBudget | None = None  # None = no limit
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether anything is told of sampled tokens besides their ids."""
+        """Whether logprobs of sampled tokens are reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before have other logits than the model gave them."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Every id that ends the request, hence what is masked below `min_tokens`."""
+        """Every id that ends the request and so is masked below `min_tokens`."""
         if self.eos_token_id is None or self.ignore_eos:
             return self.stop_token_ids
         return self.stop_token_ids | {self.eos_token_id}

@@ -1,6 +1,6 @@
-"""The two letters between scheduler and runner: what a step is to do, and what it did. Plain columns.
+"""The interface between scheduler and runner: StepPlan, what a step is to do, and StepResult, what it did.
 
-Knows no tensors, no request status and no wire.
+Plain columns. Knows no tensors, no request status and no wire.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from math import nan
 from engine_svc.core.prompt_embeds import PromptEmbeds
 from engine_svc.core.sampling_params import SamplingParams
 
-_NON_FINITE = "the model yielded logits that are not finite"
+_NON_FINITE = "the model produced logits that are not finite"
 _BARRED = "the request's own rules leave no token to choose"
 
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """A request that enters the batch, new or resumed. Sent in full; later plans carry what changed."""
+    """A request that enters the batch, new or resumed, in full. Later plans have only changes."""
 
     request_id: str
-    token_ids: list[int]  # every known token: prompt, then output where it continues
+    token_ids: list[int]  # every known token: prompt, then output if it is continued
     num_prompt_tokens: int
     sampling: SamplingParams
-    # Per group, what it took over from the prefix cache or kept; 0 where no layer will look again.
+    # Per group, taken over from the prefix cache or kept; 0 where no layer reads again.
     block_ids: list[list[int]]
-    prompt_embeds: PromptEmbeds | None = None  # what counts at those places of the prompt, not their token
+    prompt_embeds: PromptEmbeds | None = None  # used at their positions of the prompt instead of the token
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. Columns are parallel, one entry a row, in scheduling order.
+    """What one step computes. Columns are parallel, one entry per row, in scheduling order.
 
-    The runner first frees the rows in `released`, then enters those in `admitted`, then runs the rows.
+    The runner frees the rows in `released`, then adds those in `admitted`, then runs the rows.
     Built by the scheduler, frozen at launch.
     """
 
@@ -40,13 +40,13 @@ class StepPlan:
     released: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan
     admitted: list[AdmittedRequest] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)  # to compute in this step, drafts included
+    num_tokens: list[int] = field(default_factory=list)  # to compute in this step, including drafts
     num_computed_tokens: list[int] = field(default_factory=list)  # with KV before this step
-    new_block_ids: list[list[list[int]]] = field(default_factory=list)  # a row's gain, per group; [] = none
+    new_block_ids: list[list[list[int]]] = field(default_factory=list)  # of a row, per group; [] = none
     draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
     samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
-    preempted: list[str] = field(default_factory=list)  # in order of preemption, for people and traces
-    extras: dict[type, object] = field(default_factory=dict)  # what a feature attached, by its type
+    preempted: list[str] = field(default_factory=list)  # in order of preemption, for logs and traces
+    extras: dict[type, object] = field(default_factory=dict)  # parts that features attached, by type
 
     @property
     def total_num_tokens(self) -> int:
@@ -54,7 +54,7 @@ class StepPlan:
         return sum(self.num_tokens)
 
     def withdraw(self, row: int) -> int:
-        """Take out a row before launch, because its request has to give way; returns the tokens it had."""
+        """Remove a row before launch, because its request is preempted; returns its number of tokens."""
         del self.request_ids[row], self.num_computed_tokens[row], self.new_block_ids[row]
         del self.draft_token_ids[row], self.samples[row]
         return self.num_tokens.pop(row)
@@ -62,16 +62,16 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """What is told of consecutive places of one row, one entry a place, as the request asked for it."""
+    """Logprobs of consecutive positions of one row, one entry per position."""
 
-    logprobs: list[float]  # of the token that stands there
-    ranks: list[int]  # from 1: how many of the vocabulary are as likely as it or more
-    k: int = 0  # entries that each place has in the two columns below
-    top_token_ids: list[int] = field(default_factory=list)  # the most likely, best first, then ids asked for
+    logprobs: list[float]  # of the token at the position
+    ranks: list[int]  # from 1: how many tokens of the vocabulary are at least as likely
+    k: int = 0  # entries of each position in the two columns below
+    top_token_ids: list[int] = field(default_factory=list)  # the most likely first, then requested ids
     top_logprobs: list[float] = field(default_factory=list)
 
     def part(self, first: int, end: int) -> TokenLogprobs:
-        """The places from `first` to `end`, as lists of their own."""
+        """The positions from `first` to `end`, in new lists."""
         top = slice(first * self.k, end * self.k)
         return TokenLogprobs(
             self.logprobs[first:end],
@@ -82,7 +82,7 @@ class TokenLogprobs:
         )
 
     def widened(self, k: int) -> TokenLogprobs:
-        """The same with `k` entries a place, no fewer than there are: NaN and id 0 stand for nothing."""
+        """The same with `k` entries per position, no fewer than now; NaN and id 0 are padding."""
         num_missing = k - self.k
         if not num_missing:
             return self
@@ -94,7 +94,7 @@ class TokenLogprobs:
         return widened
 
     def extend(self, more: TokenLogprobs) -> None:
-        """Append places. Where these and those have different numbers of entries, the fewer are filled up."""
+        """Append positions. If the numbers of entries per position differ, the smaller is padded."""
         if more.k != self.k:
             k = max(self.k, more.k)
             own, more = self.widened(k), more.widened(k)
@@ -107,28 +107,28 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class PromptTokenLogprobs:
-    """What is told of places of one row's prompt that a step computed."""
+    """Logprobs of positions of one row's prompt that a step computed."""
 
-    first_position: int  # the place of the first entry, at least 1: nothing comes before place 0
+    first_position: int  # of the first entry, at least 1: position 0 has no logprob
     token_logprobs: TokenLogprobs
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step yielded. `sampled` is parallel to the plan's rows; [] where the row did not sample."""
+    """What one step produced. `sampled` is parallel to the plan's rows; [] if the row did not sample."""
 
     step_number: int
     sampled: list[list[int]]  # accepted drafts, then one more token
     drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
-    # Rows that end with an error: their logits are no numbers, or their requests' own rules leave no token.
+    # Rows that end with an error: logits are not finite, or the request's own rules leave no token.
     non_finite: list[int] = field(default_factory=list)
     barred: list[int] = field(default_factory=list)
-    # By row of the plan, for requests that asked: of its sampled tokens, and of its prompt.
+    # By row of the plan, for requests that asked: of sampled tokens, and of prompt positions.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptTokenLogprobs] = field(default_factory=dict)
 
     def faults(self) -> list[tuple[int, str]]:
-        """The rows that end with an error, in order, each with what people are told."""
+        """The rows that end with an error, in order, each with its message."""
         if not self.non_finite and not self.barred:
             return []
         return sorted(

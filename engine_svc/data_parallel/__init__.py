@@ -1,3 +1,3 @@
-"""Data-parallel ranks in step: waves, votes, process groups, expert shards.
+"""Keeps data-parallel ranks in step: waves, votes, process groups, expert shards.
 Must not know requests or protos.
 """

@@ -1,6 +1,6 @@
-"""Joins the machine of waves, the process group and the expert shards to the lockstep that the loop asks.
+"""The lockstep of one engine: joins wave machine, process group and expert shards for the engine loop.
 
-What it does belongs to the engine thread; what it tells of itself may be read by any. Knows no wire.
+Belongs to the engine thread, apart from properties that any thread may read. Knows no wire.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank stands, as one picture: of several that were read one by one none needs to be true."""
+    """A consistent snapshot of a rank's state, for other threads."""
 
     state: LockstepState = LockstepState.APART
-    wave: int = 1  # the one that runs here, or the next
+    wave: int = 1  # the one that runs, or the next
     asks: bool = False  # it has begun the wave and waits for the others
     generation: int = 0  # of the process group; 0: none
-    # Other ranks cannot step without this one, and may want to: not where all have agreed to stand still.
+    # Other ranks may want to step and cannot without this one; False while all have agreed to pause.
     is_awaited: bool = False
 
     @property
@@ -38,7 +38,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A generation that this engine can change over to. meeting: None where it has no place in it."""
+    """A generation that this engine can change to. meeting: None if it is no member."""
 
     generation: int
     meeting: Meeting | None
@@ -46,19 +46,19 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A generation that this engine was told to change over to, and who waits for that."""
+    """An order to change to a generation, and the future of its result."""
 
     prepared: Prepared
     answer: Future[None]
-    lost_generation: int  # a member of it has ended, so that nobody can vote there; 0: of none
+    lost_generation: int  # the last one that cannot vote any more, as a member has ended; 0: none
 
 
 class LockstepDriver:
     """The lockstep of one engine.
 
-    post: has something done in the engine thread, between two steps; may be called by any thread.
-    parallel_config_hash: what engines have to have in common to step together.
-    weights_digest: of the weights that are in place, in hex; ranks with others are not stepped with.
+    post: runs a call in the engine thread, between two steps; may be called by any thread.
+    parallel_config_hash: equal for engines that can step together.
+    weights_digest: of the present weights, in hex; ranks with other weights are not stepped with.
     """
 
     def __init__(
@@ -79,74 +79,72 @@ class LockstepDriver:
         self._next: _Order | None = None  # not tried yet
         self._num_in_flight = 0
         self._is_forming = False
-        self._is_resuming = False  # told the others so, and waits for them
+        self._is_resuming = False  # has sent so to the others and waits for them
         self._is_closed = False
         self._is_losing = False  # leaves its group as soon as nothing is in flight
         self._has_stepped = False  # or could have: it was in a group
         self._weights = number_of(weights_digest)
-        self._complaint = ""  # about the weights of ranks, that was logged last
+        self._logged_mismatch = ""  # the last logged error about different weights
         self._rank_status = RankStatus(wave=machine.wave)
         self._listeners: list[Callable[[RankStatus], None]] = []
-        # Ranks may be waited for there: the loop goes on with what needs no step.
+        # This thread may wait for other ranks, while the loop continues with what needs no step.
         self._former = ThreadPoolExecutor(1, thread_name_prefix="rank-group")
         self.parallel_config_hash = parallel_config_hash
         self.num_votes = 0
         self.num_idle_steps = 0
 
-    # What any thread may ask.
+    # For any thread.
 
     @property
     def rank_status(self) -> RankStatus:
-        """Where this rank stands."""
         return self._rank_status
 
     @property
     def host(self) -> str:
-        """Where other ranks reach the store of this engine."""
+        """The address of this engine's store."""
         return self._groups.host
 
     @property
     def store_port(self) -> int:
-        """The port of that store."""
         return self._groups.store_port
 
     @property
     def meeting(self) -> Meeting | None:
-        """Where the ranks of the present generation have met; None: there is none."""
+        """The meeting of the present generation; None: there is none."""
         group = self._group
         return None if group is None else group.meeting
 
     def subscribe(self, listener: Callable[[RankStatus], None]) -> None:
-        """Call `listener` with each new standing, in the engine thread. Before the loop runs."""
+        """Call `listener` with each new status, in the engine thread. Call this before the loop runs."""
         self._listeners.append(listener)
 
     def prepare(self, meeting: Meeting, *, may_release: bool = False) -> None:
-        """Load the experts that this engine will need there. For the one thread that prepares.
+        """Load the experts that this engine needs in that generation. For the one thread that prepares.
 
-        may_release: `supersede` has said that nothing can run with those it holds. Raises ValueError or
-        OSError.
+        may_release: `supersede` has returned that nothing can run with the present experts. Raises ValueError
+        or OSError.
         """
         self._shards.prepare(meeting.rank, meeting.size, may_release=may_release)
 
     def forget(self) -> None:
-        """Give up what was prepared for a generation that will not be. For the one thread that prepares."""
+        """Drop what was prepared for a generation that is cancelled. For the one thread that prepares."""
         self._shards.forget()
 
     def break_off(self, lost_generation: int) -> None:
-        """End every wait for the ranks of a group that cannot come together any more; for any thread.
+        """End every wait for the ranks of a group that has lost a member; for any thread.
 
-        Ranks that have agreed to stand still wait for nobody, and find out when they resume.
+        Ranks that have agreed to pause are not waiting, and detect the loss when they resume.
         """
         group = self._group
         is_lost = group is not None and group.meeting.generation <= lost_generation
         if is_lost and group is not None and self._rank_status.state is not LockstepState.QUIET:
             group.close()
 
-    # What the loop asks.
+    # For the loop.
 
     @property
     def needs_idle_step(self) -> bool:
-        """Whether this rank has to take part in a step even without requests of its own."""
+        """Whether this rank has to step even without requests of its own."""
         return self._machine.needs_idle_step
 
     def wants_step(self, has_work: bool) -> bool:
@@ -154,26 +152,26 @@ class LockstepDriver:
         return self._machine.wants_step(has_work)
 
     def may_step(self, has_work: bool) -> bool:
-        """Whether a step may be launched now; begins a wave where there is a reason for one."""
+        """Whether a step may be launched now; begins a wave if there is a reason for one."""
         may_step = self._machine.may_step(has_work)
         self._note()
         return may_step
 
     def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
-        """A step was launched; every so many of them, count votes with the others. Raises PeersLost."""
+        """Note a step; at regular intervals, vote with the other ranks. Raises PeersLost."""
         self._num_in_flight += 1
         self.num_idle_steps += is_idle
         vote = self._machine.on_step_launched(has_work)
         if vote is None:
             return
         if self._group is None:
-            raise PeersLost("there is no process group to vote in")
+            raise PeersLost("there is no process group for a vote")
         self.num_votes += 1
         self._machine.take(self._group.count(vote))
         self._note()
 
     def on_step_done(self) -> None:
-        """The oldest step in flight has ended."""
+        """Note that the oldest step in flight has ended."""
         self._num_in_flight -= 1
         self._machine.on_step_done()
         self._note()
@@ -181,17 +179,17 @@ class LockstepDriver:
         self._change_over()
 
     def leave_group(self, error: Exception) -> None:
-        """A step has failed here, or another rank is gone: leave the group, which ends every wait in it."""
+        """Leave the group after a failed step or the loss of a rank, which ends every wait in it."""
         if self._machine.state is not LockstepState.APART:
             logger.warning("left the lockstep group", extra={"cause": f"{type(error).__name__}: {error}"})
         self._close_group()
         self._machine.leave_group()
         self._num_in_flight = 0
         self._note()
-        # What is in flight is only taken back now.
+        # Posted, as the steps in flight are rolled back only after this.
         self._post(self._change_over)
 
-    # What comes from outside, in the engine thread.
+    # For calls from outside, in the engine thread.
 
     @property
     def is_quiet(self) -> bool:
@@ -199,17 +197,17 @@ class LockstepDriver:
         return self._machine.state is LockstepState.QUIET and not self._is_resuming
 
     def check_quiet(self, *, or_apart: bool = False) -> None:
-        """Raise FailedPrecondition, with the reason, while the ranks may step with what this one holds.
+        """Raise FailedPrecondition, with the reason, while the ranks may step with this engine's model.
 
-        or_apart: what is to be done is over before a rank that is in no group can be in one.
+        or_apart: also return if this rank is in no group, as the call ends before it can be in one.
         """
         is_apart = self._machine.state is LockstepState.APART
         if self.is_quiet or (or_apart and is_apart and not self._is_forming):
             return
         if is_apart:
             raise FailedPrecondition(
-                "this engine is in no group at present, and may be in one at any time: wait until its ranks "
-                "have met and stand still together",
+                "this engine is in no group at present, and may join one at any time: wait until its ranks "
+                "have formed a group and are paused",
                 reason="RANKS_APART",
             )
         raise FailedPrecondition(
@@ -218,16 +216,16 @@ class LockstepDriver:
         )
 
     def note_weights(self, digest: str) -> None:
-        """Other weights have taken the place of those before, while this rank stood still or was apart."""
+        """The weights were replaced, while this rank was paused or in no group."""
         self._weights = number_of(digest)
 
     def pause(self) -> None:
-        """This rank's requests stand still; the others hear of it, and agree when theirs do as well."""
+        """Pause this rank's requests. The ranks agree on a pause once all of them are paused."""
         self._machine.pause()
         self._note()
 
     def resume(self) -> None:
-        """This rank's requests go on, where all had agreed to stand still once all others have resumed."""
+        """Resume this rank's requests; after an agreed pause, once all other ranks have resumed too."""
         group = self._group
         if not self._machine.resume() or self._is_resuming or group is None:
             return
@@ -239,19 +237,19 @@ class LockstepDriver:
         )
 
     def start(self, wave: int) -> bool:
-        """Join a wave that another rank has begun. False where it is over, or none can run."""
-        is_taken = self._machine.start(wave)
+        """Join a wave that another rank has begun. False if it is over, or if none can run."""
+        has_joined = self._machine.start(wave)
         self._note()
-        return is_taken
+        return has_joined
 
     def on_wake_signal(self, wave: int) -> None:
-        """Another rank has rung for its wave; where that cannot be joined, nobody waits for an answer."""
+        """Another rank has signaled its wave; if it cannot be joined, no answer is needed."""
         self.start(wave)
 
     def supersede(self, generation: int) -> bool:
-        """A newer generation is about to be prepared: an older one is not changed over to any more.
+        """Refuse older generations, as a newer one is about to be prepared.
 
-        Whether nothing can run here before that one is prepared and formed.
+        Returns whether nothing can run here before the new one is prepared and formed.
         """
         if self._next is not None and self._next.prepared.generation < generation:
             self._refuse_next(generation)
@@ -259,10 +257,10 @@ class LockstepDriver:
         return is_apart and self._next is None and not self._is_forming
 
     def commit(self, prepared: Prepared, answer: Future[None], lost_generation: int = 0) -> None:
-        """Change over to it as soon as all ranks of the present generation can.
+        """Change to a generation as soon as all ranks of the present one can.
 
-        A rank that stands idle in a generation up to `lost_generation` does so at once: a member has ended.
-        Answered when that is done; with Aborted where another one takes its place, or the ranks do not meet.
+        A rank that is idle in a generation up to `lost_generation` does so at once, as a member has ended.
+        Answered when the group is formed; with Aborted if a newer one supersedes it or the ranks do not meet.
         """
         if not answer.set_running_or_notify_cancel():
             return
@@ -274,7 +272,7 @@ class LockstepDriver:
         self._change_over()
 
     def close(self) -> None:
-        """Leave for good. For who ends the loop."""
+        """Leave the group at the end of the loop."""
         self._is_closed = True
         self._close_group()
         self._former.shutdown(wait=False)
@@ -282,12 +280,10 @@ class LockstepDriver:
     def _refuse_next(self, generation: int) -> None:
         order, self._next = self._next, None
         if order is not None:
-            order.answer.set_exception(
-                Aborted(f"generation {generation} takes its place", reason="SUPERSEDED")
-            )
+            order.answer.set_exception(Aborted(f"superseded by generation {generation}", reason="SUPERSEDED"))
 
     def _change_over(self) -> None:
-        """Begin to form the next generation, where its time has come."""
+        """Begin to form the next generation if all conditions are met."""
         order = self._next
         if order is None or self._num_in_flight or self._is_forming or self._is_closed:
             return
@@ -297,7 +293,7 @@ class LockstepDriver:
             return
         if order.prepared.generation != machine.switch_to:
             return
-        # Tried once: where somebody is missing, another generation follows.
+        # Tried once: if a rank is missing, another generation follows.
         self._next = None
         self._close_group()
         self._note()
@@ -311,7 +307,7 @@ class LockstepDriver:
         forming.add_done_callback(lambda formed: self._post(lambda: self._take_formed(formed, order.answer)))
 
     def _form(self, meeting: Meeting) -> tuple[RankGroup, int]:
-        """Meet the others, and agree on the greatest wave. In a thread of its own; this rank is apart."""
+        """Meet the other ranks and agree on the greatest wave. In its own thread, while in no group."""
         group = self._groups.form(meeting)
         try:
             all_numbers = group.swap_numbers((self._machine.wave, self._weights, self._has_stepped))
@@ -333,8 +329,8 @@ class LockstepDriver:
             self._change_over()
             return
         if isinstance(error, FailedPrecondition):
-            if error.message != self._complaint:
-                self._complaint = error.message
+            if error.message != self._logged_mismatch:
+                self._logged_mismatch = error.message
                 logger.error("ranks with different weights do not meet", extra={"cause": error.message})
             answer.set_exception(error)
             self._change_over()
@@ -343,7 +339,7 @@ class LockstepDriver:
             raise error
         group, wave = formed.result()
         meeting = group.meeting
-        self._group, self._has_stepped, self._complaint = group, True, ""
+        self._group, self._has_stepped, self._logged_mismatch = group, True, ""
         self._machine.form(meeting.generation, wave)
         logger.info(
             "lockstep group formed",
@@ -370,9 +366,9 @@ class LockstepDriver:
             self._leave_lost_group()
 
     def _leave_lost_group(self) -> None:
-        # The loop finishes what it has launched; steps of a wave that has ended may still be among that.
+        # The loop first finishes the steps it has launched, which may be of a wave that has ended.
         if self._is_losing and not self._num_in_flight:
-            self.leave_group(PeersLost("a rank is gone that was to resume, or has other weights"))
+            self.leave_group(PeersLost("a rank ended before it resumed, or has other weights"))
 
     def _close_group(self) -> None:
         group, self._group = self._group, None
@@ -381,7 +377,7 @@ class LockstepDriver:
             group.close()
 
     def _note(self) -> None:
-        """Tell of a new standing, where it is one."""
+        """Notify listeners if the status has changed."""
         machine, meeting = self._machine, self.meeting
         is_awaited = meeting is not None and meeting.size > 1 and machine.state is not LockstepState.QUIET
         now = RankStatus(machine.state, machine.wave, machine.asks, machine.generation, is_awaited)

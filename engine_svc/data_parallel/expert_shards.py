@@ -1,7 +1,7 @@
-"""Which experts of a model an engine holds, where they are divided over a group of engines. Knows no group.
+"""The experts that an engine holds of a model whose experts are divided over engines. Knows no group.
 
-What was loaded is kept as long as it is needed: of the experts of another place in another group, only those
-are read that are not here.
+Loaded experts are kept as long as they are needed: when rank or group size change, only missing experts are
+read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A model whose experts these are, and where more of them come from."""
+    """The model that has the experts, and the source of further ones."""
 
-    # Not held by it: who sleeps gives up the model's memory.
+    # A weak reference: an engine that sleeps releases the model's memory.
     model: weakref.ref[NativeDecoder]
     folder: Path
     ops: Ops
@@ -39,7 +39,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """By layer with a mixture, what is to take the place of the experts there."""
+    """The next experts of each layer that has experts."""
 
     rank: int
     size: int
@@ -47,28 +47,27 @@ class _Prepared:
 
 
 class HeldExperts:
-    """The ExpertShards of an engine; `attach` gives it the model, at first and whenever it is loaded anew.
+    """The ExpertShards of an engine; `attach` gives it the model each time that it is loaded.
 
-    prepare: for a thread of its own.  adopt: with no step in flight.  share: what a model is loaded by now.
+    prepare: for its own thread.  adopt: with no step in flight.  share: the share to load a model with.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.exchange = GroupExchange(rank, size)
-        self.num_bytes = 0  # of the experts that are held now
+        self.num_bytes = 0  # of the present experts
         self._held: _Held | None = None
         self._prepared: _Prepared | None = None
-        self._is_released = False  # the model has no experts before something is adopted
-        # What is prepared has to be of the model that it is adopted by.
+        self._is_released = False  # the model has no experts until some are adopted
+        # Prepared experts have to be of the model that adopts them.
         self._lock = threading.Lock()
 
     @property
     def share(self) -> ExpertShare:
-        """The share that a model is to be loaded with."""
         return ExpertShare(*self.exchange.holds, self.exchange)
 
     def attach(self, loaded: LoadedModel, folder: Path) -> None:
-        """The model has been loaded from the folder, with `share`. What was prepared is prepared again."""
-        assert isinstance(loaded.model, NativeDecoder), "others have no experts that could be divided"
+        """Set the model, loaded from the folder with `share`. Prepared experts are prepared again."""
+        assert isinstance(loaded.model, NativeDecoder), "other models have no experts that can be divided"
         with self._lock:
             self._held = _Held(
                 weakref.ref(loaded.model),
@@ -85,13 +84,13 @@ class HeldExperts:
                 self._prepare(stale.rank, stale.size)
 
     def prepare(self, rank: int, size: int, *, may_release: bool = False) -> None:
-        """Load what rank `rank` of `size` is to hold, beside what is held. ValueError or OSError if not.
+        """Load the experts of rank `rank` of `size` beside the present ones. Raises ValueError or OSError.
 
-        may_release: no step is run before something was prepared and adopted. Where memory is short, what is
-        held is given up first, and whatever is prepared next is loaded whole.
+        may_release: no step runs before prepared experts are adopted. If memory is short, the present experts
+        are released first, and all that is prepared next is loaded in full.
         """
         if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} is none of {size}")
+            raise ValueError(f"rank is {rank}, must be at least 0 and below {size}")
         with self._lock:
             if self._fits(rank, size):
                 return
@@ -105,7 +104,7 @@ class HeldExperts:
             )
 
     def adopt(self) -> None:
-        """Hold what was prepared last; without such, nothing changes."""
+        """Replace the present experts by those prepared last, if any."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is None:
@@ -123,13 +122,13 @@ class HeldExperts:
         )
 
     def forget(self) -> None:
-        """Give up what was prepared and not adopted."""
+        """Drop what was prepared and not adopted."""
         with self._lock:
             self._prepared = None
 
     def _fits(self, rank: int, size: int) -> bool:
-        """Prepare that, unless there is too little memory."""
-        # Beside what was prepared before, and is superseded, it need not fit.
+        """Prepare these experts; False if memory is short."""
+        # Experts prepared before are superseded, so that they need no memory beside these.
         self._prepared = None
         try:
             self._prepare(rank, size)
@@ -138,7 +137,7 @@ class HeldExperts:
         return True
 
     def _release(self) -> None:
-        """Give up the experts that are held. Only what is adopted brings new ones."""
+        """Release the present experts. The model has none until prepared ones are adopted."""
         model = self._model()
         if model is None:
             return
@@ -146,12 +145,13 @@ class HeldExperts:
             mixture.mixture.experts = NoExperts()
         self._is_released = True
         self._count(model)
-        logger.info("experts given up, as there is too little memory for others beside them")
+        logger.info("experts released: too little memory for the next ones beside them")
 
     def _prepare(self, rank: int, size: int) -> None:
         model = self._model()
         experts: list[Experts] = []
-        # Of weights that are given up nothing is kept beside them: they are loaded by what is adopted.
+        # While the model's memory is released (sleep), only rank and size are kept: the experts are loaded
+        # with the model.
         if model is not None and (self._is_released or (rank, size) != self.exchange.holds):
             assert self._held is not None, "a model is held"
             held = self._held
@@ -177,7 +177,7 @@ class HeldExperts:
 
 
 def _regrouped(held: Experts, wanted: tuple[int, int], builder: DecoderBuilder, layer: int) -> Experts:
-    """The experts wanted: those that are held copied, the rest read."""
+    """The wanted experts: present ones are copied, the others read."""
     first, end = wanted
     start = min(max(first, held.expert_range[0]), end)
     stop = max(min(end, held.expert_range[1]), start)

@@ -1,7 +1,7 @@
-"""Messages between the processes of a group, each with each other, through gloo. Knows no model and no vote.
+"""All-to-all messages between the processes of a group, through gloo. Knows no model and no vote.
 
-Sends and receives rather than collectives: sizes need not be equal, what has no rows is not sent, and a
-message wakes one thread less. No `init_process_group`: a process may be in one group after the other.
+Uses sends and receives rather than collectives: sizes may differ, empty parts are not sent, and a message
+wakes one thread less. There is no `init_process_group`, as a process may be in one group after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOREVER = timedelta(days=365)
 
 
 class _Messages(Protocol):
-    """What is used of torch's group, whose own annotations leave it out."""
+    """The methods used of torch's group, which its own annotations lack."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
 
@@ -34,9 +34,9 @@ class _Messages(Protocol):
 
 
 class GlooMesh:
-    """The connections of one rank. Raises PeersLost where another one is gone or does not answer in time.
+    """The connections of one rank. Raises PeersLost if another rank is gone or does not answer in time.
 
-    After an error it is closed: the others find out at once, wherever they wait.
+    After an error the mesh is closed, which ends all waits of the other ranks.
     One thread exchanges at a time; `close` may be called by any thread.
     """
 
@@ -45,7 +45,7 @@ class GlooMesh:
         self._timeout = timedelta(seconds=timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # Its annotations lack it.
         options._timeout = self._timeout
-        # By address: which interface a name of this machine belongs to is not asked.
+        # By address, so that the name of this machine need not resolve to the interface.
         options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         options._threads = 1
         self._lock = threading.Lock()
@@ -54,82 +54,82 @@ class GlooMesh:
             self._group = ProcessGroupGloo(store, rank, size, options)  # type: ignore[assignment]
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank says, in order; all say equally many."""
+        """The numbers of each rank, in order of rank; all ranks give equally many."""
         with self._lost_if_it_fails():
             own = torch.tensor(numbers, dtype=torch.int64)
-            rooms = own.repeat(self.size, 1)
+            received = own.repeat(self.size, 1)
             group = self._open_group()
-            works = [group.recv([rooms[rank]], rank, _NUMBERS) for rank in self._others()]
+            works = [group.recv([received[rank]], rank, _NUMBERS) for rank in self._others()]
             works += [group.send([own], rank, _NUMBERS) for rank in self._others()]
             for work in works:
                 work.wait(self._timeout)
-        numbers_by_rank: list[list[int]] = rooms.tolist()
+        numbers_by_rank: list[list[int]] = received.tolist()
         return numbers_by_rank
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """[sum of sizes, H], the rows of all ranks in order. own: [sizes[rank], H]; all know all sizes."""
-        room = own.new_empty(sum(sizes), own.shape[1])
-        parts = room.split(list(sizes))
+        gathered = own.new_empty(sum(sizes), own.shape[1])
+        parts = gathered.split(list(sizes))
         sent = own.contiguous()
         with self._lost_if_it_fails():
             group = self._open_group()
-            # Who finds the receiver ready sends at once, and does not ask first.
+            # Receives first: a sender whose receiver is ready sends at once, without a handshake.
             works = [group.recv([parts[rank]], rank, _GATHERED) for rank in self._others() if sizes[rank]]
             if len(own):
                 works += [group.send([sent], rank, _GATHERED) for rank in self._others()]
                 parts[self.rank].copy_(own)
             for work in works:
                 work.wait(self._timeout)
-        return room
+        return gathered
 
     def hand_back(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """[ranks, sizes[rank], H], what each rank has computed for this one's rows.
 
-        rows: [sum of sizes, H], what this rank has computed for all, as `gather` has ordered them.
+        rows: [sum of sizes, H], what this rank has computed for all ranks, in the order of `gather`.
         """
         parts = rows.contiguous().split(list(sizes))
-        room = rows.new_empty(self.size, sizes[self.rank], rows.shape[1])
+        received = rows.new_empty(self.size, sizes[self.rank], rows.shape[1])
         with self._lost_if_it_fails():
             group = self._open_group()
             works = []
             if sizes[self.rank]:
-                works = [group.recv([room[rank]], rank, _HANDED_BACK) for rank in self._others()]
-                room[self.rank].copy_(parts[self.rank])
+                works = [group.recv([received[rank]], rank, _HANDED_BACK) for rank in self._others()]
+                received[self.rank].copy_(parts[self.rank])
             works += [group.send([parts[rank]], rank, _HANDED_BACK) for rank in self._others() if sizes[rank]]
             for work in works:
                 work.wait(self._timeout)
-        return room
+        return received
 
     def wait_for(self, rank: int, number: int) -> int:
-        """Wait until that rank waits for this one as well, however long it takes, and swap a number with it.
+        """Wait without timeout until that rank waits for this one as well, and swap a number with it.
 
-        Beside other exchanges.
+        May run beside other exchanges.
         """
-        room = torch.empty(1, dtype=torch.int64)
+        received = torch.empty(1, dtype=torch.int64)
         with self._lost_if_it_fails():
             group = self._open_group()
-            works = [group.recv([room], rank, _PRESENCE)]
+            works = [group.recv([received], rank, _PRESENCE)]
             works.append(group.send([torch.tensor([number], dtype=torch.int64)], rank, _PRESENCE))
             for work in works:
                 work.wait(_FOREVER)
-        return int(room.item())
+        return int(received.item())
 
     def wait_for_end_of(self, rank: int) -> None:
-        """Return when that rank is gone, or this mesh closed; for a thread that has nothing else to do."""
+        """Return when that rank is gone or this mesh is closed; for a thread that only waits."""
         with suppress(RuntimeError):
             self._open_group().recv([torch.empty(1)], rank, _NEVER_SENT).wait(_FOREVER)
 
     def check(self) -> None:
-        """Nothing: whoever waits here has what he waited for."""
+        """Nothing: every exchange here has waited for its result."""
 
     def close(self) -> None:
-        """End every wait, here and at the others; a second time does nothing."""
+        """End every wait, here and at the other ranks; a second time does nothing."""
         with self._lock:
             group, self._group = self._group, None
         if group is None:
             return
         for rank in self._others():
-            # A wait that takes too long has gloo give up all connections of the group, whoever waits.
+            # After a wait that times out, gloo closes all connections of the group, also for other threads.
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], rank, _NEVER_SENT).wait(_AT_ONCE)
 
@@ -148,7 +148,7 @@ class GlooMesh:
             yield
         except PeersLost:
             raise
-        # A number that no message holds comes from the others as well, and is no request's fault.
+        # Numbers out of range come from other ranks as well, and are no request's fault.
         except (RuntimeError, ValueError, OverflowError) as error:
             self.close()
             raise PeersLost(f"the ranks of a group no longer reach each other: {error}") from error

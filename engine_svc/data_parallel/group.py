@@ -1,4 +1,4 @@
-"""What the lockstep of data-parallel ranks asks of the process group that they form. Declared by its user."""
+"""Protocols of the process group and the expert shards that the lockstep uses."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ from engine_svc.data_parallel.wave import Vote
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of one generation meet, and as which of them this engine comes."""
+    """Where the ranks of one generation meet, and this engine's rank among them."""
 
     generation: int
     rank: int
     size: int
     master_address: str  # host of rank 0
-    store_port: int  # of the store that rank 0 holds
+    store_port: int  # of the store of rank 0
 
 
 class RankGroup(Protocol):
-    """The ranks of one generation. Whatever cannot be done because another rank is gone raises PeersLost."""
+    """The ranks of one generation. Calls that fail because another rank is gone raise PeersLost."""
 
     meeting: Meeting
 
     def count(self, vote: Vote) -> Vote:
-        """The verdict of all ranks' votes; waits for the slowest. Never called by two threads at once."""
+        """The result of all ranks' votes; waits for the slowest. Never called by two threads at once."""
         ...
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank says, in order; all say equally many. As `count`, and never beside it."""
+        """The numbers of each rank, in order of rank; all give equally many. Never called beside `count`."""
         ...
 
     def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Tell that this rank has resumed, with these weights; one of both is called, in any thread.
+        """Announce that this rank has resumed, with these weights. One callback is called, in any thread.
 
-        done: all have, with the same ones.  lost: one is gone, or has others.
+        done: all ranks have resumed with the same weights.  lost: one is gone, or has others.
         """
         ...
 
     def close(self) -> None:
-        """Leave: the others notice at once, and every wait here for them ends. For any thread."""
+        """Leave the group, which ends all waits, here and at the other ranks. For any thread."""
         ...
 
 
 class RankGroups(Protocol):
-    """Makes process groups, one after the other, in one process.
+    """Forms process groups, one after the other, in one process.
 
-    host: where others reach the store of this engine.  store_port: its port.
+    host, store_port: the address of this engine's store.
     """
 
     host: str
     store_port: int
 
     def form(self, meeting: Meeting) -> RankGroup:
-        """Meet the others; the model exchanges tensors through this group from now on. Raises PeersLost.
+        """Form a group; from now on the model exchanges tensors through it. Raises PeersLost.
 
-        For a thread of its own, while no step is in flight and none can be launched.
+        For its own thread, while no step is in flight and none can be launched.
         """
         ...
 
 
 class ExpertShards(Protocol):
-    """Which of the model's experts this engine holds."""
+    """The part of the model's experts that this engine holds."""
 
-    num_bytes: int  # of those that are held now
+    num_bytes: int  # of the present experts
 
     def prepare(self, rank: int, size: int, *, may_release: bool = False) -> None:
-        """Load what this rank of so many is to hold beside what is held now. For a thread of its own.
+        """Load the experts of this rank beside the present ones. For its own thread.
 
-        Raises ValueError or OSError, and holds what it held. may_release: nothing runs with that before
-        something was prepared and adopted, so that it may be given up where memory is short.
+        Raises ValueError or OSError, and then changes nothing. may_release: nothing runs with the present
+        experts before others are adopted, so that they may be released if memory is short.
         """
         ...
 
     def adopt(self) -> None:
-        """Hold what was prepared last, and forget the rest. For the engine thread, with no step in flight."""
+        """Replace the experts by those prepared last. For the engine thread, with no step in flight."""
         ...
 
     def forget(self) -> None:
-        """Give up what was prepared and not adopted. For the thread that prepares."""
+        """Drop what was prepared and not adopted. For the thread that prepares."""
         ...

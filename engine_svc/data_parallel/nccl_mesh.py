@@ -1,7 +1,7 @@
 """Messages between the GPUs of a group, through NCCL; numbers go between the processes. Knows no model.
 
-A GPU waits for others by itself, and nobody on its machine notices that one of them is gone. So a thread
-waits for each of the other processes, and has NCCL give up when one is.
+A GPU waits for others without its process, which cannot detect that one of them is gone. So a thread waits
+for the end of each other process, and then aborts NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Numbers(Protocol):
 
 
 class _Nccl(Protocol):
-    """What is used of torch's group, whose own annotations leave it out."""
+    """The methods used of torch's group, which its own annotations lack."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...
 
@@ -50,11 +50,11 @@ class _Nccl(Protocol):
 
 
 class NcclMesh:
-    """The connections of one GPU. `numbers` are those of its process, which are closed with it.
+    """The connections of one GPU. `numbers` are those of its process, which are closed together with it.
 
-    Raises PeersLost, and leaves nothing open, where another process ends before the GPUs are connected.
-    What `gather` and `hand_back` return is there when the device comes to it; only after `check`, behind the
-    device's end of a step, is it certain to be whole.
+    Raises PeersLost, and leaves nothing open, if another process ends before the GPUs are connected.
+    The results of `gather` and `hand_back` are computed asynchronously on the device. They are complete only
+    if `check`, called after the device has finished the step, does not raise.
     """
 
     def __init__(
@@ -70,53 +70,52 @@ class NcclMesh:
         self._numbers = numbers
         self._is_closed = threading.Event()
         self._group = (make_group or _make_group)(store, self.rank, self.size, timeout_s)
-        # NCCL waits for who does not connect, and only a watcher has it give up before its time.
+        # NCCL waits for ranks that do not connect; only a watcher makes it abort before its timeout.
         for rank in range(self.size):
             if rank != self.rank:
                 threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
         try:
-            # The communicator is made now, while the ranks are known to be there.
+            # The communicator is made now, while all ranks are known to be running.
             self._group.eager_connect_single_device(device)
         except RuntimeError as error:
             self.close()
             raise PeersLost(f"the GPUs of a group do not reach each other: {error}") from error
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """See Mesh.swap_numbers; in the host's memory, so that nobody waits for a device."""
+        """See Mesh.swap_numbers; in the host's memory, without waiting for a device."""
         return self._numbers.swap_numbers(numbers)
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See Mesh.gather."""
-        # To each rank the same rows: sizes differ, which an all-gather of NCCL does not allow.
+        # The same rows to each rank: sizes differ, which NCCL's all-gather does not support.
         sent = own.repeat(self.size, 1)
-        room = own.new_empty(sum(sizes), own.shape[1])
-        self._all_to_all(room, sent, list(sizes), [own.shape[0]] * self.size)
-        return room
+        gathered = own.new_empty(sum(sizes), own.shape[1])
+        self._all_to_all(gathered, sent, list(sizes), [own.shape[0]] * self.size)
+        return gathered
 
     def hand_back(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See Mesh.hand_back."""
         own = sizes[self.rank]
-        room = rows.new_empty(self.size * own, rows.shape[1])
-        self._all_to_all(room, rows.contiguous(), [own] * self.size, list(sizes))
-        return room.view(self.size, own, rows.shape[1])
+        received = rows.new_empty(self.size * own, rows.shape[1])
+        self._all_to_all(received, rows.contiguous(), [own] * self.size, list(sizes))
+        return received.view(self.size, own, rows.shape[1])
 
     def check(self) -> None:
-        """See Mesh.check."""
         if self._is_closed.is_set():
             raise PeersLost("another rank was lost while the GPUs exchanged tensors")
 
     def close(self) -> None:
-        """See Mesh.close."""
         if not self._is_closed.is_set():
             self._is_closed.set()
             self._group.abort()
         self._numbers.close()
 
-    def _all_to_all(self, room: Tensor, sent: Tensor, received: list[int], given: list[int]) -> None:
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> None:
         self.check()
         try:
-            # The device waits, the thread does not.
-            self._group.alltoall_base(room, sent, received, given, AllToAllOptions()).wait()
+            # Makes the device wait, not the thread.
+            options = AllToAllOptions()
+            self._group.alltoall_base(received, sent, received_sizes, sent_sizes, options).wait()
         except RuntimeError as error:
             self.close()
             raise PeersLost(f"the GPUs of a group no longer reach each other: {error}") from error
@@ -127,7 +126,7 @@ class NcclMesh:
 
 
 def _make_group(store: Store, rank: int, size: int, timeout_s: float) -> _Nccl:
-    # Here and not above: builds of torch for CPUs lack it.
+    # Imported here, as CPU builds of torch lack it.
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

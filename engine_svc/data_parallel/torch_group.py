@@ -1,15 +1,10 @@
 """The process groups of a lockstep engine, one after the other in one process. Knows no requests.
 
-How an engine's builder is to put them together, where the experts of a model are divided over engines:
-
-    side = build_runner(config, progress)  # loads this engine's share of the experts
-    side.lockstep.groups  # ProcessRankGroups, the RankGroups of the engine's lockstep
-    side.lockstep.experts  # HeldExperts, its ExpertShards
-
-When a generation is prepared, `experts.prepare(rank, size)`; when it is committed, with no step in flight,
+How the lockstep uses them, if a model's experts are divided over engines:
+when a generation is prepared, `experts.prepare(rank, size)`; when it is committed, with no step in flight,
 `experts.adopt()` and `groups.form(meeting)`, in either order; when a rank is lost, or this one leaves,
-`group.close()`, which any thread may call, also while the model waits inside a step. At the end, with no
-group open any more, `groups.close()`.
+`group.close()`, which any thread may call, also while the model waits inside a step. At the end, when no
+group is open, `groups.close()`.
 """
 
 from __future__ import annotations
@@ -32,14 +27,14 @@ from engine_svc.data_parallel.wave import Vote
 from engine_svc.model.expert_exchange import GroupExchange, Mesh
 
 _MAX_WAITING_CONNECTIONS = 128
-_SIGNAL_PREFIX = "doorbell"
+_SIGNAL_PREFIX = "wake-signal"
 
 
 class ProcessRankGroups:
-    """The RankGroups of an engine. Holds a store for as long as it lives: ranks meet at that of their first.
+    """The RankGroups of an engine. It has a store until it is closed; ranks meet at the store of rank 0.
 
-    host: by which name or address the others reach this machine; listen: the address to bind, host if unset.
-    timeout_s: how long another rank may take, to come, to answer, or to compute its part of a layer.
+    host: name or address of this machine for the others.  listen: the address to bind, host if unset.
+    timeout_s: how long another rank may take to connect, to answer, or to compute its part of a layer.
     """
 
     def __init__(
@@ -67,10 +62,10 @@ class ProcessRankGroups:
         )
 
     def form(self, meeting: Meeting) -> ProcessRankGroup:
-        """See RankGroups.form. A meeting that fails is over: the next one has to be of another generation."""
+        """See RankGroups.form. After a failure the next meeting has to be of another generation."""
         made: list[Mesh] = []
         try:
-            # A connection of its own: who waits at one keeps it from everybody else.
+            # A separate connection, as a wait blocks all other uses of its connection.
             store = reach_store(meeting.master_address, meeting.store_port, self._timeout_s)
             votes = self._mesh(meeting, "votes", store)
             made.append(votes)
@@ -81,9 +76,9 @@ class ProcessRankGroups:
                 prefix = PrefixStore(f"{_store_prefix(meeting)}/nccl", store)
                 tensors = NcclMesh(prefix, numbers, self._device, self._timeout_s)
                 made.append(tensors)
-            # Whoever has heard this from all knows that none looks for another one any more.
+            # After this swap every rank has connected, so the keys in the store are not needed any more.
             numbers.swap_numbers((meeting.generation,))
-        # Addresses and numbers come from others: what can be none is one of them that is not to be met.
+        # Addresses and numbers come from other ranks: an invalid one means that the rank cannot be reached.
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             for mesh in made:
                 mesh.close()
@@ -104,14 +99,14 @@ class ProcessRankGroups:
         )
 
     def close(self) -> None:
-        """Close the store. Groups that were formed there stay."""
+        """Close the store. Formed groups stay open."""
         self._store = None
 
     def _forget(self, meeting: Meeting) -> None:
-        """Take out of this engine's store what ranks have told each other of where they are."""
+        """Delete the addresses of ranks and old wake signals from this engine's store."""
         if meeting.rank or self._store is None:
             return
-        # What stays is little, and belongs to a generation that nobody meets in again.
+        # If this fails, a few keys of a generation that is not used again remain.
         with contextlib.suppress(RuntimeError):
             for key in self._store.list_keys():
                 is_stale_signal = key.startswith(_SIGNAL_PREFIX) and not key.startswith(
@@ -132,11 +127,9 @@ class ProcessRankGroup:
         exchange.enter(tensors)
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """See RankGroup.swap_numbers."""
         return self._votes.swap_numbers(numbers)
 
     def count(self, vote: Vote) -> Vote:
-        """See RankGroup.count."""
         all_numbers = self._votes.swap_numbers((vote.wave, vote.has_work, vote.is_pausing, vote.generation))
         return Vote.count(
             [
@@ -146,7 +139,6 @@ class ProcessRankGroup:
         )
 
     def when_all_resumed(self, weights: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
-        """See RankGroup.when_all_resumed."""
         others = [rank for rank in range(self.meeting.size) if rank != self.meeting.rank]
         resuming = _Resuming(len(others), done, lost)
 
@@ -160,19 +152,18 @@ class ProcessRankGroup:
             else:
                 resuming.fail()
 
-        # One each: who waits for one rank does not notice that another one is gone.
+        # One thread per rank: a wait for one rank does not end when another one is gone.
         for rank in others:
             threading.Thread(target=wait_for, args=(rank,), name=f"resuming-{rank}", daemon=True).start()
 
     def close(self) -> None:
-        """See RankGroup.close."""
         self._exchange.leave(self.tensors)
         self.tensors.close()
         self._votes.close()
 
 
 class _Resuming:
-    """Who is waited for; one of both is called, once, in the thread that has the last word."""
+    """Counts the ranks that have resumed; calls `done` or `lost` once, in the thread that decides it."""
 
     def __init__(self, num_missing: int, done: Callable[[], None], lost: Callable[[], None]) -> None:
         self._num_missing = num_missing
@@ -182,13 +173,11 @@ class _Resuming:
         self._notify_if_done()
 
     def arrive(self) -> None:
-        """One has come."""
         with self._lock:
             self._num_missing -= 1
         self._notify_if_done()
 
     def fail(self) -> None:
-        """One will not come."""
         if self._claim_completion(True):
             self._lost()
 
@@ -204,17 +193,17 @@ class _Resuming:
 
 
 def signal_prefix(meeting: Meeting) -> str:
-    """The part of a store in which ranks of a generation leave word of their waves."""
+    """Key prefix of the wake signals of a generation."""
     return f"{_SIGNAL_PREFIX}-{meeting.generation}"
 
 
 def _store_prefix(meeting: Meeting) -> str:
-    """The part of a store in which the ranks of a generation meet."""
+    """Key prefix of the addresses of a generation's ranks."""
     return f"generation-{meeting.generation}"
 
 
 def _listener(address: str) -> socket.socket:
-    """A socket at a port that the kernel chooses."""
+    """A listening socket at a port that the kernel chooses."""
     family, kind, protocol, _, socket_address = socket.getaddrinfo(
         address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -229,8 +218,8 @@ def _listener(address: str) -> socket.socket:
 
 
 def reach_store(address: str, port: int, timeout_s: float) -> Store:
-    """A connection of one's own to a store that another rank holds. RuntimeError or OSError if it is gone."""
-    # A store is there as long as its process: the client of torch would wait, twice, for one to come.
+    """A new connection to the store of another rank. Raises RuntimeError or OSError if it is gone."""
+    # A store exists as long as its process. Torch's client would wait for a missing one, twice.
     with socket.create_connection((address, port), timeout_s):
         pass
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # It is there.

@@ -1,7 +1,7 @@
-"""How a rank tells the others of a wave where no coordinator does: a word left in the store of rank 0.
+"""Starts waves on other ranks without the coordinator, by a key in the store of rank 0.
 
-A thread of its own looks there while its rank stands between two waves, and rings while it asks for one.
-Knows no process group and no machine.
+Its thread polls the store while its rank is between two waves, and sets the key while its rank asks for one.
+Knows no process group and no wave machine.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-# So long the coordinator, where there is one, has to let the others join.
+# How long the coordinator, if there is one, has to start the wave on the other ranks.
 SIGNAL_AFTER_S = 0.5
-# How often a rank listens: with a coordinator it will not hear anything for as long as that.
-_LISTEN_S = 0.25
-_LISTEN_ALONE_S = 0.05
+# Poll interval: with a coordinator, signals are sent only after SIGNAL_AFTER_S.
+_POLL_S = 0.25
+_POLL_ALONE_S = 0.05
 # After the store could not be reached.
 _RETRY_S = 1.0
 
 
 class SignalStore(Protocol):
-    """A connection to the store. Each of these raises RuntimeError or OSError where the store is gone."""
+    """A connection to the store. Both methods raise RuntimeError or OSError if the store is gone."""
 
     def signal(self, wave: int) -> None:
-        """Leave word that a rank waits in this wave."""
+        """Set the key of a wave in which this rank waits."""
         ...
 
-    def is_signaled(self, wave: int) -> bool:
-        """Whether one does."""
-        ...
+    def is_signaled(self, wave: int) -> bool: ...
 
 
 class WakeSignal:
-    """Rings and listens for one rank. `move` may be called by any thread.
+    """Sends and receives wake signals for one rank. `move` may be called by any thread.
 
-    connect: reaches the store of a meeting.  on_signal: told of a wave that another rank waits in, in the
-    doorbell's thread.  has_coordinator: whether one is there to tell the others.
+    connect: connects to the store of a meeting.
+    on_signal: called, in the thread of this object, with a wave in which another rank waits.
+    has_coordinator: whether a coordinator starts waves on other ranks.
     """
 
     def __init__(
@@ -65,37 +64,35 @@ class WakeSignal:
         self._rank_status = RankStatus()
         self._meeting: Meeting | None = None
         self._asks_since: float | None = None
-        self._signaled: tuple[int, int] = (0, 0)  # generation and wave that this rank has rung for last
+        self._signaled: tuple[int, int] = (0, 0)  # generation and wave of the last signal sent
         self._received: tuple[int, int] = (0, 0)
         self._signal_store: tuple[Meeting, SignalStore] | None = None  # of the thread
         self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="doorbell", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wake-signal", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
         self._thread.start()
 
     def move(self, rank_status: RankStatus, meeting: Meeting | None) -> None:
-        """The rank stands there now, in the group of that meeting."""
+        """Set the rank's status, and the meeting of its group."""
         with self._changed:
             if not rank_status.asks:
                 self._asks_since = None
             elif not self._rank_status.asks or rank_status.wave != self._rank_status.wave:
                 self._asks_since = self._clock.now()
             if rank_status.state is not LockstepState.PAUSED:
-                # What was heard before may have been refused, and nobody rings twice for a wave.
+                # A signal received before may have been refused, and is sent only once per wave.
                 self._received = (0, 0)
             self._rank_status, self._meeting = rank_status, meeting
             self._changed.notify()
 
     def stop(self) -> None:
-        """Listen no more."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until it listens no more; False where it still does."""
+        """Wait for the end of the thread; False if it still runs."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -111,14 +108,15 @@ class WakeSignal:
             try:
                 wait_s = self._turn(rank_status, meeting, asks_since)
             except (RuntimeError, OSError) as error:
-                logger.info("doorbell out of reach", extra={"cause": str(error).partition("\n")[0]})
+                cause = str(error).partition("\n")[0]
+                logger.info("wake signal store unreachable", extra={"cause": cause})
                 self._signal_store = None
                 wait_s = _RETRY_S
 
     def _turn(
         self, rank_status: RankStatus, meeting: Meeting | None, asks_since: float | None
     ) -> float | None:
-        """Ring or listen, as is due. For how long to wait then; None: until the rank moves."""
+        """Send or poll. Returns how long to wait then; None: until the status changes."""
         if meeting is None or meeting.generation != rank_status.generation:
             self._signal_store = None
             return None
@@ -132,19 +130,19 @@ class WakeSignal:
                 if self._rank_status != rank_status:
                     return 0.0
                 self._received = key
-            logger.info("another rank has rung", extra={"wave": rank_status.wave})
+            logger.info("wake signal received", extra={"wave": rank_status.wave})
             self._on_signal(rank_status.wave)
-        return _LISTEN_S if self._has_coordinator() else _LISTEN_ALONE_S
+        return _POLL_S if self._has_coordinator() else _POLL_ALONE_S
 
     def _signal(self, key: tuple[int, int], meeting: Meeting, asks_since: float) -> float | None:
         if self._signaled == key:
             return None
         left_s = asks_since + SIGNAL_AFTER_S - self._clock.now()
         if left_s > 0 and self._has_coordinator():
-            return min(left_s, _LISTEN_ALONE_S)
+            return min(left_s, _POLL_ALONE_S)
         self._reach(meeting).signal(key[1])
         self._signaled = key
-        logger.info("rung for the other ranks", extra={"wave": key[1]})
+        logger.info("wake signal sent", extra={"wave": key[1]})
         return None
 
     def _reach(self, meeting: Meeting) -> SignalStore:
@@ -154,25 +152,24 @@ class WakeSignal:
 
 
 class TorchSignalStore:
-    """A client of the store that rank 0 of a generation holds, with a connection of its own."""
+    """Wake signals as keys in the store of rank 0 of a generation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._signaled = 0  # the wave that this rank has left word of last; 0: of none
+        self._signaled = 0  # the last wave that this rank has signaled; 0: none
 
     def signal(self, wave: int) -> None:
-        """Leave word that a rank waits in this wave, and take back that of the one before: it is over."""
+        """Set the key of a wave, and delete the one of the wave before, which is over."""
         if self._signaled not in (0, wave):
             self._store.delete_key(str(self._signaled))
         self._signaled = wave
         self._store.set(str(wave), "")
 
     def is_signaled(self, wave: int) -> bool:
-        """Whether one does."""
         return self._store.check([str(wave)])
 
 
 def connect_signal_store(meeting: Meeting, timeout_s: float) -> TorchSignalStore:
-    """The bell of the ranks that meet there; RuntimeError or OSError where nobody answers in time."""
+    """Connect to the store of a meeting. Raises RuntimeError or OSError if it does not answer in time."""
     store = reach_store(meeting.master_address, meeting.store_port, timeout_s)
     return TorchSignalStore(PrefixStore(signal_prefix(meeting), store))

@@ -1,8 +1,8 @@
-"""When the ranks of a lockstep group step: one wave after the other. Knows no wire, no tensors and no clock.
+"""State machine of one rank's waves: when the ranks of a group step. Knows no wire, no tensors and no clock.
 
-Ranks that share experts have to launch the same steps, so a rank without requests launches empty ones while
-another one works. A wave is such a time. It begins where a rank has something to do, and ends where all ranks
-together find, in a vote every so many steps, that none has. Nothing is decided by a guess about the others.
+Ranks that share experts have to launch the same steps, so a rank without requests launches empty steps while
+another rank has work. Such a period is a wave. It begins when a rank has work, and ends when all ranks find
+together, in a vote at regular intervals, that none has. No rank decides by assumptions about the others.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from service_kit.errors import InvalidTransition
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank has to say, and in the same form what all of them have."""
+    """The vote of one rank, or the verdict of all ranks."""
 
     wave: int
-    has_work: bool  # of all: whether any has
-    is_pausing: bool  # of all: whether all are
-    generation: int  # the newest one that is ready to be changed to; of all: the oldest of these
+    has_work: bool  # in a verdict: whether any rank has
+    is_pausing: bool  # in a verdict: whether all ranks are
+    generation: int  # the newest that the rank is ready to change to; in a verdict: the oldest of these
 
     @staticmethod
     def count(votes: Sequence[Vote]) -> Vote:
-        """The verdict of these votes, one of each rank."""
+        """The verdict of the votes of all ranks."""
         return Vote(
             wave=max(vote.wave for vote in votes),
             has_work=any(vote.has_work for vote in votes),
@@ -41,10 +41,10 @@ VOTE_INTERVAL = 32
 class LockstepState(Enum):
     """Whether this rank steps with the others."""
 
-    APART = "apart"  # in no process group: none was formed yet, a rank was lost, or the ranks change over
+    APART = "apart"  # in no process group: not formed yet, a rank was lost, or the generation changes
     PAUSED = "paused"  # between two waves
     RUNNING = "running"  # in a wave
-    QUIET = "quiet"  # all ranks have agreed to stand still until all of them resume
+    QUIET = "quiet"  # all ranks have agreed to pause until all of them resume
 
 
 _TRANSITIONS: dict[LockstepState, frozenset[LockstepState]] = {
@@ -56,10 +56,10 @@ _TRANSITIONS: dict[LockstepState, frozenset[LockstepState]] = {
 
 
 class WaveMachine:
-    """One rank's part in the waves of its group. Belongs to the engine thread.
+    """The waves of one rank. Belongs to the engine thread.
 
-    The loop asks `may_step` before it plans a step, and calls `on_step_launched` for it. Where that returns a
-    vote, the loop casts it; the verdict of all ranks comes back by `take` before anything else is launched.
+    The loop checks `may_step` before it plans a step, and calls `on_step_launched` for it. If that returns a
+    vote, it is cast, and the verdict of all ranks is given to `take` before the next launch.
     """
 
     def __init__(self, *, interval: int = VOTE_INTERVAL) -> None:
@@ -67,49 +67,49 @@ class WaveMachine:
         self._state = LockstepState.APART
         self._num_steps = 0  # of this wave
         self._num_in_flight = 0
-        self._num_earlier = 0  # of these, what an earlier wave has left
-        self._start_next = 0  # a wave that was asked for while the one before it ran here
+        self._num_earlier = 0  # of these, steps of an earlier wave
+        self._start_next = 0  # a wave that was started elsewhere while the one before it ran here
         self._is_pausing = False
-        self._has_resumed = False  # since all ranks agreed to stand still
+        self._has_resumed = False  # since all ranks agreed to pause
         self._ready_generation = 0
-        # A vote is wanted though there is nothing to compute: a pause, or another generation.
+        # A vote is needed without work: for a pause, or another generation.
         self._has_news = False
-        self._formed_generation = 0  # the last one that was
+        self._formed_generation = 0  # the last formed one
         self.wave = 1  # the one that runs, or the next
         self.generation = 0  # of the process group; 0: none
-        # This rank is in the wave and does not know yet whether the others are, whoever began it.
+        # This rank is in the wave and does not know yet whether the others are.
         self.asks = False
 
     @property
     def state(self) -> LockstepState:
-        """Where this rank stands; may be read by any thread."""
+        """May be read by any thread."""
         return self._state
 
     @property
     def needs_idle_step(self) -> bool:
-        """Whether this rank has to take part in a step even without requests of its own."""
+        """Whether this rank has to step even without requests of its own."""
         return self._state is LockstepState.RUNNING
 
     @property
     def switch_to(self) -> int:
-        """The generation to be formed now, as this rank is apart and ready for it; 0: none."""
+        """The generation to be formed now, as this rank is in no group and ready for it; 0: none."""
         is_ready = self._state is LockstepState.APART and self._ready_generation > self._formed_generation
         return self._ready_generation if is_ready else 0
 
     def wants_step(self, has_work: bool) -> bool:
-        """What `may_step` would say now; changes nothing."""
+        """What `may_step` would return now; changes nothing."""
         if self._state is LockstepState.PAUSED:
             return has_work or self._has_news
         return self._state is LockstepState.RUNNING
 
     def may_step(self, has_work: bool) -> bool:
-        """Whether a step may be launched now. Begins a wave where this rank has a reason for one."""
+        """Whether a step may be launched now. Begins a wave if this rank has a reason for one."""
         if self._state is LockstepState.PAUSED and self.wants_step(has_work):
             self._begin(self.wave)
         return self._state is LockstepState.RUNNING
 
     def on_step_launched(self, has_work: bool) -> Vote | None:
-        """Note a step. The vote that all ranks owe each other now, every so many steps of a wave."""
+        """Note a step. Returns this rank's vote if one is due, at regular intervals of a wave."""
         self._num_steps += 1
         self._num_in_flight += 1
         if self._num_steps % self._interval:
@@ -126,7 +126,7 @@ class WaveMachine:
             self.asks = False
 
     def take(self, verdict: Vote) -> None:
-        """Do what all ranks have found together. Every one of them takes the same verdict."""
+        """Apply the verdict, which is the same for all ranks."""
         self.asks = False
         self.wave = verdict.wave
         if verdict.generation > self.generation:
@@ -138,12 +138,12 @@ class WaveMachine:
                 self._has_resumed = False
                 return
             self._end(LockstepState.PAUSED)
-            # What was asked for while the verdict was under way is for the wave that follows it.
+            # A start that came during the vote is for the wave that follows it.
             if self._start_next >= self.wave:
                 self._begin(self._start_next)
 
     def start(self, wave: int) -> bool:
-        """Join a wave that another rank has begun, or will. False where it is over, or none can run."""
+        """Join a wave that another rank has begun or will begin. False if it is over, or if none can run."""
         if wave < self.wave or self._state in (LockstepState.APART, LockstepState.QUIET):
             return False
         if self._state is LockstepState.RUNNING:
@@ -153,14 +153,14 @@ class WaveMachine:
         return True
 
     def pause(self) -> None:
-        """Let the others know that this rank wants to stand still; they agree where all of them want to."""
+        """Vote for a pause from now on; the ranks agree once all of them do."""
         if not self._is_pausing:
             self._is_pausing = self._has_news = True
 
     def resume(self) -> bool:
-        """Take that back. True where all had agreed: then nobody steps before `all_resumed`.
+        """Stop voting for a pause. True if all had agreed: then no rank steps before `all_resumed`.
 
-        True once for each agreement, however often a rank that waits for the others pauses and resumes.
+        True once per agreement, however often a rank that waits for the others pauses and resumes.
         """
         self._is_pausing = False
         if self._state is not LockstepState.QUIET or self._has_resumed:
@@ -169,25 +169,25 @@ class WaveMachine:
         return True
 
     def all_resumed(self) -> None:
-        """Every rank has resumed since they agreed to stand still."""
+        """Every rank has resumed since they agreed to pause."""
         self._move_to(LockstepState.PAUSED)
         # A rank may have paused again while it waited for the others.
         self._has_news = self._is_pausing or self._ready_generation > self.generation
 
     def get_ready(self, generation: int) -> None:
-        """This rank can change over to another generation, as soon as all ranks of its present one can."""
+        """This rank can change to another generation, as soon as all ranks of its present one can."""
         if generation > self._ready_generation:
             self._ready_generation = generation
             self._has_news = True
 
     def leave_group(self) -> None:
-        """The process group is gone, and with it the wave and what was in flight."""
+        """The process group is gone, and with it the wave and the steps in flight."""
         if self._state is not LockstepState.APART:
             self._end(LockstepState.APART)
         self.generation = self._num_in_flight = 0
 
     def form(self, generation: int, wave: int) -> None:
-        """A process group is there. wave: the greatest of all ranks' numbers, so that none goes back."""
+        """A process group was formed. wave: the greatest of all ranks, so that no rank's number decreases."""
         if wave < self.wave:
             raise InvalidTransition(f"wave {wave} cannot follow wave {self.wave}")
         self._move_to(LockstepState.PAUSED)

@@ -1,4 +1,4 @@
-"""Whether ranks that are about to step together have the same weights. Pure; knows no process group."""
+"""Checks that ranks which are about to step together have the same weights. Knows no process group."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 from engine_svc.core.errors import PeersLost
 from service_kit.errors import FailedPrecondition
 
-# The reason of a rank that has other weights than those it was to step with.
+# The error reason of a rank with other weights than its group.
 WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"
-_NUM_DIGITS = 16  # of a digest in hex: what a message's number holds
+_NUM_DIGITS = 16  # of a digest in hex: 64 bits, the size of a number in a message
 _RANGE = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """What one rank tells the others of its weights."""
+    """What one rank sends to the others about its weights."""
 
     number: int  # `number_of` their digest
-    has_stepped: bool  # in an earlier group, so that it serves requests by them
+    has_stepped: bool  # in an earlier group, so that it serves requests with them
 
 
 def number_of(digest: str) -> int:
-    """The beginning of a digest in hex as a signed number of 64 bits; 0 where there is none."""
+    """The first digits of a hex digest as a signed 64-bit number; 0 if there is none."""
     number = int(digest[:_NUM_DIGITS] or "0", 16)
     return number - _RANGE if number >= _RANGE // 2 else number
 
 
 def text_of(number: int) -> str:
-    """The beginning of the digest that this number stands for."""
+    """The first hex digits of the digest of this number."""
     return f"{number % _RANGE:0{_NUM_DIGITS}x}"
 
 
 def check_weights(ranks: Sequence[RankWeights], own: int) -> None:
-    """Raise where not all have the same: no rank of these steps then.
+    """Raise if not all ranks have the same weights, so that none of them steps.
 
-    FailedPrecondition where rank `own` is odd, else PeersLost. The group's weights are those that most of
-    the ranks have that serve already, or most of all where none does; of equally many the first ones.
+    FailedPrecondition if rank `own` differs from the group's weights, else PeersLost. The group's weights are
+    those of most ranks that serve already, or of most ranks if none does; of equal counts, the first.
     """
     voters = [index for index, rank in enumerate(ranks) if rank.has_stepped] or range(len(ranks))
     counts = Counter(ranks[index].number for index in voters)

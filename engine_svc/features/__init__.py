@@ -1,1 +1,1 @@
-"""What an engine can do beyond its core, one file each; only `build.py` imports them."""
+"""Optional features of an engine, one file each. Only `build/` imports them."""

@@ -1,6 +1,6 @@
-"""Tells what enters and leaves the prefix cache, as one batch a step. Knows no wire and no subscriber.
+"""Publishes what enters and leaves the prefix cache, as one batch per step. Knows no wire and no subscriber.
 
-What a plan changes is told when the next step has been computed; without steps that overlap, that very step.
+Changes of a plan are published when the next step is done; without overlapping steps, when that step is done.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_BATCH_BLOCKS = 8192
 
 
 class KVEvents:
-    """Follows the cache as an observer, and the steps as a hook; `publish` takes each batch.
+    """Observes the cache, and steps as a scheduler hook; calls `publish` with each batch.
 
-    Equal content may stand in several blocks. It is told of once, and its removal when the last of them is
-    evicted, so that the events add up to exactly what can be found.
+    Several blocks may have equal content. Only the first is reported as stored, and only the last as removed,
+    so that the events add up to exactly what is cached.
     """
 
     def __init__(
@@ -31,17 +31,16 @@ class KVEvents:
         self._max_batch_blocks = max_batch_blocks
         self._num_copies: Counter[tuple[bytes, int]] = Counter()  # by hash and group
         self._events: list[KVEvent] = []  # since the last batch
-        self._num_blocks = 0  # that these tell of
+        self._num_blocks = 0  # in these events
         self._num_in_flight = 0  # steps that are planned and not computed yet
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Nothing: what was evicted for it has been told."""
+        pass
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
-        """Nothing: what can be found stays the same."""
+        pass
 
     def on_store(self, stored: StoredBlocks) -> None:
-        """Note the blocks of a run whose content could not be found before."""
         group, copies = stored.group, self._num_copies
         is_new = []
         for block_hash in stored.block_hashes:
@@ -53,7 +52,6 @@ class KVEvents:
                 self._note(part_of(stored, run[0], run[-1] + 1), len(run))
 
     def on_evict(self, block_id: int, block_hash: bytes, group: int) -> None:
-        """Note content that stood in no other block."""
         key = (block_hash, group)
         self._num_copies[key] -= 1
         if self._num_copies[key]:
@@ -67,31 +65,29 @@ class KVEvents:
             self._note(RemovedBlocks([block_hash], group), 1)
 
     def on_clear(self) -> None:
-        """Tell it at once: no step need follow. What was not told yet is of no interest any more."""
+        # Published at once, as no step need follow. It replaces all events that were not published yet.
         self._num_copies.clear()
         self._events = [AllBlocksRemoved()]
         self._num_blocks = 0
         self._flush()
 
     def on_add(self, request: Request) -> None:
-        """Nothing: a request that waits has no blocks."""
+        pass
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Wait for the step."""
         self._num_in_flight += 1
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        """Tell of the step."""
         self._num_in_flight -= 1
         self._flush()
 
     def on_withdraw(self) -> None:
-        """Tell of what the steps did to the cache, and what taking them back did: no step is in flight."""
+        # What the steps did to the cache, and what their rollback did.
         self._num_in_flight = 0
         self._flush()
 
     def on_finish(self, request: Request) -> None:
-        """With no step in flight there may be none any more; then tell what a plan without rows evicted."""
+        # No step may follow: what a plan without rows evicted is published now.
         if not self._num_in_flight:
             self._flush()
 

@@ -1,4 +1,4 @@
-"""A log line for each step: what it computed, and how long that took from plan to tokens."""
+"""Logs each step: what it computed, and the time from its plan to its tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ logger = logging.getLogger(__name__)
 
 
 class LogSteps:
-    """A row of one token, drafts apart, decodes; a longer one is of a prompt, or computes one anew."""
+    """Counts a row of one token, without its drafts, as a decode, and a longer one as a prefill."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # When those in flight began; not in the plan, which goes to ranks as well.
+        # When the steps in flight began. Not an extra of the plan, which is also sent to other ranks.
         self._began_at: deque[float] = deque()
 
     def on_add(self, request: Request) -> None:
-        """Requests have lines of their own elsewhere."""
+        pass
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Note when the step began."""
         self._began_at.append(self._clock.now())
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        """Log the step."""
         began_at = self._began_at.popleft()
         sizes = [
             num_tokens - len(drafts)
@@ -50,8 +48,7 @@ class LogSteps:
         )
 
     def on_withdraw(self) -> None:
-        """A step that fails has no line."""
         self._began_at.clear()
 
     def on_finish(self, request: Request) -> None:
-        """Nor have ends one here."""
+        pass

@@ -1,4 +1,4 @@
-"""The spans of a request, made from its timeline when it ends, outside of any step. Knows no wire."""
+"""Trace spans of a request, made from its timeline when it ends, outside of any step. Knows no wire."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from service_kit.telemetry import context_from
 
 
 class RequestSpans:
-    """Gives every finished request `engine.request` with its children `queue`, `prefill` and `decode`.
+    """Makes the span `engine.request` of each finished request, with children `queue`, `prefill`, `decode`.
 
-    They hang below the context that came with the ADD. `defer` takes the work off the engine thread.
+    The parent is the trace context that came with the request. `defer` runs the work in another thread.
     """
 
     def __init__(
@@ -29,19 +29,18 @@ class RequestSpans:
         self._unix_offset_ns = time.time_ns() - int(clock.now() * 1e9)
 
     def on_add(self, request: Request) -> None:
-        """Nothing: a timeline begins by itself."""
+        pass
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Nothing: the scheduler stamps what happens."""
+        pass
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        """Nothing: the scheduler stamps what happens."""
+        pass
 
     def on_withdraw(self) -> None:
-        """Nothing: the scheduler stamps what happens."""
+        pass
 
     def on_finish(self, request: Request) -> None:
-        """Have the spans made, later; none where no context came with the request."""
         if request.trace_context[0]:
             self._defer(lambda: self._make_spans(request))
 

@@ -1,7 +1,7 @@
-"""Writes down what a scheduler decides, as a case that can be replayed. Knows no wire, clock and tensors.
+"""Records the decisions of a scheduler as a case that can be replayed. Knows no wire, clock and tensors.
 
-In a case events come before a decision, and tokens after it. What happens between a decision and its tokens,
-e.g. an abort during the forward pass, is written as a step of its own, in which the engine is paused and
+In a case, events come before a decision and tokens after it. Events between a decision and its tokens, e.g.
+an abort during the forward pass, are recorded as a step of their own, in which the engine is paused and
 decides nothing.
 """
 
@@ -19,20 +19,20 @@ from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
 
-# A case is read whole to be replayed, so it must not grow for ever.
+# A replay reads the whole case, so its size is limited.
 MAX_STEPS = 100_000
 MAX_CHARACTERS = 1 << 30
-# Events that no step follows, e.g. while the engine is paused, must not pile up either.
+# Limit of events without a step, e.g. while the engine is paused.
 MAX_EVENTS = 10_000
 
 
 class RecordedScheduler:
-    """What the loop and its controls ask of a scheduler; the one inside does it, and it is written down.
+    """A scheduler for the loop and its controls that passes all calls on to another one and records them.
 
-    The recording ends, and the engine goes on, at what the format cannot say: a blocked or resumable request,
-    one with content keys, with output or with parameters unknown to it, a row without a token, a step that
-    failed, a reset of the cache. It also ends after `max_steps` or `max_characters`. What was written up to
-    there replays. Where the file cannot be written, the engine goes on as well.
+    The recording ends, while the engine continues, at anything that the format lacks: a blocked or resumable
+    request, one with content keys, output or unsupported parameters, a row without a token, a failed step, a
+    reset of the cache. It also ends after `max_steps` or `max_characters`. The case up to there can be
+    replayed. The engine also continues if the file cannot be written.
     """
 
     def __init__(
@@ -53,36 +53,31 @@ class RecordedScheduler:
         self._events: list[Fields] = []  # since the last decision
         self._finished: list[str] = []  # since the last decision
         self._pause = PauseState.NONE
-        self._written_pause = PauseState.NONE  # the state in which a replay stands
-        # By step number: the index in the case, and the rows, of which some may end in the meantime.
+        self._written_pause = PauseState.NONE  # the state of a replay at this point
+        # By step number: the index in the case, and the rows, some of which may end in the meantime.
         self._in_flight: dict[int, tuple[int, list[Request]]] = {}
         self._coverage: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        """As the scheduler says."""
         return self._scheduler.has_work
 
     @property
     def running_ids(self) -> list[str]:
-        """As the scheduler says."""
         return self._scheduler.running_ids
 
     @property
     def waiting_ids(self) -> list[str]:
-        """As the scheduler says."""
         return self._scheduler.waiting_ids
 
     def stats(self) -> SchedulerStats:
-        """As the scheduler says."""
         return self._scheduler.stats()
 
     def add(self, request: Request) -> None:
-        """Enter a new request into the queue."""
         self._scheduler.add(request)
         if not self._case.is_open:
             return
-        # Looked at now and not before: who hears of new requests may block them.
+        # Checked afterwards, as hooks may block new requests.
         reason = why_unrecordable(request)
         if reason is not None:
             self._end(reason)
@@ -98,7 +93,6 @@ class RecordedScheduler:
         cause: str = "",
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[RequestOutput]:
-        """End requests from outside."""
         if not self._case.is_open:
             return self._scheduler.abort(request_ids, now, cause, reason)
         num_running = self._scheduler.stats().num_running
@@ -113,28 +107,24 @@ class RecordedScheduler:
         return outputs
 
     def set_pause(self, state: PauseState) -> None:
-        """Hold back everything, only admissions, or nothing."""
         self._scheduler.set_pause(state)
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Forget all cached content."""
         was_reset = self._scheduler.reset_prefix_cache(now, reset_running=reset_running)
         if was_reset or reset_running:
             self._end("a reset of the prefix cache")
         return was_reset
 
     def withdraw(self, now: float) -> None:
-        """Take back the steps in flight, which yield nothing."""
         self._end("a step that failed")
         self._scheduler.withdraw(now)
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these requests run. The recording ended when a step failed."""
+        # Not recorded: the recording ended when a step failed.
         self._scheduler.restrict(only, now, max_num_tokens)
 
     def schedule(self, now: float) -> StepPlan:
-        """Plan the next step."""
         if not self._case.is_open:
             self._forget()
             return self._scheduler.schedule(now)
@@ -153,7 +143,6 @@ class RecordedScheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a plan yielded."""
         if not self._case.is_open or plan.step_number not in self._in_flight:
             return self._scheduler.update(plan, result, now)
         if result.non_finite or result.barred:
@@ -186,7 +175,7 @@ class RecordedScheduler:
         return outputs
 
     def close(self) -> None:
-        """Complete the file, because the engine ends. Events that no decision followed are left out."""
+        """Complete the file, because the engine ends. Events without a following decision are left out."""
         self._end("the engine ended")
 
     def _state(self) -> Fields:
@@ -202,13 +191,13 @@ class RecordedScheduler:
             self._insert_step(self._state())
 
     def _insert_step(self, state: Fields) -> None:
-        """Write what came since the last decision as a step that decides nothing, because all is paused."""
+        """Write the events since the last decision as a step that decides nothing, as if paused."""
         self._begin_step(PauseState.ALL, state, self._as_decision(StepPlan(0), state["free_blocks"]))
 
     def _begin_step(self, pause: PauseState, state: Fields, decision: Fields) -> int | None:
-        """Write a step: the events so far, the state after them, what was decided in this state of pause.
+        """Write a step: the events so far, the state after them, and the decision in this state of pause.
 
-        Returns its index; None where the recording is over.
+        Returns its index; None if the recording is over.
         """
         if self._case.num_steps >= self._max_steps:
             self._end(f"the limit of {self._max_steps} steps")

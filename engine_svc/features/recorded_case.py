@@ -1,8 +1,8 @@
-"""One recorded case: events, decisions and tokens of a scheduler as compressed JSON, and what that can say.
+"""The file format of a recorded case: events, decisions and tokens of a scheduler as compressed JSON.
 
 A case is a configuration and a list of steps. A step is the events before a decision, the state after them,
 the decision, and the tokens, of this step or of earlier ones, that came before the next decision. A scheduler
-of the same configuration decides the same, without a model. Knows no scheduler, only what it says and hears.
+with the same configuration decides the same, without a model. Knows no scheduler, only its input and output.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".json.gz"
 FORMAT = 1
 
-# What JSON can say, by the names of the format.
-Fields = dict[str, object]
+Fields = dict[str, object]  # a JSON object of the format
 
 _POLICIES = ("fcfs", "priority")
-# The least work for the loop; a case still shrinks to a tenth.
+# The lowest level costs the loop least; a case still shrinks to a tenth.
 _COMPRESSION = 1
 
 
 def create_case(path: Path, config: Fields, *, version: str) -> CaseFile:
-    """A new case in a new file. `config` is what `case_config` made, `version` that of the program.
+    """Create a case in a new file. `config` is from `case_config`, `version` is the program's.
 
-    An earlier recording is kept: the new one then has the next free number in its name.
+    An existing file is kept: the new one then gets the next free number in its name.
     """
     stream, created = _create_file(path)
     logger.info("recording decisions", extra={"path": str(created)})
@@ -54,9 +53,9 @@ def create_case(path: Path, config: Fields, *, version: str) -> CaseFile:
 
 
 class CaseFile:
-    """One case as compressed JSON, written as it comes. An error of the disk ends it, not the engine.
+    """One case as compressed JSON, written step by step. A disk error ends the recording, not the engine.
 
-    The fields that are known last come last: coverage, and why the recording ended.
+    Fields known at the end are written last: coverage, and why the recording ended.
     """
 
     def __init__(self, stream: BinaryIO, head: Fields) -> None:
@@ -69,7 +68,7 @@ class CaseFile:
         self._write(json.dumps(head)[:-1] + ', "steps": [')
 
     def begin_step(self, step: Fields) -> int | None:
-        """Write a step up to its updates; returns its index, None where that failed."""
+        """Write a step up to its updates; returns its index, None if that failed."""
         end_of_last = "]},\n" if self.num_steps else "\n"
         if not self._write(end_of_last + json.dumps(step)[:-1] + ', "updates": ['):
             return None
@@ -78,7 +77,7 @@ class CaseFile:
         return self.num_steps - 1
 
     def add_update(self, update: Fields) -> None:
-        """Write an update of the step that was begun last."""
+        """Write an update of the last step."""
         self._write((", " if self._has_updates else "") + json.dumps(update))
         self._has_updates = True
 
@@ -114,13 +113,13 @@ class CaseFile:
 def case_config(
     scheduler: SchedulerConfig, cache: CacheConfig, policy: str, *, has_budgets: bool = False
 ) -> Fields:
-    """The configuration as the format says it. ValueError for what it has no words for."""
+    """The configuration in the format of a case. Raises ValueError if the format does not support it."""
     if policy not in _POLICIES:
         raise ValueError(
             f"decisions of policy {policy} cannot be recorded, only those of {', '.join(_POLICIES)}"
         )
     if has_budgets:
-        raise ValueError("decisions cannot be recorded where a step spends more than tokens and blocks")
+        raise ValueError("decisions cannot be recorded with budgets besides tokens and blocks")
     return {
         "block_size": min(kind.block_size for kind in cache.groups),
         "num_gpu_blocks": cache.num_blocks,
@@ -142,7 +141,7 @@ def case_config(
 
 
 def why_unrecordable(request: Request) -> str | None:
-    """What the format cannot say of a request; None: it can say all that a scheduler looks at."""
+    """What the format does not support of a request; None: it has all that a scheduler reads."""
     for is_there, words in (
         (bool(request.blockers), "a blocked request"),
         (request.is_resumable, "a resumable request"),
@@ -153,7 +152,7 @@ def why_unrecordable(request: Request) -> str | None:
         if is_there:
             return words
     sampling = request.sampling
-    # What is chosen by these is in the case: the tokens. All others are in the format, or must not be there.
+    # The effect of these is recorded as tokens, or they are in the format. All others must have defaults.
     recorded = SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -172,7 +171,7 @@ def why_unrecordable(request: Request) -> str | None:
 
 
 def as_request(request: Request) -> Fields:
-    """A request as it came. Its prompt is not copied: no output may come before this is written."""
+    """A new request. Its prompt is not copied: this has to be written before the first output."""
     sampling = request.sampling
     return {
         "id": request.request_id,
@@ -190,7 +189,7 @@ def as_request(request: Request) -> Fields:
 
 
 def as_output(output: RequestOutput) -> Fields:
-    """What a request got of a step."""
+    """The output of a step for one request."""
     reason = output.finish_reason
     described: Fields = {
         "id": output.request_id,

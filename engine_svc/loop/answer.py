@@ -1,4 +1,4 @@
-"""How work in the engine thread is answered to who waits for it elsewhere. Knows no wire."""
+"""Resolves futures of other threads with the results of work in the engine thread. Knows no wire."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 class EngineBroken(RuntimeError):
-    """What was asked for has left an engine that cannot go on: its loop has to end."""
+    """A call has left the engine in a state that it cannot continue from: its loop has to end."""
 
 
 def give(answer: Future[T], work: Callable[[], T]) -> None:
-    """Do `work` for who waits for `answer`, unless he has given up; errors are his as well.
+    """Run `work` and resolve `answer` with its result or exception; skip it if the future was cancelled.
 
-    EngineBroken alone is also raised here, where it ends the loop.
+    EngineBroken is also raised here, so that it ends the loop.
     """
     if not answer.set_running_or_notify_cancel():
         return
     try:
         result = work()
     except EngineBroken as error:
-        answer.set_exception(Internal("the engine cannot go on, and ends"))
+        answer.set_exception(Internal("the engine has failed and ends"))
         raise error
-    except Exception as error:  # noqa: BLE001  Whatever it is, it belongs to who waits for the answer.
+    except Exception as error:  # noqa: BLE001  Every error is the result of the call.
         clear_frames(error)
         answer.set_exception(error)
     else:

@@ -1,6 +1,6 @@
-"""What operators may ask of a loaded engine, in the engine thread: pause, sleep, caches, weights, profiles.
+"""Operator calls on a loaded engine, in the engine thread: pause, sleep, caches, weights, profiles.
 
-Knows no wire. `serve` is the way in: it lets the steps in flight come to their end first.
+Knows no wire. Calls come through `serve`, which waits for the steps in flight first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ class ControlledLoop(Protocol):
     """The engine's loop."""
 
     def settle(self) -> None:
-        """Wait for the steps in flight, and publish them."""
+        """Wait for the steps in flight and publish their outputs."""
         ...
 
-    def abort(self, request_ids: Iterable[str], cause: str) -> None:
-        """End requests, and tell who sent them."""
-        ...
+    def abort(self, request_ids: Iterable[str], cause: str) -> None: ...
 
     def when_idle(self, call: Callable[[], None]) -> None:
         """Call it once, as soon as nothing can be computed."""
@@ -44,82 +42,64 @@ class ControlledLoop(Protocol):
 
 
 class ControlledScheduler(Protocol):
-    """Who decides what runs."""
+    """The engine's scheduler."""
 
     @property
-    def running_ids(self) -> list[str]:
-        """Requests that hold a row."""
-        ...
+    def running_ids(self) -> list[str]: ...
 
     @property
-    def waiting_ids(self) -> list[str]:
-        """Requests that do not yet, or not any more."""
-        ...
+    def waiting_ids(self) -> list[str]: ...
 
-    def set_pause(self, state: PauseState) -> None:
-        """Hold back everything, only admissions, or nothing."""
-        ...
+    def set_pause(self, state: PauseState) -> None: ...
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Forget all cached content; False where requests hold blocks."""
+        """Forget all cached content; False if requests hold blocks."""
         ...
 
 
 class ControlledLockstep(Protocol):
-    """How the engine keeps step with others that share its model."""
+    """The lockstep with other engines that share the model."""
 
     def check_quiet(self, *, or_apart: bool = False) -> None:
-        """Raise FailedPrecondition, with the reason, while they may step with what this engine holds.
+        """Raise FailedPrecondition, with the reason, while the ranks may step with this engine's model.
 
-        or_apart: what is to be done is over before an engine that is in no group can be in one.
+        or_apart: also return if this engine is in no group, as the call ends before it can be in one.
         """
         ...
 
-    def pause(self) -> None:
-        """The requests of this engine stand still."""
-        ...
+    def pause(self) -> None: ...
 
-    def resume(self) -> None:
-        """They go on."""
-        ...
+    def resume(self) -> None: ...
 
 
 class ControlledRunners(Protocol):
-    """All ranks of the engine. Each of these raises Refused, and changes nothing, where it cannot be.
+    """All ranks of the engine. A method that is refused raises Refused and changes nothing.
 
-    Of a wake that is refused, the next one does what is left.
+    A refused wake may have been done in part; the next one does the rest.
     """
 
-    def sleep(self, level: int) -> None:
-        """Give memory back."""
-        ...
+    def sleep(self, level: int) -> None: ...
 
-    def wake(self, tags: Collection[WakeTag]) -> None:
-        """Take it again."""
-        ...
+    def wake(self, tags: Collection[WakeTag]) -> None: ...
 
     def reload_weights(self, folder: Path | None) -> str:
-        """Put other weights in place; their digest. WeightsLost where there are none any more."""
+        """Replace the weights; returns their digest. Raises WeightsLost if the old ones are gone too."""
         ...
 
-    def start_profile(self, folder: Path, prefix: str) -> Sequence[Path]:
-        """Record what steps do from now on."""
-        ...
+    def start_profile(self, folder: Path, prefix: str) -> Sequence[Path]: ...
 
-    def stop_profile(self) -> Sequence[Path]:
-        """End that, and write the files."""
-        ...
+    def stop_profile(self) -> Sequence[Path]: ...
 
     def num_bytes_in_use(self) -> Sequence[int]:
-        """Memory that each rank holds on its device."""
+        """Memory that each rank uses on its device."""
         ...
 
 
 class EngineControls:
     """One engine's controls. Its state belongs to the engine thread; `pause_controller` publishes some of it.
 
-    weights_folder: where the present weights are from.  profile_dir: where profiles go, None: nowhere.
-    on_weights: told of the folder and the digest of weights that took the place of those before.
+    weights_folder: the source of the present weights.  profile_dir: the folder for profiles, None: disabled.
+    on_weights: called with folder and digest when the weights were replaced.
     """
 
     def __init__(
@@ -149,28 +129,28 @@ class EngineControls:
 
     @property
     def weight_version(self) -> str:
-        """What an operator calls the weights; may be read by any thread."""
+        """The operator's name for the weights; may be read by any thread."""
         return self._weight_version
 
     def serve(self, work: Callable[[], None]) -> None:
-        """Do `work`, which takes its own errors, with no step in flight; those of a step are the loop's."""
+        """Run `work` with no step in flight. It handles its own errors; those of steps go to the loop."""
         self._loop.settle()
         work()
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """Forget what is cached. Running requests prevent it, or lose their blocks and compute anew."""
+        """Clear the prefix cache. Requests with blocks prevent it, or are preempted with `reset_running`."""
         if not self._scheduler.reset_prefix_cache(self._clock.now(), reset_running=reset_running):
             num_running = len(self._scheduler.running_ids)
             raise FailedPrecondition(
-                f"requests hold blocks, {num_running} of them run: wait, or ask for reset_running",
+                f"requests hold KV blocks, {num_running} of them run: wait, or set reset_running",
                 reason="CACHE_IN_USE",
             )
 
     def start_profile(self, prefix: str) -> None:
-        """Begin to record steps, for a file whose name begins so; empty: with the engine's own name."""
+        """Begin to record steps into files with this prefix; empty: the engine's own."""
         if self._profile_dir is None:
             raise FailedPrecondition(
-                "profiles have no place to go: start the engine with --profile-dir", reason="NO_PROFILE_DIR"
+                "profiling is disabled: start the engine with --profile-dir", reason="NO_PROFILE_DIR"
             )
         if len(prefix) > _MAX_PREFIX_CHARACTERS or not prefix.isprintable() or prefix != Path(prefix).name:
             raise InvalidArgument(
@@ -183,25 +163,24 @@ class EngineControls:
         logger.info("profile begun", extra={"files": [str(file) for file in files]})
 
     def stop_profile(self) -> None:
-        """End the recording and write its files, one a rank."""
-        # This takes seconds, for which no other rank would wait in a step.
+        """Stop recording and write the files, one per rank."""
+        # This takes seconds, longer than another rank would wait in a step.
         self._held.lockstep.check_quiet(or_apart=True)
         with _refusals():
             self._runners.stop_profile()
 
     def set_weight_version(self, version: str) -> None:
-        """Call the weights so from now on."""
         self._weight_version = version
 
     def update_weights(self, folder: Path | None, version: str) -> None:
-        """Put the weights of `folder`, None: those of the same one again, in place of the present ones.
+        """Replace the weights by those of `folder`; None: load the present folder again.
 
-        Nothing may run, or all has to be held: then what is held computes its tokens anew, by the new ones. A
-        refusal leaves the old ones, and no cache. One with the reason WEIGHTS_LOST leaves none, and what an
-        error that nobody has foreseen leaves is not known: the engine sleeps then, until it is woken, which
-        can be as soon as its folder can be loaded again, or until it is updated from another.
+        No request may run, or all have to be paused; paused requests then compute their tokens anew with the
+        new weights. A refusal keeps the old weights and leaves the prefix cache empty. With the reason
+        WEIGHTS_LOST no weights are left, and after an unexpected error their state is unknown. The engine
+        then sleeps until it is woken, which needs a folder that can be loaded, or updated from another.
         """
-        # Ranks that meet compare their weights.
+        # Ranks compare their weights when they form a group.
         self._held.lockstep.check_quiet(or_apart=True)
         is_going = self.pause_controller.state in (RunState.RUNNING, RunState.PAUSING)
         num_running = len(self._scheduler.running_ids)
@@ -218,7 +197,7 @@ class EngineControls:
         self._on_weights(self._weights_folder, digest)
 
     def num_bytes_in_use(self) -> list[int]:
-        """Memory that each rank holds on its device, in bytes."""
+        """Memory that each rank uses on its device, in bytes."""
         with _refusals():
             return list(self._runners.num_bytes_in_use())
 
@@ -232,19 +211,19 @@ class EngineControls:
             self.pause_controller.note_away((Part.WEIGHTS,))
             logger.error("weights lost", extra={"cause": str(error)})
             raise FailedPrecondition(
-                "the engine has no weights and sleeps: make its folder as it was and wake it, or update its "
-                f"weights from one that can be loaded: {error}",
+                "the engine has no weights and is asleep: restore its model folder and wake it, or update "
+                f"its weights from a folder that can be loaded: {error}",
                 reason="WEIGHTS_LOST",
             ) from error
         except Exception:
-            # What an error that nobody has foreseen leaves on the device is not known.
+            # After an unexpected error the state of the device is unknown.
             self.pause_controller.note_away((Part.WEIGHTS,))
             raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Loop and scheduler as the standstill sees them."""
+    """Loop and scheduler as the pause controller needs them."""
 
     loop: ControlledLoop
     scheduler: ControlledScheduler
@@ -263,7 +242,7 @@ class _Held:
         if state is PauseState.ALL:
             self.lockstep.pause()
         else:
-            # Who lets running requests end has to step as well.
+            # Running requests still have to finish, so this rank has to step.
             self.lockstep.resume()
 
     def abort_all(self) -> None:
@@ -278,7 +257,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Sleeper:
-    """The ranks as the standstill sees them."""
+    """The ranks as the pause controller needs them."""
 
     runners: ControlledRunners
 
@@ -293,7 +272,7 @@ class _Sleeper:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns what ranks say into what operators are told, and what no engine survives into its end."""
+    """Translates refusals of ranks into errors for the caller, and fatal errors into EngineBroken."""
     try:
         yield
     except Refused as error:

@@ -27,7 +27,7 @@ from engine_svc.loop.mailbox import (
     StatsSnapshot,
     Stop,
 )
-from engine_svc.loop.output_router import Routes
+from engine_svc.loop.output_router import OutputRouter
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.step_output import LogprobDeltas, StepOutput
 from engine_svc.loop.step_time import StepTimeEstimator
@@ -35,13 +35,13 @@ from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-# Where requests wait and none can run, a step is tried a thousand times a second at most.
+# While requests wait and none can run, at most a thousand steps are tried per second.
 _BLOCKED_WAIT_S = 0.001
-# The longest that a loop without work parks for a deadline: a wait cannot be as long as a stranger's can be.
+# Upper limit of one wait: clients may set deadlines further away than a wait can last.
 _MAX_PARK_S = 3600.0
-# How long the next step waits for what a frontend sends when it sees that a suspect has yielded.
+# How long the next step waits for the request that a frontend sends after the first output of a suspect.
 _ANSWER_WAIT_S = 0.005
-# A step that takes no longer needs no announcement.
+# Up to this, no budget of a step is announced.
 DEFAULT_STEP_LIMIT_S = 5.0
 
 
@@ -49,31 +49,29 @@ class PendingStep(Protocol):
     """A step on the device."""
 
     def result(self) -> StepResult:
-        """What it yielded; waits until it is done."""
+        """Wait for the result."""
         ...
 
 
 class Executor(Protocol):
-    """Runs plans, in order. Raises DeviceLost where it can run no more, DeviceFull for want of memory."""
+    """Runs plans in order. Raises DeviceLost if it can run no further plan, DeviceFull if memory is short."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin the step of `plan`, which nobody changes any more."""
+        """Begin the step of `plan`, which is not changed any more."""
         ...
 
     def drop(self) -> None:
-        """Forget the steps whose results nobody has taken, and an error; plans that come are run again.
+        """Forget steps whose results were not read, and any error, so that later plans can run.
 
-        Some rows of those steps may be there, some not: the next plan releases them all.
+        Some rows of these steps may have been entered: the next plan releases all of them.
         """
         ...
 
-    def shutdown(self) -> None:
-        """Free the device."""
-        ...
+    def shutdown(self) -> None: ...
 
 
 class Engine:
-    """Runs steps while there is work, else parks. Its state belongs to the thread that calls `run`."""
+    """Runs steps while there is work, else waits. Its state belongs to the thread that calls `run`."""
 
     def __init__(
         self,
@@ -95,15 +93,15 @@ class Engine:
         self._clock = clock
         self._lockstep = lockstep
         self._max_in_flight = max_in_flight
-        self._at_end = at_end  # called when the loop has ended, however it ended
+        self._at_end = at_end  # called when the loop has ended, also after an error
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._launching: StepPlan | None = None
         self._step_time = StepTimeEstimator(step_limit_s)
         self._bisector = FailureBisector()
-        self._routes = Routes()
-        self._deadlines = Deadlines(self._routes.by_id)
-        self._unverified: set[str] = set()  # suspects of their frontends that have yielded nothing here yet
-        self._aborted: list[RequestOutput] = []  # ended from outside, not yet published
+        self._router = OutputRouter()
+        self._deadlines = Deadlines(self._router.by_id)
+        self._unverified: set[str] = set()  # requests that frontends suspect and that have no output here yet
+        self._aborted: list[RequestOutput] = []  # of requests ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
@@ -113,14 +111,14 @@ class Engine:
         self._idle_calls: deque[Callable[[], None]] = deque()
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Call it once, as soon as nothing is computed here, nor can be. For the engine thread.
+        """Call it once, as soon as nothing is or can be computed for requests of this engine.
 
-        Steps may be in flight in which this engine only takes part for other ranks.
+        For the engine thread. Steps that this engine runs only for other ranks may be in flight.
         """
         self._idle_calls.append(call)
 
     def settle(self) -> None:
-        """Wait for every step in flight, and publish what it yielded. For the engine thread."""
+        """Wait for every step in flight and publish its outputs. For the engine thread."""
         is_in_call = self._step_time.is_in_call
         self._step_time.end_call(self._clock.now())
         self._post()
@@ -131,12 +129,12 @@ class Engine:
             self._post()
 
     def abort(self, request_ids: Iterable[str], cause: str) -> None:
-        """End requests, and tell who sent them, with what is published next. For the engine thread."""
+        """End requests; their final outputs go out with what is published next. For the engine thread."""
         for request_id in request_ids:
             self._abort(request_id, cause)
 
     def run(self) -> None:
-        """Serve the inbox until `Stop`. An error that is no request's is logged with plans and raised."""
+        """Serve the inbox until `Stop`. An error that no request causes is logged with plans and raised."""
         try:
             while not self._is_stopping:
                 if not self.turn() and not self._is_stopping:
@@ -149,16 +147,16 @@ class Engine:
             self.close()
 
     def turn(self) -> bool:
-        """Take in what waits, then step where there is work. False where nothing could be computed.
+        """Apply the commands that wait, then run a step if there is work. False if nothing could be computed.
 
-        Without `run`, whoever calls it owns the engine, and calls `close` at the end.
+        A thread that calls this instead of `run` owns the engine and calls `close` at the end.
         """
         self._read_inbox()
         self._expire_deadlines()
         while self._calls:
             self._run_call(self._calls.popleft())
         if self._bisector.is_open:
-            self._apply_decision(self._bisector.review(self._routes.by_id))
+            self._apply_decision(self._bisector.review(self._router.by_id))
         if self._aborted:
             self._publish([])
         while self._idle_calls and not self._is_busy():
@@ -166,7 +164,7 @@ class Engine:
         return not self._is_stopping and self._has_work() and self.step()
 
     def close(self) -> None:
-        """End what goes with the engine, and free the device; `run` does so itself."""
+        """Call `at_end` and free the device; `run` does so itself."""
         try:
             for call in self._at_end:
                 call()
@@ -174,10 +172,10 @@ class Engine:
             self._executor.shutdown()
 
     def step(self) -> bool:
-        """Plan and launch one step; then finish the oldest in flight. False where neither was possible."""
+        """Plan and launch one step; then finish the oldest in flight. False if neither was possible."""
         if self._in_flight and self._verifies_suspect(self._in_flight[-1][0]):
-            # A frontend sends the next request of an engine that died when this one has yielded: what was
-            # planned before that would come between them.
+            # After the first output of this request its frontend sends the next request of the engine that
+            # died. A step planned before would come between the two.
             self._finish_oldest()
             return True
         now = self._clock.now()
@@ -188,21 +186,21 @@ class Engine:
                 return True
         if not self._in_flight:
             return False
-        # Who is suspected of making steps fail runs in one at a time.
+        # Requests suspected of making steps fail run with one step in flight at a time.
         depth = 1 if self._bisector.is_open else self._max_in_flight
         if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
 
     def _verifies_suspect(self, plan: StepPlan) -> bool:
-        """Whether a suspect of its frontend yields its first output in this step."""
+        """Whether a request that its frontend suspects gets its first output in this step."""
         if not self._unverified:
             return False
         rows = zip(plan.request_ids, plan.samples, strict=True)
         return any(samples and request_id in self._unverified for request_id, samples in rows)
 
     def _launch(self, plan: StepPlan, now: float) -> bool:
-        """Give a plan to the executor. False where that failed, and everything in flight with it."""
+        """Give a plan to the executor. False if that failed, and everything in flight with it."""
         self._step_number, self._launching = plan.step_number, plan
         self._step_time.begin(plan, now)
         self._post()
@@ -210,7 +208,7 @@ class Engine:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._launching = None
             self._lockstep.on_step_launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
-        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+        except Exception as error:  # noqa: BLE001  Every error is the step's.
             self._recover(error)
             return False
         return True
@@ -219,48 +217,48 @@ class Engine:
         plan, pending = self._in_flight[0]
         try:
             result = pending.result()
-        except Exception as error:  # noqa: BLE001  Whatever it is, it is the step's.
+        except Exception as error:  # noqa: BLE001  Every error is the step's.
             self._recover(error)
             return
         self._lockstep.on_step_done()
         decision = self._bisector.on_step_done(plan, result)
         if decision is not None and decision.is_fatal:
             raise DeviceLost("no row of the last steps has finite logits")
-        # An abort that came during the step is applied before the step's tokens: nothing comes after it.
+        # An abort that came during the step is applied before its tokens, so that it is the final output.
         self._read_inbox()
         now = self._clock.now()
         outputs = self._scheduler.update(plan, result, now)
         self._in_flight.popleft()
         self._step_time.end(now)
         num_unverified = len(self._unverified)
-        self._publish(outputs, self._routes.token_logprobs(plan, result))
+        self._publish(outputs, self._router.token_logprobs(plan, result))
         if len(self._unverified) < num_unverified and not (self._in_flight or self._is_stopping):
             self._inbox.wait(_ANSWER_WAIT_S)
         self._apply_decision(decision)
 
     def _recover(self, error: Exception) -> None:
-        """Take back what is in flight, and look for who makes it fail; raise `error` where that is nobody."""
+        """Roll back the steps in flight and bisect for the request that fails; raise `error` if none does."""
         plans = self._plans()
-        # First of all: a step that still runs may be waiting for the other ranks.
+        # First, because a step that still runs may be waiting for the other ranks.
         self._lockstep.leave_group(error)
         if isinstance(error, PeersLost):
             self._roll_back()
             return
         in_them = {request_id for plan in plans for request_id in plan.request_ids}
         decision = self._bisector.failed(
-            [request_id for request_id in reversed(self._routes.by_id) if request_id in in_them],
+            [request_id for request_id in reversed(self._router.by_id) if request_id in in_them],
             max(plan.total_num_tokens for plan in plans),
             is_full=isinstance(error, DeviceFull),
         )
         if decision.is_fatal or isinstance(error, DeviceLost):
             raise error
-        logger.error("a step failed, its requests run again", exc_info=error)
+        logger.error("step failed, its requests run again", exc_info=error)
         log_failure(plans, self._scheduler.stats)
         self._roll_back()
         self._apply_decision(decision)
 
     def _roll_back(self) -> None:
-        """Forget every step in flight: its requests wait again."""
+        """Drop every step in flight and queue its requests again."""
         self._in_flight.clear()
         self._launching = None
         self._step_time.drop()
@@ -268,7 +266,7 @@ class Engine:
         self._scheduler.withdraw(self._clock.now())
 
     def _apply_decision(self, decision: BisectionDecision | None) -> None:
-        """Do what follows from who is suspected. No step may be in flight that others than these are in."""
+        """End culprits and restrict which requests run. No step with other requests may be in flight."""
         if decision is None:
             return
         now = self._clock.now()
@@ -277,31 +275,31 @@ class Engine:
             for output in outputs:
                 output.message = CULPRIT_MESSAGE
             self._aborted += outputs
-            logger.error("requests that make steps fail are ended", extra={"request_ids": decision.culprits})
+            logger.error("requests that make steps fail were ended", extra={"request_ids": decision.culprits})
         self._scheduler.restrict(decision.only, now, decision.max_num_tokens)
 
     def _plans(self) -> list[StepPlan]:
-        """The steps in flight, and the one that is being launched."""
+        """The plans in flight, and the one being launched."""
         plans = [plan for plan, _ in self._in_flight]
         return plans if self._launching is None else [*plans, self._launching]
 
     def _run_call(self, call: Callable[[], None]) -> None:
-        """Do what was asked for between two steps; it takes its own time, and no step's."""
+        """Run a call between two steps; its time does not count for any step."""
         self._step_time.begin_call(self._clock.now())
         self._post()
         call()
         self._step_time.end_call(self._clock.now())
 
     def _has_work(self) -> bool:
-        """Whether a step can be launched, or ended."""
+        """Whether a step can be launched or finished."""
         return bool(self._in_flight) or self._lockstep.wants_step(self._scheduler.has_work)
 
     def _is_busy(self) -> bool:
-        """Whether anything is computed for requests of this engine, or can be."""
+        """Whether anything is or can be computed for requests of this engine."""
         return self._scheduler.has_work or any(plan.request_ids for plan, _ in self._in_flight)
 
     def _until_deadline(self) -> float | None:
-        """How long a loop without work may park: what a pause holds ends at its deadlines as well."""
+        """How long a loop without work may wait: paused requests end at their deadlines as well."""
         left_s = self._deadlines.left_s(self._clock.now())
         return None if left_s is None else min(left_s, _MAX_PARK_S)
 
@@ -313,11 +311,11 @@ class Engine:
                 case Abort(request_id, cause):
                     self._abort(request_id, cause)
                 case Adopt():
-                    self._deliver(self._routes.adopt(command, self._step_number))
+                    self._deliver(self._router.adopt(command, self._step_number))
                 case Forget(request_id):
-                    self._routes.forget(request_id)
+                    self._router.forget(request_id)
                 case Call(work):
-                    # A step may be in flight here; between two turns of the loop is the place for it.
+                    # A step may be in flight here; calls run between two turns of the loop.
                     self._calls.append(work)
                 case Stop():
                     self._is_stopping = True
@@ -326,14 +324,14 @@ class Engine:
 
     def _add(self, command: Add) -> None:
         request = command.request
-        self._routes.begin(command)
+        self._router.begin(command)
         if command.is_suspect:
             self._unverified.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         try:
             self._scheduler.add(request)
-        except Exception as error:  # Whatever it is, it is this request's: nobody else was touched.
+        except Exception as error:  # Every error is this request's: no other request was changed.
             logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
             failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)
             self._aborted.append(failed)
@@ -350,17 +348,17 @@ class Engine:
         outputs: list[RequestOutput],
         token_logprobs: Mapping[Outbox, LogprobDeltas] = MappingProxyType({}),
     ) -> None:
-        """Give each session its rows of `outputs` as one step, after those of requests ended from outside."""
+        """Send each session its rows of `outputs` as one step, after those of requests ended from outside."""
         if self._aborted:
             outputs = self._aborted + outputs
             self._aborted = []
         if self._unverified:
             self._unverified.difference_update(output.request_id for output in outputs)
-        steps = self._routes.rows(outputs, token_logprobs, self._step_number)
+        steps = self._router.rows(outputs, token_logprobs, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)
-        # Figures first: who hears of the end of a request finds its blocks free.
+        # Statistics first: a client that receives the end of a request then finds its blocks free.
         self._post()
         self._deliver(steps)
 

@@ -1,9 +1,9 @@
-"""Whose fault a failed step is: suspects run apart until it is known. Knows no scheduler and no device.
+"""Bisects a failed step to the request that causes it. Knows no scheduler and no device.
 
-A failed step is taken back, with those in flight, and its requests run again in groups, alone: first the
-newer half, then the older. A group that fails is halved; who fails alone is heard alone again when all others
-have been, and is the offender if it fails then as well. Whoever samples a token in a step that comes back is
-free. An error that does not come back is nobody's.
+A failed step is rolled back together with those in flight, and its requests run again in groups: first the
+newer half, then the older half. A group that fails is halved. A request that fails alone is tried once more
+after all groups, and is the culprit if it fails again. A request that samples a token in a step that works is
+cleared. An error that does not occur again is blamed on no request.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass, replace
 
 from engine_svc.core.step import StepPlan, StepResult
 
-# What people are told of a request that ended so.
+# Error messages of requests that were ended.
 CULPRIT_MESSAGE = "every step that computes this request fails"
 UNREADY = "the request could not be prepared"
 
-# So often may steps of the same requests fail for no request's fault, or so many suspects fail alone with
-# nothing in between that works. Whoever fails alone again says nothing new of the device.
+# The engine ends when so many bisections of the same requests find no culprit, or when so many requests fail
+# alone with no step in between that works. A second failure of the same request does not count.
 MAX_FAILURES = 3
-# After so many steps that worked, another failure has nothing to do with the one before.
+# After so many steps that worked, a failure is unrelated to the one before.
 _MEMORY_STEPS = 100
-# Logits of a few requests say nothing of the device: they may be the cause themselves.
+# Non-finite logits of fewer requests or steps may be the requests' own fault.
 _MIN_BROKEN_REQUESTS = 4
 _MIN_BROKEN_STEPS = 2
-# Nor do those of many that never had a finite one: whoever knows a prompt that has none may send it again and
-# again, and one engine after the other would end by it. So many in a row, with nothing else between, do.
+# A client that knows a prompt without finite logits can send it repeatedly, which would end one engine after
+# the other. So requests that never had finite logits count only if there are so many of them in a row.
 _MIN_STILLBORN_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BisectionDecision:
-    """What the loop is to do now."""
+    """What the loop has to do now."""
 
-    only: frozenset[str] | None = None  # who may run; None: everybody
-    max_num_tokens: int | None = None  # in a step; None: as ever
+    only: frozenset[str] | None = None  # requests that may run; None: all
+    max_num_tokens: int | None = None  # per step; None: no further limit
     culprits: tuple[str, ...] = ()  # to be ended with an error
-    is_fatal: bool = False  # nobody can be blamed, or everybody: the engine has to end
+    is_fatal: bool = False  # no request is the cause, or too many: the engine has to end
 
 
 GO_ON = BisectionDecision()
@@ -45,38 +45,36 @@ END = BisectionDecision(is_fatal=True)
 
 
 class FailureBisector:
-    """The suspects of failed steps. Open from a failure until the last of them has been heard.
+    """The suspects of failed steps. Open from a failure until all of them have been tried.
 
-    Requests are known by their ids; who is gone meanwhile is a suspect no more. Suspects are given with the
-    newest first.
+    Suspects are request ids, the newest first. A request that has ended is no longer a suspect.
     """
 
     def __init__(self) -> None:
-        self._groups: list[list[str]] = []  # still to be heard, the newest first
+        self._groups: list[list[str]] = []  # still to be tried, the newest first
         self._group: list[str] = []  # that runs now
-        self._unsampled: set[str] = set()  # of the group: has not sampled since
-        self._max_num_tokens: int | None = None  # that the group runs on, because the device was full
-        self._lone_suspects: list[str] = []  # failed alone and are heard again when the groups have been
-        self._failed_alone: set[str] = set()  # in this inquiry
-        self._num_culprits = 0  # in this inquiry
-        self._num_lone_failures = 0  # of different suspects, since a step came back
-        self._suspects: frozenset[str] = frozenset()  # of this inquiry, or of the last
-        self._num_unsolved = 0  # inquiries into these suspects that ended with nobody blamed
-        self._num_steps = 0  # that came back since the last failure
+        self._unsampled: set[str] = set()  # requests of the group without a token since
+        self._max_num_tokens: int | None = None  # per step of the group, because the device was full
+        self._lone_suspects: list[str] = []  # failed alone and are tried again after the groups
+        self._failed_alone: set[str] = set()  # in this bisection
+        self._num_culprits = 0  # in this bisection
+        self._num_lone_failures = 0  # of different suspects, since a step worked
+        self._suspects: frozenset[str] = frozenset()  # of this bisection, or of the last
+        self._num_unsolved = 0  # bisections of these suspects that ended without a culprit
+        self._num_steps = 0  # that worked since the last failure
         self._sound: tuple[StepPlan, StepResult] | None = None  # the last step, or nearly, with a finite row
-        self._num_broken_steps = 0  # in a row, in which no row had a finite logit
-        self._broken: set[str] = set()  # whose rows these were, that had finite ones right before
-        self._stillborn: set[str] = set()  # whose else
+        self._num_broken_steps = 0  # in a row, in which no row had finite logits
+        self._broken: set[str] = set()  # requests of these steps that had finite logits right before
+        self._stillborn: set[str] = set()  # all other requests of these steps
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody is still to be heard."""
         return bool(self._group)
 
     def failed(self, suspects: Sequence[str], num_tokens: int, *, is_full: bool = False) -> BisectionDecision:
-        """A step of these requests failed, with so many tokens; `is_full`: because the device was full."""
+        """A step of these requests with so many tokens failed; `is_full`: because the device was full."""
         if not suspects:
-            # Whoever was in it has gone meanwhile, or it was a step of nobody's.
+            # All its requests have ended meanwhile, or it was an idle step.
             return END if self._is_one_too_many() else self._present()
         if self.is_open:
             return self._narrow()
@@ -89,7 +87,7 @@ class FailureBisector:
         if self._num_unsolved + 1 >= MAX_FAILURES:
             if not is_full:
                 return END
-            # Together they are too much: with one less the others get on.
+            # Together they need too much memory: without one of them the others can continue.
             self._num_unsolved = 0
             return BisectionDecision(culprits=(suspects[0],))
         if len(suspects) == 1:
@@ -104,7 +102,7 @@ class FailureBisector:
         return self._next()
 
     def on_step_done(self, plan: StepPlan, result: StepResult) -> BisectionDecision | None:
-        """A step worked; rows without finite logits may be the device's fault. None: go on as before."""
+        """A step worked; rows without finite logits may be the device's fault. None: no change."""
         self._num_steps += 1
         self._num_lone_failures = 0
         if result.non_finite or self._num_broken_steps:
@@ -119,13 +117,13 @@ class FailureBisector:
         if not self._unsampled:
             return self._next()
         if self._max_num_tokens is not None and len(self._unsampled) < len(self._group):
-            # So few tokens are not for all at once; whoever has had some makes room.
+            # The token limit is too small for all at once: those that have sampled make room.
             self._begin([request_id for request_id in self._group if request_id in self._unsampled])
             return self._present()
         return None
 
     def review(self, known: Collection[str]) -> BisectionDecision | None:
-        """Some may have gone meanwhile: `known` are there. None: nothing changes."""
+        """Drop suspects that have ended: those not in `known`. None: no change."""
         if self._unsampled and not self._unsampled.isdisjoint(known):
             return None
         self._groups = [[name for name in group if name in known] for group in self._groups]
@@ -134,7 +132,7 @@ class FailureBisector:
         return self._next()
 
     def _is_all_broken(self, plan: StepPlan, result: StepResult) -> bool:
-        # Rows that their requests' rules bar from every token say nothing either way.
+        # Rows whose requests' own rules leave no token are no evidence either way.
         num_informative = sum(plan.samples) - len(result.barred)
         if len(result.non_finite) < num_informative:
             self._sound = plan, result
@@ -143,7 +141,7 @@ class FailureBisector:
             self._stillborn.clear()
         elif result.non_finite:
             self._num_broken_steps += 1
-            # A request is in later steps already when its first broken row is seen.
+            # When the first broken row of a request is seen, later steps already have it.
             seen = {plan.request_ids[row] for row in result.non_finite} - self._broken
             was_sound = seen & self._sound_requests()
             self._broken |= was_sound
@@ -155,7 +153,7 @@ class FailureBisector:
         return is_enough and self._num_broken_steps >= _MIN_BROKEN_STEPS
 
     def _sound_requests(self) -> set[str]:
-        """Whose rows were finite in the last step that had such."""
+        """Requests with finite rows in the last step that had any."""
         if self._sound is None:
             return set()
         plan, result = self._sound
@@ -167,10 +165,10 @@ class FailureBisector:
         return BisectionDecision(frozenset(self._group), self._max_num_tokens) if self._group else GO_ON
 
     def _narrow(self) -> BisectionDecision:
-        """The group that runs alone has failed."""
+        """The group that runs has failed."""
         self._num_steps = 0
         if self._max_num_tokens is not None:
-            # Fewer tokens were no help.
+            # Fewer tokens did not help.
             self._groups = _halves(self._group)
         elif len(self._group) > 1:
             self._groups[:0] = _halves(self._group)
@@ -179,7 +177,7 @@ class FailureBisector:
             culprits = tuple(self._group)
             return replace(self._next(), culprits=culprits)
         else:
-            # Once may be an error that does not come back.
+            # A single failure may be an error that does not occur again.
             self._lone_suspects += self._group
             self._failed_alone.update(self._group)
             if self._is_one_too_many():
@@ -187,14 +185,14 @@ class FailureBisector:
         return self._next()
 
     def _is_one_too_many(self) -> bool:
-        """Somebody has failed alone, for the first time: whether it cannot be their fault any more."""
+        """Count a request that failed alone for the first time; True if so many cannot all be culprits."""
         self._num_lone_failures += 1
         return self._num_lone_failures >= MAX_FAILURES
 
     def _next(self) -> BisectionDecision:
-        """Hear the next group, then the accused one by one; where there is none, the inquiry is over."""
+        """Try the next group, then the lone suspects one by one; without either, the bisection is over."""
         self._max_num_tokens = None
-        # The oldest are the most and the least suspect: if they fail as well, it may be the device.
+        # The oldest group is the largest and least suspect: if it fails too, the device may be the cause.
         index = -1 if self._lone_suspects and self._num_lone_failures else 0
         if not self._groups and self._lone_suspects:
             self._groups, self._lone_suspects = [[name] for name in self._lone_suspects], []

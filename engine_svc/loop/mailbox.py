@@ -1,6 +1,6 @@
-"""The only door of the engine thread: Inbox, Outbox per frontend, Board of figures, log of the prefix cache.
+"""The only way into and out of the engine thread: commands, outputs, statistics and prefix-cache events.
 
-Every method returns at once but `Inbox.wait`, which only the engine thread calls. Knows no wire.
+No method blocks except `Inbox.wait`, which only the engine thread calls. Knows no wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.request import Request
-from engine_svc.loop.step_output import StepOutput, UnreadSteps, pieces
+from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
 
 
@@ -23,8 +23,8 @@ from engine_svc.scheduler.stats import SchedulerStats
 class Add:
     """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
 
-    With `keeps_outputs` what it yields stays there for who adopts it, until it is forgotten. `is_suspect`: an
-    engine died that had it, and its sender sends the next one of those when it has yielded.
+    keeps_outputs: its outputs are kept for a session that may adopt it, until it is forgotten.
+    is_suspect: it ran in an engine that died. Its frontend sends the next of these after its first output.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Send all that a kept request has yielded and will yield to `outbox`, under `handle`."""
+    """Send all outputs of a kept request, past and future, to `outbox` under `handle`."""
 
     request_id: str
     outbox: Outbox
@@ -46,14 +46,14 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep nothing any more of a request that nobody adopts. Ignored where nothing is kept."""
+    """Drop the kept outputs of a request that will not be adopted. Ignored if there are none."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request from outside, and why, for people. Ignored when it has ended already."""
+    """End a request from outside; `cause` is for logs. Ignored when it has ended already."""
 
     request_id: str
     cause: str = "client"
@@ -61,19 +61,19 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the loop, whatever still runs."""
+    """End the loop, even while requests run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End the loop with an error that was seen outside of it."""
+    """End the loop with an error found by another thread."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Do `work` in the engine thread, between two steps. It has to take its own errors."""
+    """Run `work` in the engine thread, between two steps. It has to handle its own errors."""
 
     work: Callable[[], None]
 
@@ -82,41 +82,41 @@ Command = Add | Abort | Adopt | Forget | Stop | Fail | Call
 
 
 class Inbox:
-    """Commands into the engine thread, in order. Only ADDs are refused when it is full.
+    """Commands to the engine thread, in order. When it is full, only `Add` is refused.
 
-    Aborts need no limit of their own: a sender may abort only what it has added.
+    `Abort` needs no limit of its own: a sender may abort only what it has added.
     """
 
     def __init__(self, max_commands: int) -> None:
         self._max_commands = max_commands
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._woken_by: list[Command] = []  # the engine thread's, like what follows
+        self._woken_by: list[Command] = []  # what ended a wait; of the engine thread
 
     def put(self, command: Command) -> bool:
-        """Hand over `command` and wake a parked loop. False where an ADD finds the inbox full."""
+        """Enqueue `command` and wake a waiting loop. False if it is an `Add` and the inbox is full."""
         if isinstance(command, Add) and self._commands.qsize() >= self._max_commands:
             return False
         self._commands.put(command)
         return True
 
     def take(self) -> list[Command]:
-        """Everything that waits, oldest first; never blocks."""
+        """All commands so far, oldest first; never blocks."""
         commands, self._woken_by = self._woken_by, []
         commands += [self._commands.get() for _ in range(self._commands.qsize())]
         return commands
 
     def wait(self, timeout_s: float | None) -> None:
-        """Park until a command is there, or until the time is over."""
+        """Wait for a command, at most for the timeout."""
         if not self._woken_by:
             with contextlib.suppress(queue.Empty):
                 self._woken_by.append(self._commands.get(timeout=timeout_s))
 
 
 class Outbox:
-    """Steps of one frontend session on their way out of the engine thread.
+    """Queue of steps from the engine thread to one frontend session.
 
-    A reader that falls behind finds the unread steps merged into one, or into as few as messages can hold.
-    Past `max_bytes` of them the outbox overflows: it keeps nothing more, and its session has to end.
+    A slow consumer gets its unread steps merged into one, or into as few as fit into messages. Beyond
+    `max_bytes` of unread steps the outbox overflows: it keeps no further ones, and the session has to end.
     """
 
     def __init__(self, *, max_bytes: int, wake: Callable[[], None]) -> None:
@@ -124,92 +124,92 @@ class Outbox:
         self._wake = wake
         self._lock = threading.Lock()
         self._unread = UnreadSteps()
-        self._rest: deque[StepOutput] = deque()  # of what was taken and is too large for one message
+        self._rest: deque[StepOutput] = deque()  # of a merged step that was too large for one message
         self._is_closed = False
         self._has_overflowed = False
 
     def publish(self, output: StepOutput) -> None:
-        """Leave a step for the reader and wake it, once per time that it comes to look."""
+        """Append a step and wake the reader, once until it reads."""
         with self._lock:
             if self._is_closed or self._has_overflowed:
                 return
             must_wake = self._unread.is_empty
             self._unread.add(output)
-            # One step alone is taken whatever its size: nobody can have read it faster.
+            # A single step is accepted whatever its size: no consumer could have read it earlier.
             self._has_overflowed = not must_wake and self._unread.size_bytes > self._max_bytes
             if must_wake or self._has_overflowed:
                 self._wake()
 
     def take(self) -> StepOutput | None:
-        """All unread steps as one, or where no message can hold it, its next piece; None: nothing waits."""
+        """All unread steps as one, or the next piece of it if no message can hold it; None: there is none."""
         if not self._rest:
             if self._unread.is_empty:
                 return None
             with self._lock:
                 unread, self._unread = self._unread, UnreadSteps()
-            self._rest.extend(pieces(unread.merged()))
+            self._rest.extend(split(unread.merged()))
         return self._rest.popleft()
 
     @property
     def has_unread(self) -> bool:
-        """Whether a step, or the rest of one, waits to be taken."""
+        """Whether a step, or the rest of one, is unread."""
         return bool(self._rest) or not self._unread.is_empty
 
     @property
     def has_rest(self) -> bool:
-        """Whether a step was taken in part."""
+        """Whether a step was read in part."""
         return bool(self._rest)
 
     def close(self) -> None:
-        """Drop what is unread and whatever still comes. After this, nobody is woken any more."""
+        """Drop unread and future steps. The reader is not woken after this."""
         with self._lock:
             self._is_closed = True
             self._unread = UnreadSteps()
             self._rest.clear()
-            # Whoever is woken has the outbox: a cycle that only a full collection would free.
+            # The reader holds the outbox: a cycle that only a full garbage collection would free.
             self._wake = _skip_wake
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether outputs were lost because nobody read them."""
+        """Whether outputs were lost because the consumer was too slow."""
         return self._has_overflowed
 
 
 @dataclass(frozen=True, slots=True)
 class LoopStats:
-    """The loop's figures at one moment. `step_started_at` is None while no step is in flight.
+    """Statistics of the loop at one moment.
 
-    Of several it is the oldest's, or when the one before it was over; while a call runs, it is the call's.
+    step_started_at: when the call that runs began; else when the oldest step in flight began or the step
+    before it ended; None while there is neither.
     """
 
     step_number: int = 0
     step_started_at: float | None = None
     step_budget_s: float | None = None  # how long what runs may take; None: no longer than usual
-    is_in_call: bool = False  # something else than a step is done, which counts as work
+    is_in_call: bool = False  # a call runs between two steps, which counts as work
     has_work: bool = False
     num_prompt_tokens: int = 0  # of requests that were added
     num_generated_tokens: int = 0
     num_finished: int = 0
-    scheduler: SchedulerStats | None = None  # None while nothing is loaded
+    scheduler: SchedulerStats | None = None  # None until the model is loaded
 
 
 class StatsSnapshot:
-    """The latest figures of the loop: replaced whole by the engine thread, read by anybody."""
+    """The latest statistics of the loop: replaced whole by the engine thread, read by any thread."""
 
     def __init__(self) -> None:
         self._stats = LoopStats()
         self._progressed_at = float("-inf")
 
     def post(self, stats: LoopStats) -> None:
-        """Replace what is read."""
         self._stats = stats
 
     def note_progress(self, now: float) -> None:
-        """The step that runs goes on, in pace with other engines'; for the thread that runs it."""
+        """Note that the running step makes progress together with other engines; for its thread."""
         self._progressed_at = now
 
     def read(self) -> LoopStats:
-        """The figures as they were posted last; a step counts from where it was seen to go on."""
+        """The statistics posted last; the time of a step counts from its last progress."""
         stats, progressed_at = self._stats, self._progressed_at
         started_at = stats.step_started_at
         if started_at is None or stats.is_in_call or progressed_at <= started_at:
@@ -219,7 +219,7 @@ class StatsSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RemovedBlocks:
-    """Content of one group of layers that cannot be found any more."""
+    """Blocks of one group of layers left the prefix cache."""
 
     block_hashes: list[bytes]
     group: int
@@ -227,14 +227,14 @@ class RemovedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksRemoved:
-    """Nothing can be found any more."""
+    """The prefix cache was cleared."""
 
 
 KVEvent = StoredBlocks | RemovedBlocks | AllBlocksRemoved
 
 
 def part_of(stored: StoredBlocks, first: int, end: int) -> StoredBlocks:
-    """The blocks of a run from `first` to `end`."""
+    """The blocks of a run from index `first` to `end`."""
     hashes, size = stored.block_hashes, stored.block_size
     if first == 0 and end == len(hashes):
         return stored
@@ -249,22 +249,22 @@ class KVEventBatch:
 
     seq: int
     events: Sequence[KVEvent]
-    num_blocks: int  # that the events tell of
+    num_blocks: int  # in all events together
 
 
 @dataclass(slots=True, eq=False)
 class KVEventReader:
-    """Where one who follows the log stands: all that is kept for it, so one that waits costs nothing."""
+    """The position of one subscriber in the log, and all that the log keeps for it."""
 
-    seq: int  # of the last batch it has taken
+    seq: int  # of the last batch it has read
     wake: Callable[[], None]
     is_woken: bool = False
 
 
 class KVEventLog:
-    """The latest batches for any number of readers, each at its own pace, and what all batches add up to.
+    """The latest batches for any number of readers, each at its own pace, and the sum of all batches.
 
-    A reader that stays behind for so long that its next batch is dropped has lost its place for good.
+    A reader so slow that its next batch was dropped cannot continue.
     """
 
     def __init__(self, *, max_batches: int, max_blocks: int) -> None:
@@ -274,18 +274,18 @@ class KVEventLog:
         self._batches: deque[KVEventBatch] = deque()
         self._num_blocks = 0  # in these batches
         self._seq = 0
-        self._cached: dict[tuple[bytes, int], StoredBlocks] = {}  # single blocks, by hash and group
+        self._cached: dict[tuple[bytes, int], StoredBlocks] = {}  # single blocks by hash and group
         self._readers: set[KVEventReader] = set()
 
     def publish(self, events: Sequence[KVEvent], num_blocks: int) -> None:
-        """Append a batch, which nobody changes any more, and wake whoever has taken all before it."""
+        """Append a batch, which must not change any more, and wake readers that have read all before it."""
         with self._lock:
             self._seq += 1
             for event in events:
                 self._apply(event)
             self._batches.append(KVEventBatch(self._seq, events, num_blocks))
             self._num_blocks += num_blocks
-            # The newest stays, whatever its size, or nobody could follow.
+            # The newest is kept whatever its size, or no reader could follow.
             while len(self._batches) > 1 and (
                 len(self._batches) > self._max_batches or self._num_blocks > self._max_blocks
             ):
@@ -296,7 +296,7 @@ class KVEventLog:
                     reader.wake()
 
     def open(self, seq: int, wake: Callable[[], None]) -> KVEventReader | None:
-        """Begin to read behind batch `seq`; None where that is no place to go on from."""
+        """Begin to read after batch `seq`; None if the log cannot continue from there."""
         reader = KVEventReader(seq, wake)
         with self._lock:
             if not self._first_seq <= seq <= self._seq:
@@ -305,14 +305,14 @@ class KVEventLog:
         return reader
 
     def open_with_snapshot(self, wake: Callable[[], None]) -> tuple[KVEventReader, list[StoredBlocks]]:
-        """Begin to read behind the newest batch, with every block that can be found there, one at a time."""
+        """Begin to read after the newest batch; also every block that is cached there, one by one."""
         with self._lock:
             reader = KVEventReader(self._seq, wake)
             self._readers.add(reader)
             return reader, list(self._cached.values())
 
     def take(self, reader: KVEventReader, max_batches: int) -> list[KVEventBatch] | None:
-        """The next batches for `reader`, at most so many; None where it has lost its place."""
+        """The next batches for `reader`, at most so many; None if the next one was dropped."""
         with self._lock:
             reader.is_woken = False
             if reader.seq < self._first_seq:
@@ -323,25 +323,24 @@ class KVEventLog:
         return batches
 
     def has_lost(self, reader: KVEventReader) -> bool:
-        """Whether the next batch for `reader` is gone."""
+        """Whether the next batch for `reader` was dropped."""
         with self._lock:
             return reader.seq < self._first_seq
 
     def close(self, reader: KVEventReader) -> None:
-        """Wake `reader` no more."""
+        """Stop waking `reader`."""
         with self._lock:
             self._readers.discard(reader)
-            # As with an outbox.
+            # As in `Outbox.close`.
             reader.wake = _skip_wake
 
     @property
     def num_readers(self) -> int:
-        """How many follow the log."""
         return len(self._readers)
 
     @property
     def _first_seq(self) -> int:
-        """The batch before the oldest that is kept."""
+        """The number of the batch before the oldest that is kept."""
         return self._batches[0].seq - 1 if self._batches else self._seq
 
     def _apply(self, event: KVEvent) -> None:
@@ -357,4 +356,4 @@ class KVEventLog:
 
 
 def _skip_wake() -> None:
-    """Whoever was to be woken has gone."""
+    """In place of the wake function of a reader that has left."""

@@ -1,4 +1,4 @@
-"""Where the outputs of each request go, and what is kept of those that may go elsewhere one day.
+"""Routes the outputs of each request to the session that it belongs to, and keeps those that may move.
 
 Belongs to the engine thread. Knows no scheduler and no wire.
 """
@@ -8,123 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import nan
+from typing import TypeVar
 
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.mailbox import Add, Adopt, Outbox
-from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, LogprobRouter, StepOutput
+from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
+
+_Session = TypeVar("_Session")
 
 
-@dataclass(slots=True)
-class _DetachedOutput:
-    request: Request
-    counts: list[int]  # of its output tokens, as they came step by step
-    num_cached_tokens: int | None = None
-    finished: FinishedRow | None = None
-    token_logprobs: TokenLogprobs | None = None  # of its newest output tokens
-    prompt: list[PromptTokenLogprobs] = field(default_factory=list)
-
-
-class DetachedOutputs:
-    """By request id, until they are forgotten. Costs nothing of a step in which none of them has a row."""
-
-    def __init__(self) -> None:
-        self._detached: dict[str, _DetachedOutput] = {}
-
-    def __len__(self) -> int:
-        return len(self._detached)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._detached
-
-    def keep(self, request: Request) -> None:
-        """Remember what comes of `request`, whose outputs before this engine are one step."""
-        num_before = request.num_output_tokens
-        self._detached[request.request_id] = _DetachedOutput(request, [num_before] if num_before else [])
-
-    def forget(self, request_id: str) -> None:
-        """Nobody adopts it any more. Unknown ids are ignored."""
-        self._detached.pop(request_id, None)
-
-    def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Take in what a step yielded."""
-        if not self._detached:
-            return
-        for output in outputs:
-            detached = self._detached.get(output.request_id)
-            if detached is None:
-                continue
-            if output.new_token_ids:
-                detached.counts.append(len(output.new_token_ids))
-            if output.num_cached_tokens is not None:
-                detached.num_cached_tokens = output.num_cached_tokens
-            if output.finish_reason is not None and not output.continues:
-                detached.finished = FinishedRow(0, output.finish_reason, output.stop_token_id, output.message)
-
-    def note_logprobs(self, request_id: str, token_logprobs: LogprobDeltas, handle: int) -> None:
-        """Take in what was told of its tokens, under the handle that it has now."""
-        detached = self._detached.get(request_id)
-        if detached is None:
-            return
-        news = token_logprobs.sampled.get(handle)
-        if news is not None and detached.token_logprobs is not None:
-            detached.token_logprobs.extend(news)
-        elif news is not None:
-            detached.token_logprobs = news.part(0, len(news.ranks))
-        detached.prompt += token_logprobs.prompts.get(handle, [])
-
-    def row(self, request_id: str, handle: int, step_number: int) -> StepOutput:
-        """All that it has yielded, as one step for `handle`; KeyError where it is not kept."""
-        detached = self._detached[request_id]
-        token_ids = detached.request.output_token_ids
-        output = StepOutput(step_number, [handle], [len(token_ids)], token_ids)
-        if len(detached.counts) > 1:
-            output.parts.append((0, list(detached.counts)))
-        if detached.num_cached_tokens is not None:
-            output.first.append((0, detached.num_cached_tokens))
-        if detached.finished is not None:
-            output.finished.append(detached.finished)
-        token_logprobs = _sampled_logprobs(detached) if token_ids else None
-        if token_logprobs is not None or detached.prompt:
-            sampled = {} if token_logprobs is None else {handle: _padded(token_logprobs, len(token_ids))}
-            output.token_logprobs = LogprobDeltas(
-                sampled, {handle: list(detached.prompt)} if detached.prompt else {}
-            )
-        return output
-
-
-def _sampled_logprobs(detached: _DetachedOutput) -> TokenLogprobs | None:
-    """What is told of its newest tokens, be it nothing yet; None where it did not ask."""
-    sampling = detached.request.sampling
-    if detached.token_logprobs is not None or not sampling.wants_logprobs:
-        return detached.token_logprobs
-    # All its tokens are of an engine before. They have places all the same, and in them entries where later
-    # ones have some, or what comes next would take theirs.
-    return TokenLogprobs([], [], k=1 if sampling.logprobs or sampling.logprob_token_ids else 0)
-
-
-def _padded(token_logprobs: TokenLogprobs, num_tokens: int) -> TokenLogprobs:
-    """With places in front for tokens of an engine before, of which nothing is known here."""
-    num_missing = num_tokens - len(token_logprobs.ranks)
-    num_entries = num_missing * token_logprobs.k
-    padded = TokenLogprobs(
-        [nan] * num_missing, [0] * num_missing, token_logprobs.k, [0] * num_entries, [nan] * num_entries
-    )
-    padded.extend(token_logprobs)
-    return padded
-
-
-class Routes:
-    """The outbox and the handle of every request that has not ended, by its id; others read `by_id` alone."""
+class OutputRouter:
+    """The outbox and the handle of every request that has not ended. Others only read `by_id`."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, tuple[Outbox, int]] = {}
         self._logprob_router = LogprobRouter()
         self._detached = DetachedOutputs()
-        self._detached_ids: dict[tuple[Outbox, int], str] = {}  # of those that are kept and have not ended
+        # By outbox and handle: requests whose outputs are kept and that have not ended.
+        self._detached_ids: dict[tuple[Outbox, int], str] = {}
 
     def begin(self, command: Add) -> None:
-        """A request comes in."""
+        """Route the outputs of a new request."""
         request_id, route = command.request.request_id, (command.outbox, command.handle)
         self.by_id[request_id] = route
         if command.keeps_outputs:
@@ -132,33 +37,33 @@ class Routes:
             self._detached_ids[route] = request_id
 
     def forget(self, request_id: str) -> None:
-        """Nobody adopts it any more."""
+        """Keep no outputs of this request any more."""
         self._detached.forget(request_id)
         route = self.by_id.get(request_id)
         if route is not None:
             self._detached_ids.pop(route, None)
 
     def adopt(self, command: Adopt, step_number: int) -> dict[Outbox, StepOutput]:
-        """Send the outputs of a request elsewhere from now on: all it has yielded so far, for a start.
+        """Move a request to another session, beginning with all of its outputs so far.
 
-        Who had it is told of its end. What is not kept any more ends as aborted for who adopts it.
+        The session that had it gets an aborted request. So does the new one if the outputs are not kept.
         """
         request_id, handle = command.request_id, command.handle
-        old, found = self.by_id.get(request_id), {}
+        old, steps = self.by_id.get(request_id), {}
         if old is not None:
             self._detached_ids.pop(old, None)
-            found[old[0]] = _ended(old[1], step_number)
+            steps[old[0]] = _aborted(old[1], step_number)
         if request_id not in self._detached:
-            found[command.outbox] = _ended(handle, step_number)
-            return found
+            steps[command.outbox] = _aborted(handle, step_number)
+            return steps
         if old is not None:
             route = self.by_id[request_id] = (command.outbox, handle)
             self._detached_ids[route] = request_id
-        found[command.outbox] = self._detached.row(request_id, handle, step_number)
-        return found
+        steps[command.outbox] = self._detached.row(request_id, handle, step_number)
+        return steps
 
     def token_logprobs(self, plan: StepPlan, result: StepResult) -> dict[Outbox, LogprobDeltas]:
-        """What a result tells of tokens besides their ids, by who is to hear it."""
+        """The logprobs of a result by session."""
         return self._logprob_router.route(plan, result, self.by_id)
 
     def rows(
@@ -181,15 +86,12 @@ class Routes:
             if output.num_cached_tokens is not None:
                 step.first.append((len(handles) - 1, output.num_cached_tokens))
             if output.finish_reason is not None and not output.continues:
-                end = FinishedRow(
-                    len(handles) - 1, output.finish_reason, output.stop_token_id, output.message
-                )
-                step.finished.append(end)
+                step.finished.append(_finished_row(len(handles) - 1, output, output.finish_reason))
                 ended.append(routes.pop(output.request_id))
                 self._logprob_router.forget(output.request_id)
-        for outbox, part in token_logprobs.items():
+        for outbox, deltas in token_logprobs.items():
             step = steps.setdefault(outbox, StepOutput(step_number))
-            step.add_logprobs(part)
+            step.add_logprobs(deltas)
             if self._detached_ids and step.token_logprobs is not None:
                 self._note_logprobs(outbox, step.token_logprobs)
         if self._detached_ids:
@@ -204,5 +106,151 @@ class Routes:
                 self._detached.note_logprobs(request_id, token_logprobs, handle)
 
 
-def _ended(handle: int, step_number: int) -> StepOutput:
+def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
+    return FinishedRow(row, reason, output.stop_token_id, output.message)
+
+
+def _aborted(handle: int, step_number: int) -> StepOutput:
     return StepOutput(step_number, [handle], [0], finished=[FinishedRow(0, FinishReason.ABORT)])
+
+
+class LogprobRouter:
+    """Divides the logprobs of results among sessions, each prompt position once.
+
+    A preempted request computes its prompt again: positions that were routed before are left out.
+    """
+
+    def __init__(self) -> None:
+        self._next_position: dict[str, int] = {}  # of prompts with logprobs, by request id
+
+    def route(
+        self, plan: StepPlan, result: StepResult, routes: Mapping[str, tuple[_Session, int]]
+    ) -> dict[_Session, LogprobDeltas]:
+        """The logprobs of the result of `plan` by session, for requests that have not ended."""
+        if not result.logprobs and not result.prompt_logprobs:
+            return {}
+        found: dict[_Session, LogprobDeltas] = {}
+        for row, token_logprobs in result.logprobs.items():
+            if (route := routes.get(plan.request_ids[row])) is not None:
+                found.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
+        for row, prompt in result.prompt_logprobs.items():
+            request_id = plan.request_ids[row]
+            route = routes.get(request_id)
+            # No position is noted for a request that has ended: it would never be forgotten.
+            if route is not None and (news := self._unrouted(request_id, prompt)) is not None:
+                found.setdefault(route[0], LogprobDeltas()).prompts[route[1]] = [news]
+        return found
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request that has ended."""
+        self._next_position.pop(request_id, None)
+
+    def _unrouted(self, request_id: str, prompt: PromptTokenLogprobs) -> PromptTokenLogprobs | None:
+        first, num_positions = prompt.first_position, len(prompt.token_logprobs.ranks)
+        start = self._next_position.get(request_id)
+        self._next_position[request_id] = max(start or 0, first + num_positions)
+        if start is None:
+            return prompt
+        if start >= first + num_positions:
+            return None
+        if start <= first:
+            return prompt
+        return PromptTokenLogprobs(start, prompt.token_logprobs.part(start - first, num_positions))
+
+
+@dataclass(slots=True)
+class _DetachedOutput:
+    """Everything that one request has produced, apart from its token ids, which are in the request."""
+
+    request: Request
+    counts: list[int]  # output tokens of each step
+    num_cached_tokens: int | None = None
+    finished: FinishedRow | None = None
+    logprobs: LogprobDeltas = field(default_factory=LogprobDeltas)  # under handle 0
+
+
+class DetachedOutputs:
+    """Outputs kept for sessions that may adopt the requests, by request id, until they are forgotten.
+
+    A step without rows of such requests costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._detached: dict[str, _DetachedOutput] = {}
+
+    def __len__(self) -> int:
+        return len(self._detached)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._detached
+
+    def keep(self, request: Request) -> None:
+        """Keep the outputs of `request`. Those that it has from an earlier engine count as one step."""
+        num_before = request.num_output_tokens
+        self._detached[request.request_id] = _DetachedOutput(request, [num_before] if num_before else [])
+
+    def forget(self, request_id: str) -> None:
+        """Drop the outputs of a request. Unknown ids are ignored."""
+        self._detached.pop(request_id, None)
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        """Add the outputs of a step."""
+        if not self._detached:
+            return
+        for output in outputs:
+            detached = self._detached.get(output.request_id)
+            if detached is None:
+                continue
+            if output.new_token_ids:
+                detached.counts.append(len(output.new_token_ids))
+            if output.num_cached_tokens is not None:
+                detached.num_cached_tokens = output.num_cached_tokens
+            if output.finish_reason is not None and not output.continues:
+                detached.finished = _finished_row(0, output, output.finish_reason)
+
+    def note_logprobs(self, request_id: str, token_logprobs: LogprobDeltas, handle: int) -> None:
+        """Add the logprobs of a step, which has the request under `handle`."""
+        detached = self._detached.get(request_id)
+        if detached is not None:
+            detached.logprobs.merge(token_logprobs.row(handle, as_handle=0))
+
+    def row(self, request_id: str, handle: int, step_number: int) -> StepOutput:
+        """All outputs of a request as one step for `handle`. Raises KeyError if they are not kept."""
+        detached = self._detached[request_id]
+        token_ids = detached.request.output_token_ids
+        output = StepOutput(step_number, [handle], [len(token_ids)], token_ids)
+        if len(detached.counts) > 1:
+            output.parts.append((0, list(detached.counts)))
+        if detached.num_cached_tokens is not None:
+            output.first.append((0, detached.num_cached_tokens))
+        if detached.finished is not None:
+            output.finished.append(detached.finished)
+        sampled = _sampled_logprobs(detached) if token_ids else None
+        prompt = detached.logprobs.prompts.get(0)
+        if sampled is not None or prompt:
+            output.token_logprobs = LogprobDeltas(
+                {} if sampled is None else {handle: _padded(sampled, len(token_ids))},
+                {handle: list(prompt)} if prompt else {},
+            )
+        return output
+
+
+def _sampled_logprobs(detached: _DetachedOutput) -> TokenLogprobs | None:
+    """The logprobs of its newest tokens, which may be none yet; None if it asked for none."""
+    sampled, sampling = detached.logprobs.sampled.get(0), detached.request.sampling
+    if sampled is not None or not sampling.wants_logprobs:
+        return sampled
+    # All its tokens are from an earlier engine. Their positions are padded all the same, with as many entries
+    # as later ones have: otherwise logprobs of the next tokens would be read as theirs.
+    return TokenLogprobs([], [], k=1 if sampling.logprobs or sampling.logprob_token_ids else 0)
+
+
+def _padded(token_logprobs: TokenLogprobs, num_tokens: int) -> TokenLogprobs:
+    """With NaN in front for tokens of an earlier engine, whose logprobs are not known here."""
+    num_missing = num_tokens - len(token_logprobs.ranks)
+    num_entries = num_missing * token_logprobs.k
+    padded = TokenLogprobs(
+        [nan] * num_missing, [0] * num_missing, token_logprobs.k, [0] * num_entries, [nan] * num_entries
+    )
+    padded.extend(token_logprobs)
+    return padded

@@ -1,6 +1,6 @@
-"""Whether an engine runs, pauses or sleeps, as one state machine. Belongs to the engine thread.
+"""State machine of an engine that runs, pauses or sleeps. Belongs to the engine thread.
 
-Every call finds no step in flight. One that fails leaves the state it found, or a deeper sleep, from which
+No step is in flight during a call. A call that fails leaves the state as it was, or a deeper sleep from which
 waking can be tried again. Knows no wire, no tensors and no clock.
 """
 
@@ -25,13 +25,13 @@ MAX_SLEEP_LEVEL = 2
 class PauseMode(Enum):
     """What a pause does to running requests."""
 
-    ABORT = "abort"  # they end, and so do those that wait
-    WAIT = "wait"  # they finish first; those that wait stay where they are
-    KEEP = "keep"  # they are held where they are
+    ABORT = "abort"  # they are aborted, and so are waiting requests
+    WAIT = "wait"  # they finish first; waiting requests keep waiting
+    KEEP = "keep"  # they stop where they are
 
 
 class Part(Enum):
-    """What can be woken by itself; the value is its name on the wire."""
+    """What can be woken separately; the value is its name on the wire."""
 
     SCHEDULING = "scheduling"
     WEIGHTS = "weights"
@@ -39,12 +39,12 @@ class Part(Enum):
 
 
 class RunState(Enum):
-    """What an engine does with its requests, by an operator's wish."""
+    """What an engine does with its requests, as its operator asked."""
 
     RUNNING = "running"
-    PAUSING = "pausing"  # admits nobody; the running go on to their ends
+    PAUSING = "pausing"  # admits no request; running ones finish
     PAUSED = "paused"  # plans nothing
-    ASLEEP = "asleep"  # plans nothing, and has given something back
+    ASLEEP = "asleep"  # plans nothing and has released memory
 
 
 _TRANSITIONS: dict[RunState, frozenset[RunState]] = {
@@ -62,30 +62,25 @@ _HELD = {
 
 
 class HeldLoop(Protocol):
-    """The loop and the scheduler that are to stand still."""
+    """The loop and the scheduler to be paused."""
 
     @property
     def has_running(self) -> bool:
-        """Whether any request runs, held ones included."""
+        """Whether any request runs, paused ones included."""
         ...
 
     def check_quiet(self) -> None:
-        """Raise FailedPrecondition while another rank may want this engine to take part in its steps."""
+        """Raise FailedPrecondition while another rank may need this engine in its steps."""
         ...
 
     def hold(self, state: PauseState) -> None:
         """Hold back everything, only admissions, or nothing, from the next plan on."""
         ...
 
-    def abort_all(self) -> None:
-        """End every request, running or waiting."""
-        ...
+    def abort_all(self) -> None: ...
 
     def forget_cache(self) -> bool:
-        """Take the blocks of all requests, which compute their tokens anew, and forget what is cached.
-
-        False where some blocks cannot be taken.
-        """
+        """Preempt all requests and clear the prefix cache; False if some blocks cannot be released."""
         ...
 
     def when_idle(self, call: Callable[[], None]) -> None:
@@ -94,36 +89,36 @@ class HeldLoop(Protocol):
 
 
 class SleepingRunner(Protocol):
-    """The device's side. Each of both raises FailedPrecondition where it refuses.
+    """The device side. Both methods raise FailedPrecondition if they refuse.
 
-    A sleep changes nothing then; of a wake, the next one does what is left.
+    A refused sleep changes nothing. A refused wake may have been done in part; the next one does the rest.
     """
 
     def sleep(self, level: int) -> None:
-        """Give memory back; what is away stays away."""
+        """Release memory; what was released before stays so."""
         ...
 
     def wake(self, parts: Collection[Part]) -> None:
-        """Take memory again for what of these is away."""
+        """Allocate memory for those of the parts that were released."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    """Who wants the engine to stand still, and what to do for him when it does."""
+    """A pending pause: its future, and the action to run once the engine is idle."""
 
     answer: Future[None]
     then: Callable[[], None]
 
 
 class PauseController:
-    """Pauses and sleeps of one engine. An answer that was cancelled before it was given has no effect."""
+    """Pauses and sleeps of one engine. A call whose future was cancelled before has no effect."""
 
     def __init__(self, loop: HeldLoop, runner: SleepingRunner) -> None:
         self._loop = loop
         self._runner = runner
         self._state = RunState.RUNNING
-        # Where the engine goes when nobody waits for anything and all of it is awake.
+        # The state of the engine once no call is pending and all parts are awake.
         self._resting_state = RunState.RUNNING
         self._asleep: frozenset[Part] = frozenset()
         self._waiters: list[_Waiter] = []
@@ -131,23 +126,23 @@ class PauseController:
 
     @property
     def state(self) -> RunState:
-        """Where the engine stands; may be read by any thread."""
+        """May be read by any thread."""
         return self._state
 
     @property
     def is_paused(self) -> bool:
-        """Whether a pause holds, below a sleep too; may be read by any thread."""
+        """Whether the engine is paused, or will be after its sleep; may be read by any thread."""
         return RunState.PAUSED in (self._state, self._resting_state) or self._state is RunState.PAUSING
 
     @property
     def asleep(self) -> frozenset[Part]:
-        """What has to be woken before anything runs."""
+        """The parts that have to be woken before anything runs."""
         return self._asleep
 
     def pause(self, mode: PauseMode, answer: Future[None], *, clear_cache: bool = False) -> None:
-        """Hold all requests until `resume`; answered when nothing runs any more.
+        """Pause all requests until `resume`; answered when nothing runs any more.
 
-        Paused already, it acts on what is held: the mode decides whether that ends, finishes first or stays.
+        If the engine is paused already, the mode applies to the paused requests: abort, finish first or keep.
         """
         if self._state is RunState.ASLEEP:
             give(answer, _refuse_asleep)
@@ -155,19 +150,19 @@ class PauseController:
         self._begin_pause(mode, _Waiter(answer, lambda: self._complete_pause(clear_cache)))
 
     def resume(self) -> None:
-        """End a pause; what was held goes on. Does nothing where there is none."""
+        """End a pause; paused requests continue. Does nothing if the engine is not paused."""
         if self._state is RunState.ASLEEP:
             _refuse_asleep()
-        self._dismiss_waiters("the pause was ended before the running requests were")
+        self._dismiss_waiters("the engine was resumed before the running requests finished")
         self._resting_state = RunState.RUNNING
         self._enter(RunState.RUNNING)
 
     def sleep(self, level: int, mode: PauseMode, answer: Future[None]) -> None:
-        """Stand still as in a pause, then give memory back; from a sleep, go on to a deeper one.
+        """Pause, then release memory; an engine that is asleep can sleep more deeply.
 
-        level: 0 stops scheduling alone; 1 gives back the KV cache, and a GPU's weights, which the host keeps;
-        2 gives the weights up. From 1 on, requests that are held compute their tokens anew afterwards, and
-        all ranks that step together have to be paused before.
+        level: 0 only stops scheduling. 1 releases the KV cache, and a GPU's weights with a copy in the host's
+        memory. 2 releases the weights without a copy. From 1 on, paused requests compute their tokens anew
+        afterwards, and all ranks that step together have to be paused before.
         """
         try:
             self._check_level(level)
@@ -181,7 +176,7 @@ class PauseController:
             self._begin_pause(mode, _Waiter(answer, lambda: self._enter_sleep(level)))
 
     def wake(self, parts: Collection[Part] = tuple(Part)) -> None:
-        """Take back what the parts name. Once all is awake, it is as before the sleep: running, or paused."""
+        """Wake these parts. Once all parts are awake, the engine runs or is paused as before its sleep."""
         wanted = self._asleep.intersection(parts)
         on_device = wanted - {Part.SCHEDULING}
         if on_device:
@@ -189,7 +184,7 @@ class PauseController:
         self.note_awake(wanted)
 
     def note_awake(self, parts: Collection[Part]) -> None:
-        """These parts are there again, e.g. because other weights were loaded."""
+        """Count these parts as awake, e.g. because other weights were loaded."""
         if self._state is not RunState.ASLEEP:
             return
         self._asleep = self._asleep.difference(parts)
@@ -198,18 +193,18 @@ class PauseController:
             self._return_to_resting_state()
 
     def note_away(self, parts: Collection[Part]) -> None:
-        """These parts are gone by an accident: nothing runs before they are woken.
+        """Count these parts as lost by an error: nothing runs before they are woken.
 
         No request may hold blocks.
         """
-        self._dismiss_waiters("the engine has lost what a step needs, and sleeps until it is woken")
+        self._dismiss_waiters("the engine has lost its weights or cache and sleeps until it is woken")
         self._asleep = self._asleep.union(parts)
         if self._state is not RunState.ASLEEP:
             self._enter(RunState.PAUSED)
             self._enter(RunState.ASLEEP)
 
     def drop_cancelled(self) -> None:
-        """Forget who gave up waiting; where nobody is left, the engine goes on as before."""
+        """Drop calls whose futures were cancelled; if none is left, the engine continues as before."""
         self._waiters = [waiter for waiter in self._waiters if not waiter.answer.cancelled()]
         if self._state is RunState.PAUSING and not self._waiters:
             self._enter(self._resting_state)
@@ -225,12 +220,12 @@ class PauseController:
         if mode is PauseMode.ABORT:
             self._loop.abort_all()
         elif mode is PauseMode.KEEP:
-            self._dismiss_waiters("another pause holds the running requests where they are")
+            self._dismiss_waiters("another pause keeps the running requests where they are")
         waiters, self._waiters = [*self._waiters, waiter], []
         self._finish_pause(waiters)
 
     def _watch(self) -> None:
-        # One call is enough for all who wait, however many came and went since it was asked for.
+        # One callback serves all pending calls, however many came and went since it was registered.
         if not self._is_watching:
             self._is_watching = True
             self._loop.when_idle(self._on_loop_idle)
@@ -249,21 +244,21 @@ class PauseController:
         self._enter(RunState.PAUSED)
         for waiter in waiters:
             give(waiter.answer, waiter.then)
-        # All of them may have given up, or been refused.
+        # All of them may have been cancelled or refused.
         self._return_to_resting_state()
 
     def _complete_pause(self, clear_cache: bool) -> None:
         self._resting_state = RunState.PAUSED
         if clear_cache and not self._loop.forget_cache():
-            raise FailedPrecondition("some requests do not give up their blocks; the engine is paused")
+            raise FailedPrecondition("KV blocks of some requests cannot be released; the engine is paused")
 
     def _enter_sleep(self, level: int) -> None:
-        # Again, as who let requests end first has stepped with the other ranks meanwhile.
+        # Checked again: while running requests finished, this rank stepped with the others.
         self._check_level(level)
         before = self._asleep
         if level > 0 and not self._loop.forget_cache():
-            raise FailedPrecondition("some requests do not give up their blocks")
-        # What an error nobody has foreseen leaves on the device is not known: it counts as away, to be woken.
+            raise FailedPrecondition("KV blocks of some requests cannot be released")
+        # After an unexpected error the state of the device is unknown: it counts as released, to be woken.
         self._asleep |= {Part.SCHEDULING} if level == 0 else frozenset(Part)
         self._enter(RunState.ASLEEP)
         if level == 0:
@@ -299,7 +294,7 @@ class PauseController:
             return
         if state not in _TRANSITIONS[self._state]:
             raise InvalidTransition(f"an engine that is {self._state.value} cannot become {state.value}")
-        logger.info("standstill", extra={"state": state.value, "before": self._state.value})
+        logger.info("run state changed", extra={"state": state.value, "before": self._state.value})
         self._state = state
         self._loop.hold(_HELD[state])
 

@@ -1,4 +1,4 @@
-"""What the loop asks of who decides: of the scheduler, and of the lockstep. Declared for the loop alone."""
+"""What the loop needs of the scheduler and of the lockstep between data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from engine_svc.scheduler.stats import SchedulerStats
 
 
 class EngineScheduler(Protocol):
-    """Decides what each step computes, and takes in what it yielded."""
+    """Decides what each step computes."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step planned now could compute something."""
         ...
 
-    def add(self, request: Request) -> None:
-        """Enter a new request into the queue."""
-        ...
+    def add(self, request: Request) -> None: ...
 
     def abort(
         self,
@@ -29,28 +27,24 @@ class EngineScheduler(Protocol):
         cause: str = "",
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[RequestOutput]:
-        """End requests from outside; what has ended already is ignored."""
+        """End requests from outside; those that have ended already are ignored."""
         ...
 
     def withdraw(self, now: float) -> None:
-        """Take back every plan that has not come back: its requests wait again."""
+        """Roll back every plan in flight: its requests wait again."""
         ...
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these run, on so many tokens a step; None: everybody, and as many as ever."""
+        """Let only these requests run, with at most so many tokens a step; None: no restriction."""
         ...
 
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step."""
-        ...
+    def schedule(self, now: float) -> StepPlan: ...
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a plan yielded, in the order of the plans."""
+        """Apply the result of a plan, in the order of the plans."""
         ...
 
-    def stats(self) -> SchedulerStats:
-        """State now, and counters since the start."""
-        ...
+    def stats(self) -> SchedulerStats: ...
 
 
 class Lockstep(Protocol):
@@ -58,57 +52,55 @@ class Lockstep(Protocol):
 
     @property
     def needs_idle_step(self) -> bool:
-        """Whether another rank works, so that this one has to take part without requests of its own."""
+        """Whether another rank has work, so that this one has to step without requests of its own."""
         ...
 
     def wants_step(self, has_work: bool) -> bool:
-        """What `may_step` would say; changes nothing."""
+        """What `may_step` would return; changes nothing."""
         ...
 
     def may_step(self, has_work: bool) -> bool:
-        """Whether a step may be launched now; the other ranks are told to launch theirs."""
+        """Whether a step may be launched now; if so, the other ranks are made to launch theirs."""
         ...
 
     def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
-        """A step was launched, `is_idle`: for no request here. May wait for the others; raises PeersLost."""
+        """Note a step, `is_idle` if it has no request. May wait for the other ranks; raises PeersLost."""
         ...
 
     def on_step_done(self) -> None:
-        """The oldest step in flight has ended."""
+        """Note that the oldest step in flight has ended."""
         ...
 
     def leave_group(self, error: Exception) -> None:
-        """A step has failed: none of those in flight is waited for, here and by the other ranks."""
+        """A step has failed: no rank waits any longer for the steps in flight."""
         ...
 
 
 class NoLockstep:
-    """Steps whenever there is something to compute, and stands still whenever it is told to."""
+    """Null object: an engine without data-parallel peers steps whenever it has work."""
 
     needs_idle_step = False
 
     def wants_step(self, has_work: bool) -> bool:
-        """Where there is something to compute."""
         return has_work
 
     def may_step(self, has_work: bool) -> bool:
-        """Always."""
         return True
 
     def on_step_launched(self, *, is_idle: bool, has_work: bool) -> None:
-        """Nobody else does."""
+        pass
 
     def on_step_done(self) -> None:
-        """Nobody has waited for it."""
+        pass
 
     def leave_group(self, error: Exception) -> None:
-        """It is nobody else's."""
+        pass
 
     def check_quiet(self, *, or_apart: bool = False) -> None:
-        """Nobody else would want a step."""
+        pass
 
     def pause(self) -> None:
-        """Nobody has to know."""
+        pass
 
     def resume(self) -> None:
-        """Nobody has waited."""
+        pass

@@ -1,4 +1,4 @@
-"""How long steps take, and what is done between two of them; which are announced to take longer than usual.
+"""Estimates how long steps take, so that the loop can announce a budget for those longer than usual.
 
 Knows no clock and no device.
 """
@@ -12,24 +12,24 @@ from operator import mul
 
 from engine_svc.core.step import StepPlan
 
-# Estimates are for the slowest that such a step may be: caches are cold, and others want the processor too.
+# Estimates are for the slowest such step: caches may be cold and other processes may use the processor.
 _MARGIN = 4.0
-# Nothing is known of the first step, nor of one that is far larger than any: kernels may be compiled.
+# For the first step, and for one far larger than any before: kernels may have to be compiled.
 _FIRST_BUDGET_S = 60.0
 _FAR_BUCKETS = 3
 _MAX_BUCKETS = 32
-# Of the slowest of a size, with each further one: what was slow once is not slow for ever.
+# Applied to the slowest step of a size with each further step, so that a slow step is forgotten over time.
 _FADING = 0.99
 _NUM_RECENT = 512
 _P99_INTERVAL = 64
 _P99_FACTOR = 10.0
-# What is asked for between two steps may read all weights from a slow disk.
+# A call between two steps may read all weights from a slow disk.
 _CALL_BUDGET_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What a step costs by: tokens, and how many known tokens all of them together attend to."""
+    """What the time of a step depends on: tokens, and how many known tokens they attend to in total."""
 
     num_tokens: int
     num_reads: int
@@ -37,35 +37,35 @@ class _Size:
 
 @dataclass(frozen=True, slots=True)
 class _Slowest:
-    """The slowest step of about a size, as far as it is not forgotten."""
+    """The slowest step of about one size, fading over time."""
 
     seconds: float
     size: _Size
 
     def scaled_to(self, size: _Size) -> float:
-        """What a larger step would take."""
+        """The time that a larger step would take."""
         tokens = size.num_tokens / self.size.num_tokens
         reads = size.num_reads / max(1, self.size.num_reads)
         return self.seconds * max(1.0, tokens, reads)
 
 
 class StepTimeEstimator:
-    """What the engine thread waits for: steps in flight, each estimated from those before, or a call.
+    """Time budget of what the engine thread runs: steps in flight, estimated from earlier ones, or a call.
 
     Belongs to the engine thread.
     """
 
     def __init__(self, usual_s: float) -> None:
-        self._usual_s = usual_s  # a step that takes no longer needs no announcement
+        self._usual_s = usual_s  # up to this no budget is announced
         self._in_flight: deque[tuple[_Size, float]] = deque()
         self._slowest: list[_Slowest | None] = [None] * _MAX_BUCKETS  # by the length of num_tokens in bits
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._num_steps = 0
         self._p99_s = 0.0
         self.is_in_call = False
-        # Since when the call, the oldest step in flight, or when the one before it was over.
+        # When the call began; else when the oldest step in flight began or the step before it ended.
         self.running_since: float | None = None
-        self.budget_s: float | None = None  # of the call, or of all in flight together; None: they are usual
+        self.budget_s: float | None = None  # of the call or of all steps in flight; None: not above usual
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched."""
@@ -76,7 +76,7 @@ class StepTimeEstimator:
         self._add_up()
 
     def end(self, now: float) -> None:
-        """The oldest is over."""
+        """The oldest step in flight has ended."""
         size, _ = self._in_flight.popleft()
         if self.running_since is not None and size.num_tokens:
             self._note(size, now - self.running_since)
@@ -84,16 +84,16 @@ class StepTimeEstimator:
         self._add_up()
 
     def begin_call(self, now: float) -> None:
-        """Something else is done, in time of its own: steps in flight are to blame for none of it."""
+        """A call begins. Its time does not count for the steps in flight."""
         self.is_in_call, self.running_since, self.budget_s = True, now, _CALL_BUDGET_S
 
     def end_call(self, now: float) -> None:
-        """It is done; steps in flight go on as if they began now."""
+        """The call has ended; steps in flight count from now on."""
         self.is_in_call, self.running_since = False, now if self._in_flight else None
         self._add_up()
 
     def drop(self) -> None:
-        """None in flight will come back."""
+        """Forget the steps in flight, which have failed."""
         self._in_flight.clear()
         self.running_since = self.budget_s = None
 
@@ -110,7 +110,7 @@ class StepTimeEstimator:
             self._p99_s = sorted(self._recent)[len(self._recent) * 99 // 100]
 
     def _budget(self, size: _Size) -> float:
-        """What a step may take, or 0 where that is no longer than usual."""
+        """The time that a step may take, or 0 if that is no longer than usual."""
         if not size.num_tokens:
             return 0.0
         budget_s = _P99_FACTOR * self._p99_s
@@ -122,7 +122,7 @@ class StepTimeEstimator:
         return budget_s if budget_s > self._usual_s else 0.0
 
     def _nearest(self, bucket: int) -> tuple[_Slowest | None, int]:
-        """What is known of this size, or the next smaller; of larger ones only where there is no smaller."""
+        """The slowest step of this size, else of the nearest smaller, else of the nearest larger size."""
         for other_bucket in (*range(bucket, -1, -1), *range(bucket + 1, _MAX_BUCKETS)):
             slowest = self._slowest[other_bucket]
             if slowest is not None:

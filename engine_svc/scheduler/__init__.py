@@ -1,1 +1,3 @@
-"""Who runs next: budgets, admission, preemption, stops. Knows no tensors, clock or optional feature."""
+"""Decides which requests run next: budgets, admission, preemption, turns.
+Must not know tensors, clocks or optional features.
+"""

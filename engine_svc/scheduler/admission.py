@@ -1,17 +1,17 @@
-"""Which requests an engine of these sizes can never serve. Pure; knows no queue."""
+"""Which requests and input segments an engine of these sizes can never serve. Pure; knows no queue."""
 
 from __future__ import annotations
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.core.request import Chunk, Request
+from engine_svc.core.request import InputSegment, Request
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.turns import INPUT
 
-MAX_CHUNKS = 64  # of a request, that came before their turn
+MAX_SEGMENTS = 64  # of one request that wait for their turn
 
 
 def refusal(request: Request, config: SchedulerConfig, kv_cache: KVCache) -> str | None:
-    """Why this request could never be served, in words for its sender; None: it can be."""
+    """Why this request can never be served, as a message for the client; None: it can be."""
     if not 0 < request.num_prompt_tokens <= request.num_tokens:
         return f"prompt has {request.num_prompt_tokens} tokens, must have at least 1"
     if request.num_tokens >= config.max_model_len:
@@ -23,33 +23,33 @@ def refusal(request: Request, config: SchedulerConfig, kv_cache: KVCache) -> str
     return _size_refusal(num_tokens, request.num_encoder_tokens, config, kv_cache)
 
 
-def chunk_refusal(
-    request: Request | None, chunk: Chunk, config: SchedulerConfig, kv_cache: KVCache
+def segment_refusal(
+    request: Request | None, segment: InputSegment, config: SchedulerConfig, kv_cache: KVCache
 ) -> str | None:
-    """Why `request` cannot have this further input, in words for its sender; None: it can."""
+    """Why `request` can never have this further input, as a message for the client; None: it can."""
     if request is None or not request.is_resumable:
         return "the request is not open for further input"
-    if len(request.chunks) >= MAX_CHUNKS:
-        return f"{MAX_CHUNKS} chunks of the request wait for their turn already"
-    if not chunk.token_ids:
-        return "chunk has 0 tokens, must have at least 1"
-    if chunk.sampling.max_tokens < 1:
-        return f"max_tokens is {chunk.sampling.max_tokens}, must be at least 1"
-    # A turn that is not over may use all it may, and so may those that are queued before this one.
+    if len(request.segments) >= MAX_SEGMENTS:
+        return f"{MAX_SEGMENTS} input segments of the request wait for their turn already"
+    if not segment.token_ids:
+        return "input segment has 0 tokens, must have at least 1"
+    if segment.sampling.max_tokens < 1:
+        return f"max_tokens is {segment.sampling.max_tokens}, must be at least 1"
+    # The present turn and those that are queued before this one may use all that they are allowed.
     longest = request.num_tokens if INPUT in request.blockers else request.max_num_tokens
-    for queued in request.chunks:
+    for queued in request.segments:
         longest += len(queued.token_ids) + queued.sampling.max_tokens
-    longest += len(chunk.token_ids)
+    longest += len(segment.token_ids)
     if longest >= config.max_model_len:
         return f"request could begin with {longest} tokens, the model takes {config.max_model_len - 1}"
-    num_tokens = longest + chunk.sampling.max_tokens
+    num_tokens = longest + segment.sampling.max_tokens
     return _size_refusal(num_tokens, request.num_encoder_tokens, config, kv_cache)
 
 
 def _size_refusal(
     num_tokens: int, num_encoder_tokens: int, config: SchedulerConfig, kv_cache: KVCache
 ) -> str | None:
-    # The last token is never computed, but the steps in flight when it comes may carry drafts.
+    # The last token is never computed, but the steps in flight when it is sampled may carry drafts.
     num_drafts = config.num_speculative_tokens * config.max_steps_in_flight
     num_computed = min(num_tokens, config.max_model_len) - 1 + num_drafts
     num_blocks = kv_cache.max_blocks_for(num_computed, num_encoder_tokens)

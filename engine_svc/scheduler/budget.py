@@ -1,4 +1,4 @@
-"""What a step spends. Knows requests, no blocks: those are the cache's."""
+"""Budgets of a step. Knows requests, no blocks: those belong to the cache."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from engine_svc.core.request import Request
 
 
 class Budget(Protocol):
-    """Something finite that a step spends on requests, in tokens granted."""
+    """A limited resource of a step that requests spend with the tokens granted to them."""
 
-    def begin_step(self) -> None:
-        """Fill up for a new step."""
+    def begin_step(self) -> None: ...
 
     def admits(self, request: Request) -> bool:
-        """Whether a waiting request could enter in this step. If not, it is passed over for the next.
+        """Whether a waiting request may enter in this step. If not, admission continues with the next one.
 
-        A budget that should rather end the admission of a step says yes, and grants nothing.
+        A budget that should end the admission of the step instead returns True and grants no tokens.
         """
         ...
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """How many of `num_tokens` the request can have. Changes nothing; 0 means not in this step."""
+        """How many of `num_tokens` the request can have. Changes nothing; 0 means none in this step."""
         ...
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Spend what was granted."""
+        """Spend granted tokens."""
 
     def give_back(self, request: Request, num_tokens: int) -> None:
         """Undo `take` for a request that was planned in this step and then preempted."""
 
 
 class Restriction:
-    """Lets only some requests run, all of them on no more than so many tokens a step."""
+    """A budget that lets only some requests run, together on at most so many tokens per step."""
 
     def __init__(self, request_ids: Collection[str], max_num_tokens: int) -> None:
         self._request_ids = request_ids
@@ -41,21 +40,16 @@ class Restriction:
         self._remaining = 0
 
     def begin_step(self) -> None:
-        """Nothing is spent."""
         self._remaining = self._max_num_tokens
 
     def admits(self, request: Request) -> bool:
-        """Whether it is one of them."""
         return request.request_id in self._request_ids
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """What is left, for one of them."""
         return min(num_tokens, self._remaining) if request.request_id in self._request_ids else 0
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Spend tokens."""
         self._remaining -= num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Return the tokens of a row that left the plan."""
         self._remaining += num_tokens

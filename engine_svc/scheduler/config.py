@@ -1,4 +1,4 @@
-"""The numbers by which the scheduler decides. Knows no flags and no environment."""
+"""Configuration of the scheduler. Knows no flags and no environment."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import Enum
 
 
 class PauseState(Enum):
-    """What the scheduler holds back on request."""
+    """What the scheduler holds back."""
 
     NONE = "none"
-    NEW = "new"  # admits nobody, preempted requests included; the running go on
+    NEW = "new"  # admits no request, not even preempted ones; running requests continue
     ALL = "all"  # plans nothing
 
 
@@ -18,16 +18,16 @@ class PauseState(Enum):
 class SchedulerConfig:
     """Limits of a step."""
 
-    max_model_len: int  # most tokens of one request, prompt and output
+    max_model_len: int  # tokens of one request, prompt and output
     max_num_batched_tokens: int = 2048  # token budget of a step
-    max_num_seqs: int = 256  # most running requests
-    enable_chunked_prefill: bool = True  # False: a prompt enters whole or not yet, and nobody overtakes it
-    long_prefill_token_threshold: int = 0  # most tokens of one request in a step; 0 = no such limit
-    reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just a chunk
-    num_speculative_tokens: int = 0  # most drafts of a request in a step
-    async_scheduling: bool = False  # plan a step before the tokens of the one before it are known
+    max_num_seqs: int = 256  # running requests
+    enable_chunked_prefill: bool = True  # False: a prompt enters whole, and no later request overtakes it
+    long_prefill_token_threshold: int = 0  # tokens of one request in a step; 0 = no such limit
+    reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just for a chunk
+    num_speculative_tokens: int = 0  # drafts of a request in a step
+    async_scheduling: bool = False  # plan a step before the tokens of the step before it are known
     max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
-    prefill_share: float = 0.5  # of a step's tokens, for prompts, where a policy divides them
+    prefill_share: float = 0.5  # of a step's tokens, for prompts, if the policy divides them
 
     def __post_init__(self) -> None:
         for name, value, least in (

@@ -1,4 +1,4 @@
-"""The steps that were planned and whose results are still to come. Knows no plans and no blocks."""
+"""The steps that were planned and have no result yet. Knows no plans and no blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_svc.core.sampling_params import SamplingParams
 
 
 class _Step:
-    """The rows of one step. By request, not by id: an id may be used again."""
+    """The rows of one step, by request and not by id, which may be used again."""
 
     __slots__ = ("_row_of", "block_ids", "num_tokens", "released", "rows", "step_number")
 
@@ -31,18 +31,18 @@ class _Step:
         self._row_of: dict[Request, int] | None = None
 
     def num_tokens_of(self, request: Request) -> int:
-        """What the step computes of a request."""
+        """How many tokens of a request the step computes."""
         row = self._rows_by_request().get(request)
         return 0 if row is None else self.num_tokens[row]
 
     def replace(self, request: Request, other: Request) -> None:
-        """Give the row of a request, if it has one, to another."""
+        """Assign the row of a request, if it has one, to another."""
         row = self._rows_by_request().pop(request, None)
         if row is not None:
             self.rows[row] = other
 
     def _rows_by_request(self) -> dict[Request, int]:
-        """Few ask, so the table is made when one does."""
+        """Made at the first call, as it is rarely needed."""
         if self._row_of is None:
             self._row_of = {request: row for row, request in enumerate(self.rows)}
         return self._row_of
@@ -50,11 +50,11 @@ class _Step:
 
 @dataclass(slots=True)
 class Withdrawn:
-    """What steps would have done that yield nothing after all."""
+    """What steps that were rolled back were to do."""
 
-    rows: dict[Request, None] = field(default_factory=dict)  # a set that keeps its order
-    released: list[str] = field(default_factory=list)  # rows that they were to free
-    block_ids: list[int] = field(default_factory=list)  # that they were to fill, and that can be found
+    rows: dict[Request, None] = field(default_factory=dict)  # as an ordered set
+    released: list[str] = field(default_factory=list)  # rows to free
+    block_ids: list[int] = field(default_factory=list)  # registered blocks to fill
 
 
 class StepsInFlight:
@@ -62,12 +62,12 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
-        # Who rows belong to when nobody wants their tokens any more: it has ended, so they are dropped.
+        # Owner of rows whose tokens are to be dropped: tokens of a finished request are.
         self._discarded = Request("", [], 0, SamplingParams(max_tokens=1))
         self._discarded.move_to(RequestStatus.FINISHED)
 
     def newest_of(self, request: Request) -> int:
-        """The number of the last step that computes something of a request; 0 where none does."""
+        """The number of the last step that computes tokens of a request; 0 if none does."""
         numbers = (step.step_number for step in reversed(self._steps) if step.num_tokens_of(request))
         return next(numbers, 0)
 
@@ -79,21 +79,21 @@ class StepsInFlight:
         released: Sequence[str] = (),
         block_ids: Sequence[int] = (),
     ) -> None:
-        """A step was planned, that frees the rows of `released`, and fills the blocks that can be found."""
+        """Add a planned step, which frees the rows of `released` and fills the registered `block_ids`."""
         self._steps.append(_Step(step_number, rows, num_tokens, released, block_ids))
 
     def pop(self, step_number: int) -> list[Request]:
-        """The result of the oldest step is there: its rows."""
+        """Remove the oldest step, whose result has come; returns its rows."""
         step = self._steps.popleft()
         assert step.step_number == step_number, "results come in the order of the plans"
         return step.rows
 
     def num_tokens_of(self, request: Request) -> int:
-        """How many tokens of a request are being computed."""
+        """How many tokens of a request are in flight."""
         return sum(step.num_tokens_of(request) for step in self._steps)
 
     def withdraw(self) -> Withdrawn:
-        """Take out every step: no result comes any more."""
+        """Remove every step: no result follows."""
         withdrawn = Withdrawn()
         for step in self._steps:
             # In the order of admission, as rows are.
@@ -105,6 +105,6 @@ class StepsInFlight:
         return withdrawn
 
     def forget(self, request: Request) -> None:
-        """Drop what is in flight for a request: its rows yield tokens that nobody gets."""
+        """Drop what is in flight for a request: the tokens of its rows are ignored."""
         for step in self._steps:
             step.replace(request, self._discarded)

@@ -1,4 +1,4 @@
-"""The plan of one step while it is made: its rows, and what they spend. Knows no queues and no blocks."""
+"""Builds the plan of one step and charges its rows to the budgets. Knows no queues and no blocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.speculation import UNKNOWN_DRAFT
 
-# Shared by all rows with nothing in a column: a plan is never changed after it was made.
+# Shared by all rows with an empty column: a plan is never changed after it was made.
 NOTHING: list[int] = []
 
 
 class PlanBuilder:
-    """Places requests in the plan and takes them out again; every budget hears of both."""
+    """Adds requests to the plan and removes them again, and charges the budgets accordingly."""
 
     def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
         self._config = config
@@ -28,17 +28,16 @@ class PlanBuilder:
         self.rows: list[Request] = []  # parallel to the columns of the plan
 
     def restrict(self, restriction: Budget | None) -> None:
-        """Have steps spend this too, in place of what was last given here; None: nothing more."""
+        """Add one further budget, which replaces the last one set here; None: remove it."""
         extra = () if restriction is None else (restriction,)
         self._budgets = (*self._own_budgets, *extra)
 
     @property
     def has_budgets(self) -> bool:
-        """Whether anything but tokens is spent."""
+        """Whether there are budgets besides the tokens of a step."""
         return bool(self._budgets)
 
     def begin(self, step_number: int) -> StepPlan:
-        """Begin the plan of a new step."""
         self.plan = StepPlan(step_number)
         self.rows = []
         self.remaining = self._config.max_num_batched_tokens
@@ -47,18 +46,18 @@ class PlanBuilder:
         return self.plan
 
     def admits(self, request: Request) -> bool:
-        """Whether a waiting request could enter in this step, as far as budgets are concerned."""
+        """Whether every budget lets a waiting request enter in this step."""
         return all(budget.admits(request) for budget in self._budgets)
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """How many of `num_tokens` all budgets together grant; below 1 means not in this step."""
+        """How many of `num_tokens` all budgets together grant; below 1 means none in this step."""
         num_tokens = min(num_tokens, self.remaining)
         for budget in self._budgets:
             num_tokens = budget.clip(request, num_tokens)
         return num_tokens
 
     def admit(self, request: Request, new_block_ids: Sequence[list[int]]) -> None:
-        """Tell the runner all about a request that enters the batch. Its row, with new blocks, follows."""
+        """Add a request that enters the batch, in full. Its row, with the new blocks, follows."""
         num_new = [len(block_ids) for block_ids in new_block_ids] or [0] * len(request.block_tables)
         kept = [
             table.block_ids[: len(table.block_ids) - num]
@@ -76,7 +75,7 @@ class PlanBuilder:
         )
 
     def add_row(self, request: Request, num_tokens: int, new_block_ids: list[list[int]]) -> None:
-        """Write a row, and count its tokens as computed."""
+        """Add a row and count its tokens as computed."""
         plan = self.plan
         computed = request.num_computed_tokens
         end = computed + num_tokens
@@ -103,7 +102,7 @@ class PlanBuilder:
             request.draft_token_ids = self._unknown_drafts
 
     def withdraw(self, request: Request) -> int:
-        """Take out the row of a request that has to give way; returns the tokens it had, 0 without a row."""
+        """Remove the row of a request that is preempted; returns its number of tokens, 0 without a row."""
         if request not in self.rows:
             return 0
         row = self.rows.index(request)

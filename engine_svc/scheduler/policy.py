@@ -1,4 +1,4 @@
-"""What a policy is: in which order requests are taken, and who gives way when blocks run out."""
+"""Protocol of policies: in which order requests are served, and which is preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ OrderKey = tuple[float, float, str]
 
 
 class Policy(Protocol):
-    """One way to rank requests. The smallest key is taken first; no two requests have the same."""
+    """One way to order requests. The request with the smallest key is first; no two keys are equal."""
 
     @property
     def budgets(self) -> Sequence[Budget]:
-        """What it lets a step spend, beside the tokens."""
+        """Further budgets of a step, besides its tokens."""
         ...
 
     def order_key(self, request: Request) -> OrderKey:
-        """The place of a request that came."""
+        """The key of a new request in the waiting queue."""
         ...
 
     def requeue_key(self, request: Request) -> OrderKey:
-        """The place of a request that was preempted, or has its next chunk."""
+        """The key of a request that was preempted, or whose turn has ended."""
         ...
 
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
         """The running requests, given in order of admission, in the order in which a step serves them.
 
-        `num_waiting` counts those that wait and could enter, as far as there are places.
-
-        A list of its own: requests leave `running` meanwhile.
+        Returns a new list, as requests leave `running` meanwhile. `num_waiting` counts the waiting requests
+        that there are rows for.
         """
         ...
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
         """Which of the running requests, in order of admission and not empty, is preempted next.
 
-        So that the engine always advances, some request must be spared until it ends.
+        Some request must be spared until it ends, so that the engine always makes progress.
         """
         ...
 
 
-# What an entry point of the group `triptych.policies` names.
+# What an entry point of the group `triptych.policies` refers to.
 PolicyFactory = Callable[[SchedulerConfig], Policy]

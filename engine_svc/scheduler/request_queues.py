@@ -1,4 +1,4 @@
-"""Where every request is: waiting, blocked, running; and its moves. Knows no steps and no budgets."""
+"""All requests, waiting, blocked or running, and their transitions. Knows no steps and no budgets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestQueues:
         self._holders: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Enter a new request. Where this raises, nothing of it is kept."""
+        """Add a new request. If this raises, nothing of it is kept."""
         request.order_key = self._policy.order_key(request)
         for hook in self._hooks:
             hook.on_add(request)
@@ -38,7 +38,7 @@ class RequestQueues:
         self.requests[request.request_id] = request
 
     def unblock(self, request: Request, name: str) -> None:
-        """Take `name` off what blocks a request; without any it may be admitted."""
+        """Remove `name` from a request's blockers; without blockers it may be admitted."""
         request.blockers.discard(name)
         if not request.blockers:
             self._depart(request)
@@ -46,7 +46,7 @@ class RequestQueues:
             self._enqueue(request)
 
     def enter(self, request: Request, now: float) -> None:
-        """Move a waiting request among the running."""
+        """Move a waiting request to the running ones."""
         self._depart(request)
         request.move_to(RequestStatus.RUNNING)
         self.running.append(request)
@@ -59,9 +59,9 @@ class RequestQueues:
             timeline.events.append(("resumed", now))
 
     def preempt(self, request: Request, now: float, num_withdrawn_tokens: int) -> None:
-        """Take a running request's blocks and queue it again; it will compute its tokens anew.
+        """Release a running request's blocks and queue it again; it will compute its tokens anew.
 
-        Withdrawn tokens were planned in this step, and will not be computed in it after all.
+        Withdrawn tokens were planned in this step but will not be computed in it.
         """
         self._depart(request)
         self._kv_cache.release(request, num_withdrawn_tokens)
@@ -74,7 +74,7 @@ class RequestQueues:
         self.num_preemptions += 1
 
     def end_turn(self, request: Request) -> None:
-        """Let a request keep the blocks it has and wait for its next chunk."""
+        """Let a request wait for its next input segment; it keeps its blocks."""
         self._depart(request)
         request.blockers.add(INPUT)
         request.move_to(RequestStatus.BLOCKED)
@@ -82,9 +82,9 @@ class RequestQueues:
         self._enqueue(request)
 
     def reclaim(self, besides: Request | None = None) -> bool:
-        """Take the blocks of the request that has been idle for the longest; False where there is none.
+        """Release the blocks of the request that has been idle longest; False if there is none.
 
-        Not of one that waits for anything but its next chunk: its KV may be on its way into the blocks.
+        Only of requests that wait for an input segment: with other blockers KV may be arriving in the blocks.
         """
         for request in self._holders.values():
             if request is not besides and request.blockers <= {INPUT}:
@@ -96,21 +96,21 @@ class RequestQueues:
         return False
 
     def finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        """End a request wherever it is: its blocks are free at once, its row with the next plan."""
+        """End a request in any status: its blocks are free at once, its row with the next plan."""
         self._depart(request)
         request.move_to(RequestStatus.FINISHED)
         request.finish_reason = reason
         request.timeline.finished_at = now
         del self.requests[request.request_id]
-        # Hooks first: who still needs the blocks takes hold of them.
+        # Hooks first, as one that still needs the blocks holds them.
         for hook in self._hooks:
             hook.on_finish(request)
-        # What a broken request computed may be broken as well: nobody shall hit it.
+        # KV of a request that failed may be wrong as well: no later request may hit it.
         is_broken = reason is FinishReason.ERROR
         self._kv_cache.release(request, request.num_computed_tokens if is_broken else 0)
 
     def end_early(self, request: Request, reason: FinishReason, now: float) -> RequestOutput:
-        """End a request before its last token; returns its last output."""
+        """End a request before its last token; returns its final output."""
         self.finish(request, reason, now)
         output = RequestOutput(request.request_id, [], reason)
         if request.timeline.first_token_at is None:
@@ -118,20 +118,20 @@ class RequestQueues:
         return output
 
     def end_broken(self, request: Request, message: str, now: float) -> RequestOutput:
-        """End a request that has no next token; the message says why."""
+        """End a request that has no next token, with a message for the client."""
         output = self.end_early(request, FinishReason.ERROR, now)
         output.message = message
         return output
 
     def release_again(self, request_ids: Iterable[str]) -> None:
-        """Free these rows with the next plan, as it is not known whether the plan that said so was run.
+        """Free these rows with the next plan too, as the plan that was to free them may not have run.
 
-        Who runs plans passes over rows that it does not have.
+        Runners ignore rows that they do not have.
         """
         self.released = list(dict.fromkeys((*request_ids, *self.released)))
 
     def _depart(self, request: Request) -> None:
-        """Take a request out of where its status says it is."""
+        """Remove a request from the queue of its status."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self.released.append(request.request_id)
@@ -148,7 +148,7 @@ class RequestQueues:
 
 
 def note_first_token(request: Request, output: RequestOutput, now: float) -> None:
-    """Stamp the first token of a request, and tell with it what came from the prefix cache."""
+    """Stamp the first token of a request, and report its cached tokens with it."""
     request.timeline.first_token_at = now
     request.timeline.events.append(("first_token", now))
     output.num_cached_tokens = request.num_cached_tokens

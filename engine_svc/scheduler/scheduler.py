@@ -1,7 +1,7 @@
-"""The unified scheduler: every step gives each request some of its pending tokens, running requests first.
+"""The unified scheduler: every step computes some pending tokens of each request, running requests first.
 
-There is no prefill and no decode here: a request has known tokens, some of them computed, and a step computes
-more. Knows no tensors, no clock and no optional feature.
+It does not distinguish prefill and decode: a request has known tokens, some of them computed, and a step
+computes more. Knows no tensors, no clock and no optional feature.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.core.request import Chunk, FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.scheduler.admission import chunk_refusal, refusal
+from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
@@ -27,15 +27,14 @@ from engine_svc.scheduler.speculation import (
     pad_with_drafts,
     roll_back_rejected,
 )
-from engine_svc.scheduler.stats import SchedulerStats, make_stats
-from engine_svc.scheduler.stopping import note_limits, why_stopped
-from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
+from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.scheduler.turns import INPUT, begin_turn, note_limits, settle_turn, why_stopped
 
 
 class Scheduler:
-    """Decides what each step computes, and takes in what it yielded.
+    """Decides what each step computes, and applies its result.
 
-    Tokens count as computed when they are planned, so the next step can be planned before this one is done.
+    Tokens count as computed when they are planned, so that the next step can be planned before this one ends.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended: running, waiting and blocked."""
+        """Running, waiting and blocked requests."""
         return len(self._queues.requests)
 
     @property
@@ -85,59 +84,69 @@ class Scheduler:
 
     @property
     def waiting_ids(self) -> list[str]:
-        """Waiting and blocked requests, in the order in which they will be taken."""
+        """Waiting and blocked requests, in the order in which they will be admitted."""
         return [request.request_id for request in self._queues.waiting]
 
     def stats(self) -> SchedulerStats:
-        """State now, and counters since the start."""
-        return make_stats(
-            self._queues,
-            self._kv_cache,
-            self._drafts.stats(),
+        queues, kv_cache = self._queues, self._kv_cache
+        return SchedulerStats(
             step_number=self._step_number,
+            num_running=len(queues.running),
+            num_waiting=queues.waiting.num_ready,
+            num_blocked=queues.waiting.num_blocked,
+            num_waiting_tokens=queues.waiting.num_uncached_tokens,
+            num_used_blocks=kv_cache.num_used_blocks,
+            num_total_blocks=kv_cache.num_total_blocks,
+            prefix_queries=kv_cache.prefix_queries,
+            prefix_hits=kv_cache.prefix_hits,
+            prefix_hit_rate=kv_cache.hit_rate.value,
+            preempted_queries=kv_cache.preempted_queries,
+            preempted_hits=kv_cache.preempted_hits,
+            num_preemptions=queues.num_preemptions,
             num_chunked_prefills=self._num_chunked_prefills,
             max_rows=self._max_rows,
+            drafts=self._drafts.stats(),
         )
 
     def refusal(self, request: Request) -> str | None:
-        """Why this request could never be served here, in words for its sender; None: it can be added."""
+        """Why this request can never be served here, as a message for the client; None: it can be added."""
         if request.request_id in self._queues.requests:
             return f"request {request.request_id} is already being served"
         return refusal(request, self._config, self._kv_cache)
 
-    def chunk_refusal(self, request_id: str, chunk: Chunk) -> str | None:
-        """Why this further input could never be served here, in words for its sender; None: it can be."""
-        return chunk_refusal(self._queues.requests.get(request_id), chunk, self._config, self._kv_cache)
+    def segment_refusal(self, request_id: str, segment: InputSegment) -> str | None:
+        """Why this further input can never be served here, as a message for the client; None: it can be."""
+        return segment_refusal(self._queues.requests.get(request_id), segment, self._config, self._kv_cache)
 
     def add(self, request: Request) -> None:
-        """Enter a new request into the queue. Ask `refusal` first."""
+        """Add a new request to the waiting queue. Check `refusal` first."""
         if request.request_id in self._queues.requests:
             raise ValueError(f"request {request.request_id} is already being served")
         note_limits(request, self._config.max_model_len)
         self._queues.add(request)
 
-    def extend(self, request_id: str, chunk: Chunk | None, now: float) -> list[RequestOutput]:
-        """Continue a resumable request by a chunk, when its turn is over; None: there will be none.
+    def extend(self, request_id: str, segment: InputSegment | None, now: float) -> list[RequestOutput]:
+        """Continue a resumable request with an input segment when its turn is over; None: no more input.
 
-        Ask `chunk_refusal` first. Unknown ids are ignored. Returns the last output of a request that ends.
+        Check `segment_refusal` first. Unknown ids are ignored. Returns the final output if the request ends.
         """
         request = self._queues.requests.get(request_id)
         if request is None:
             return []
         waits = INPUT in request.blockers
-        if chunk is None:
+        if segment is None:
             request.is_resumable = False
             return [self._queues.end_early(request, FinishReason.ABORT, now)] if waits else []
         if waits:
-            begin_turn(request, chunk, self._config.max_model_len)
+            begin_turn(request, segment, self._config.max_model_len)
             self._queues.unblock(request, INPUT)
         else:
-            request.chunks.append(chunk)
+            request.segments.append(segment)
         return []
 
     def unblock(self, request_id: str, name: str) -> None:
-        """Take `name` off what blocks a request; without any it may be admitted. Unknown ids are ignored."""
-        assert name != INPUT, "only a further chunk ends the time between two turns"
+        """Remove a blocker of a request; without blockers it may be admitted. Unknown ids are ignored."""
+        assert name != INPUT, "only an input segment begins the next turn"
         if (request := self._queues.waiting.blocked(request_id)) is not None:
             self._queues.unblock(request, name)
 
@@ -148,7 +157,7 @@ class Scheduler:
         cause: str = "",
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[RequestOutput]:
-        """End requests from outside, one after the other. Unknown, finished and repeated ids are ignored."""
+        """End requests from outside. Unknown, finished and repeated ids are ignored."""
         outputs = []
         for request_id in request_ids:
             if (request := self._queues.requests.get(request_id)) is not None:
@@ -162,7 +171,7 @@ class Scheduler:
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Forget all cached content. Refused while requests hold blocks, unless these may be taken."""
+        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first."""
         if reset_running:
             while self._queues.running:
                 self._preempt(self._queues.running[-1], now)
@@ -171,24 +180,25 @@ class Scheduler:
         return self._kv_cache.reset()
 
     def withdraw(self, now: float) -> None:
-        """Take back every step in flight, as none yields anything; its requests compute its tokens anew."""
+        """Roll back every step in flight, as none produces a result; its tokens are computed anew."""
         withdrawn = self._in_flight.withdraw()
         self._queues.release_again(withdrawn.released)
-        # The last first: the request that gives way is mostly the next to be admitted again.
+        # The last first: the request preempted last is mostly the next to be admitted again.
         for request in reversed(self._queues.running.copy()):
             if request in withdrawn.rows:
-                preempt_settled(self._queues, request, now)
+                self._preempt(request, now)
         # After the releases: a block that one request fills may have been taken over by another already.
         self._kv_cache.invalidate([*withdrawn.block_ids, *self._kv_cache.take_registered()])
         for hook in self._hooks:
             hook.on_withdraw()
-        # Nobody is to wait for tokens that never come.
+        # Otherwise preempted requests would wait for tokens that never come.
         self._updated_step_number = self._step_number
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these requests run, on so many tokens a step; the others wait, without blocks.
+        """Let only these requests run, with at most so many tokens per step; others wait without blocks.
 
-        None: all again. No step may be in flight. The tokens are more where a row could not be divided.
+        None: no restriction. No step of other requests may be in flight. Rows that cannot be divided may have
+        more tokens.
         """
         limit = self._config.max_num_batched_tokens
         if max_num_tokens is not None and self._config.enable_chunked_prefill:
@@ -196,22 +206,22 @@ class Scheduler:
         self._builder.restrict(None if only is None else Restriction(only, limit))
         for request in reversed(self._queues.running.copy()):
             if only is not None and request.request_id not in only:
-                preempt_settled(self._queues, request, now)
+                self._preempt(request, now)
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
 
-        A plan without rows need not be launched: what it would have released rides on the next one with rows.
-        A plan with rows must come back through `update`, in the order of the plans.
+        A plan without rows need not be launched: its releases go into the next plan with rows. The result of
+        a plan with rows must be given to `update`, in the order of the plans.
         """
         self._step_number += 1
         plan = self._builder.begin(self._step_number)
         if self._pause is PauseState.ALL:
             return plan
         queues = self._queues
-        # A lone request has nobody to make room for.
+        # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
-        # Who was in the middle of a chunk before this step makes rows of unequal length.
+        # A request in the middle of its prompt makes rows of unequal length anyway.
         self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
             request.last_row_sampled for request in queues.running
         )
@@ -230,7 +240,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a plan yielded: append tokens, end who stops, note drafts."""
+        """Apply the result of a plan: append tokens, end requests that stop, keep drafts."""
         if not plan.request_ids:
             return []
         rows = self._in_flight.pop(plan.step_number)
@@ -278,13 +288,13 @@ class Scheduler:
         for request in self._policy.walk(self._queues.running, self._num_admissible()):
             if not builder.remaining:
                 return
-            # A victim of this step.
+            # Preempted in this step.
             if request.status is not running:
                 continue
             computed = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_placeholders - computed
             num_tokens += len(request.draft_token_ids)
-            # The usual row is one pending token, not the last: only a further budget could make it less.
+            # The usual row is one pending token, not the last: only a further budget could reduce it.
             if num_tokens != 1 or computed + 2 >= request.max_num_tokens or has_budgets:
                 num_tokens = self._grant(request, num_tokens)
                 if num_tokens < 1:
@@ -303,7 +313,7 @@ class Scheduler:
         return min(self._queues.waiting.num_ready, self._config.max_num_seqs - len(self._queues.running))
 
     def _grant(self, request: Request, num_tokens: int) -> int:
-        """How many of its pending tokens a running request can have."""
+        """How many of its pending tokens a running request can have in this step."""
         if request.num_placeholders and is_last_token_in_flight(request):
             return 0
         num_tokens = min(
@@ -319,20 +329,20 @@ class Scheduler:
             request = queues.waiting.at(index)
             if request is None:
                 return
-            # Tokens of a step in flight belong to a preempted request too, and it needs them to continue.
+            # A preempted request needs its tokens of steps in flight before it can continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
             if waits_for_tokens or not builder.admits(request):
                 index += 1
                 continue
             if not self._admit(request, now):
-                # Nobody overtakes who only has to wait for room.
+                # No request overtakes one that only has to wait for room.
                 return
 
     def _admit(self, request: Request, now: float) -> bool:
         config, kv_cache, builder = self._config, self._kv_cache, self._builder
         hit = kv_cache.match_prefix(request)
         num_computed = request.num_computed_tokens
-        # Budgets go by where a row begins, so they see what is about to be taken over.
+        # Budgets depend on where a row begins, so the prefix hit counts as computed for them.
         request.num_computed_tokens = num_known = hit.num_tokens or num_computed
         wanted = request.num_tokens - num_known
         if wanted == 1 and self._pads_newcomers and (self._has_running_rows or num_known):
@@ -353,7 +363,7 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request, hit: PrefixHit, num_tokens: int) -> NewBlocks | None:
-        """Blocks for a request that enters; with nobody running, at the cost of idle ones."""
+        """Blocks for a request that is admitted; if none runs, also those of idle requests."""
         kv_cache, reserve_all = self._kv_cache, self._config.reserve_full_prompt
         new_block_ids = kv_cache.admit(request, hit, num_tokens, reserve_all=reserve_all)
         while new_block_ids is None and not self._queues.running and self._queues.reclaim(besides=request):
@@ -361,11 +371,11 @@ class Scheduler:
         return new_block_ids
 
     def _limit(self, num_tokens: int) -> int:
-        """What the limit for long prefills leaves of so many tokens."""
+        """So many tokens, clipped to the limit for long prefills."""
         return min(num_tokens, self._prefill_limit) if self._prefill_limit else num_tokens
 
     def _grow(self, request: Request, num_tokens: int, now: float) -> NewBlocks | None:
-        """Blocks for a running request, at the cost of others if need be; None: it had to go itself."""
+        """Blocks for a running request, by preempting others if needed; None: it was preempted itself."""
         num_in_flight_tokens = self._in_flight.num_tokens_of(request) if self._kv_cache.gives_back else 0
         while True:
             new_block_ids = self._kv_cache.grow(request, num_tokens, num_in_flight_tokens)
@@ -385,7 +395,7 @@ class Scheduler:
         self._queues.preempt(request, now, num_withdrawn_tokens)
 
     def _settle(self, request: Request, num_tokens: int) -> None:
-        """Placeholders became tokens; blocks that were full but unknown can be found from now on."""
+        """Placeholders became tokens: register the blocks that these fill."""
         request.num_placeholders -= num_tokens
         num_settled_tokens = request.num_computed_tokens - request.num_placeholders
         if num_settled_tokens >= request.registers_at:
@@ -394,22 +404,15 @@ class Scheduler:
     def _stop(
         self, request: Request, output: RequestOutput, stopped: tuple[FinishReason, int | None], now: float
     ) -> None:
-        """End a request whose newest token ends it, or its turn."""
+        """End a request, or its turn, whose newest token ends it."""
         output.finish_reason, output.stop_token_id = stopped
-        if not request.is_resumable and not request.chunks:
+        if not request.is_resumable and not request.segments:
             self._queues.finish(request, output.finish_reason, now)
             return
         output.continues = True
         self._in_flight.forget(request)
         settle_turn(request, self._kv_cache.hasher.block_size)
         self._queues.end_turn(request)
-        if request.chunks:
-            begin_turn(request, request.chunks.popleft(), self._config.max_model_len)
+        if request.segments:
+            begin_turn(request, request.segments.popleft(), self._config.max_model_len)
             self._queues.unblock(request, INPUT)
-
-
-def preempt_settled(queues: RequestQueues, request: Request, now: float) -> None:
-    """Queue a running request again, for which nothing is in flight."""
-    assert request.status is RequestStatus.RUNNING, f"request {request.request_id} does not run"
-    request.resumes_after_step = 0
-    queues.preempt(request, now, 0)

@@ -16,12 +16,12 @@ UNKNOWN_DRAFT = -1  # a draft whose value the scheduler does not know
 
 
 def pad_with_drafts(request: Request, num_cached: int, config: SchedulerConfig) -> int:
-    """Give a newcomer with one token to compute drafts of no value; returns how many.
+    """Give a new request with one token to compute placeholder drafts; returns how many.
 
-    They are never accepted. They make its row as long as the others: steps of one length are fast.
+    They are never accepted. They make its row as long as the others: steps of equal rows are fast.
     """
     num_drafts = config.num_speculative_tokens
-    # The token that the row yields has to fit as well; and what fits no step would wait for ever.
+    # The token that the row samples has to fit as well, and a row that fits no step would wait forever.
     if num_cached + 1 + num_drafts + 1 > config.max_model_len or num_drafts >= config.max_num_batched_tokens:
         return 0
     request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
@@ -29,7 +29,7 @@ def pad_with_drafts(request: Request, num_cached: int, config: SchedulerConfig) 
 
 
 def is_last_token_in_flight(request: Request) -> bool:
-    """Whether the steps in flight yield every token that the request may still have."""
+    """Whether the steps in flight sample every token that the request may still have."""
     num_expected = request.num_computed_tokens + 2 - request.num_placeholders
     return num_expected >= request.num_prompt_tokens + request.sampling.max_tokens
 
@@ -43,14 +43,14 @@ def roll_back_rejected(request: Request, num_rejected: int) -> None:
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:
-    """Keep proposals for the next step. A request in the middle of its prompt has no use for them."""
+    """Keep proposals for the next step, except for requests in the middle of their prompts."""
     for request, samples in zip(rows, plan.samples, strict=True):
         if samples and request.status is RequestStatus.RUNNING:
             request.draft_token_ids = drafts.get(request.request_id, [])
 
 
 class DraftCounter:
-    """Counts drafts and how many of them were right, by their position in a row."""
+    """Counts drafts, and accepted drafts by their position in a row."""
 
     def __init__(self) -> None:
         self._num_drafts = 0
@@ -58,7 +58,7 @@ class DraftCounter:
         self._accepted: list[int] = []
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of one row; those accepted are its first."""
+        """Count the drafts of one row; the accepted ones are its first."""
         self._num_drafts += 1
         self._num_draft_tokens += num_drafts
         self._accepted += [0] * (num_drafts - len(self._accepted))
@@ -66,7 +66,6 @@ class DraftCounter:
             self._accepted[position] += 1
 
     def stats(self) -> DraftStats:
-        """The counts so far."""
         return DraftStats(
             self._num_drafts, self._num_draft_tokens, sum(self._accepted), tuple(self._accepted)
         )

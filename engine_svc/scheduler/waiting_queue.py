@@ -1,4 +1,4 @@
-"""The requests that wait, in the order in which they will be taken. Knows no policy: keys give the order."""
+"""The waiting requests in the order of their keys. Knows no policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _by_order_key = attrgetter("order_key")
 
 
 class WaitingQueue:
-    """Waiting and blocked requests. A blocked one is not offered and keeps its place in the order."""
+    """Waiting and blocked requests. A blocked request cannot be admitted and keeps its order key."""
 
     def __init__(self) -> None:
         self._ready: list[Request] = []  # sorted
@@ -33,7 +33,6 @@ class WaitingQueue:
 
     @property
     def num_blocked(self) -> int:
-        """Requests that wait for something else than their turn."""
         return len(self._blocked)
 
     @property
@@ -42,7 +41,6 @@ class WaitingQueue:
         return self._num_uncached_tokens
 
     def add(self, request: Request) -> None:
-        """Enter a request at its place."""
         self._num_uncached_tokens += request.num_uncached_tokens
         if request.status is RequestStatus.BLOCKED:
             self._blocked[request.request_id] = request
@@ -50,7 +48,7 @@ class WaitingQueue:
             insort(self._ready, request, key=_by_order_key)
 
     def at(self, index: int) -> Request | None:
-        """The request at a place of the order, blocked ones not counted; None behind the last."""
+        """The request at this index of the order, without blocked ones; None after the last."""
         return self._ready[index] if index < len(self._ready) else None
 
     def blocked(self, request_id: str) -> Request | None:
@@ -58,7 +56,7 @@ class WaitingQueue:
         return self._blocked.get(request_id)
 
     def remove(self, request: Request) -> None:
-        """Take out a request, waiting or blocked, wherever it stands. Call it before its status changes."""
+        """Remove a waiting or blocked request. Call it before its status changes."""
         self._num_uncached_tokens -= request.num_uncached_tokens
         if request.status is RequestStatus.BLOCKED:
             del self._blocked[request.request_id]

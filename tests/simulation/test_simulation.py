@@ -47,9 +47,9 @@ def test_engines_of_every_shape_are_drawn(report: Report, shape: str):
     "name",
     [
         "accepted_draft",
-        "chunk",
+        "segment",
         "chunked_prefill",
-        "early_chunk",
+        "early_segment",
         "encoder_clip",
         "ends_by_error",
         "ends_by_repetition",

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.build.engine import build_core
-from engine_svc.core.request import Chunk, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
@@ -103,14 +103,14 @@ class World:
         if turn is None:
             self._take(self.scheduler.extend(request_id, None, self.now))
             return True
-        chunk = Chunk(list(turn.token_ids), turn.sampling)
-        if self.scheduler.chunk_refusal(request_id, chunk) is not None:
-            self.seen["chunk_refused"] += 1
+        segment = InputSegment(list(turn.token_ids), turn.sampling)
+        if self.scheduler.segment_refusal(request_id, segment) is not None:
+            self.seen["segment_refused"] += 1
             return False
         history.turns.append(turn)
-        self.seen["early_chunk"] += INPUT not in history.request.blockers
-        self.seen["chunk"] += 1
-        self._take(self.scheduler.extend(request_id, chunk, self.now))
+        self.seen["early_segment"] += INPUT not in history.request.blockers
+        self.seen["segment"] += 1
+        self._take(self.scheduler.extend(request_id, segment, self.now))
         return True
 
     def unblock(self, request_id: str, name: str) -> None:

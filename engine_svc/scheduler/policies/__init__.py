@@ -1,4 +1,4 @@
-"""Who runs first and who gives way, by name. Each policy is a file that the scheduler does not know."""
+"""Policies by name: which request is served first, and which is preempted. Unknown to the scheduler."""
 
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute

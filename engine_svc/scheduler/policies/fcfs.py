@@ -12,7 +12,7 @@ from engine_svc.scheduler.policy import OrderKey
 
 
 class FirstComeFirstServed:
-    """Taken in order of arrival; the last admitted gives way, and is the first to be taken again."""
+    """Served in order of arrival; the last admitted is preempted first, and is the first admitted again."""
 
     budgets: Sequence[Budget] = ()
 
@@ -21,19 +21,16 @@ class FirstComeFirstServed:
         self._back = 0
 
     def order_key(self, request: Request) -> OrderKey:
-        """Behind everybody."""
         self._back += 1
         return (self._back, 0.0, "")
 
     def requeue_key(self, request: Request) -> OrderKey:
-        """Before everybody."""
         self._front -= 1
         return (self._front, 0.0, "")
 
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
-        """In order of admission."""
         return list(running)
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
-        """The last admitted, which is never planned yet: plans are made from the first."""
+        """The last admitted, which is not in the plan yet: plans begin with the first."""
         return running[-1]

@@ -1,4 +1,4 @@
-"""The policy `least-recompute`: when blocks run out, lose as little work as possible. Knows no budgets."""
+"""The policy `least-recompute`: when blocks run out, as few tokens as possible are lost. Knows no budgets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engine_svc.scheduler.policy import OrderKey
 
 
 class LeastRecompute:
-    """As first come, first served, but who loses the fewest tokens per block that becomes free gives way.
+    """First come, first served, but preempts the request that loses the fewest tokens per freed block.
 
-    That is whoever shares most of its blocks, has just begun, or has just been given a block.
+    That is a request that shares most of its blocks, has just begun, or has just been given a block.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -22,22 +22,19 @@ class LeastRecompute:
         self.budgets = self._order.budgets
 
     def order_key(self, request: Request) -> OrderKey:
-        """Behind everybody."""
         return self._order.order_key(request)
 
     def requeue_key(self, request: Request) -> OrderKey:
-        """Before everybody."""
         return self._order.requeue_key(request)
 
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
-        """In order of admission."""
         return list(running)
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
         """The cheapest, and of equals the last admitted; the first admitted only when it is alone.
 
-        The first is spared so that someone always gets to the end: two requests could else take turns in
-        losing everything.
+        The first is spared so that one request always finishes: otherwise two requests could preempt each
+        other forever.
         """
         victim, least = running[-1], float("inf")
         for request in running[:0:-1]:

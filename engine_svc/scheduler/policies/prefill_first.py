@@ -13,30 +13,28 @@ from engine_svc.scheduler.policy import OrderKey
 
 
 class PrefillFirst:
-    """As first come, first served, but a step serves running prompts before decodes.
+    """First come, first served, but a step serves running prompts before decodes.
 
-    While there are both, or somebody could enter, prompts have `prefill_share` of the tokens of a step and
-    decodes the rest: new requests begin soon. Decodes that are too many for the rest take turns.
+    While there are both, or a request could be admitted, prompts have `prefill_share` of the tokens of a step
+    and decodes the rest, so that new requests begin soon. Decodes that do not all fit take turns.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         if not config.enable_chunked_prefill:
-            raise ValueError("policy prefill-first needs chunked prefill: a prompt has a part of a step only")
+            raise ValueError("policy prefill-first needs chunked prefill: prompts have only a part of a step")
         self._order = FirstComeFirstServed(config)
         self._share = _PrefillShare(config)
         self._num_turns = 0  # of decodes that did not all fit
         self.budgets: Sequence[Budget] = (self._share,)
 
     def order_key(self, request: Request) -> OrderKey:
-        """Behind everybody."""
         return self._order.order_key(request)
 
     def requeue_key(self, request: Request) -> OrderKey:
-        """Before everybody."""
         return self._order.requeue_key(request)
 
     def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
-        """First those that are still in their prompt, then the others, each in order of admission."""
+        """First requests that are still in their prompts, then the others, each in order of admission."""
         prefills = [request for request in running if not request.last_row_sampled]
         decodes = [request for request in running if request.last_row_sampled]
         is_shared = bool(decodes) and bool(prefills or num_waiting)
@@ -53,11 +51,11 @@ class PrefillFirst:
 
 
 class _PrefillShare:
-    """The tokens of a step in two parts, for prompts and for decodes."""
+    """The tokens of a step, divided between prompts and decodes."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         most = config.max_num_batched_tokens
-        # A newcomer that is padded with drafts has to fit, and one token is left for decodes.
+        # A new request that is padded with drafts has to fit, and one token is left for decodes.
         least = 1 + config.num_speculative_tokens
         self._prefill_tokens = min(max(int(most * config.prefill_share), least), most - 1)
         self.num_decode_tokens = most - self._prefill_tokens
@@ -66,26 +64,22 @@ class _PrefillShare:
         self._left = {True: 0, False: 0}  # by whether it is for decodes
 
     def divide(self, decodes: Sequence[Request], *, is_shared: bool) -> None:
-        """Say who decodes in this step, and whether both kinds want tokens."""
+        """Set which requests decode in this step, and whether tokens are divided."""
         self._decodes = set(decodes)
         self._is_shared = is_shared
         self._left = {True: self.num_decode_tokens, False: self._prefill_tokens}
 
     def begin_step(self) -> None:
-        """Nothing: the parts are cut when it is known who runs."""
+        """Nothing: `divide` is called once it is known which requests run."""
 
     def admits(self, request: Request) -> bool:
-        """Everybody."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:
-        """What is left for its kind."""
         return min(num_tokens, self._left[request in self._decodes]) if self._is_shared else num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Spend tokens of its kind."""
         self._left[request in self._decodes] -= num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        """Return tokens of a row that left the plan."""
         self._left[request in self._decodes] += num_tokens

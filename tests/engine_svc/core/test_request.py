@@ -30,7 +30,7 @@ def test_only_the_moves_of_the_table_are_allowed(start: str, target: str):
         moved.move_to(RequestStatus[target])
         assert moved.status is RequestStatus[target]
     else:
-        with pytest.raises(InvalidTransition, match=f"{start.lower()} does not lead to {target.lower()}"):
+        with pytest.raises(InvalidTransition, match=f"{start.lower()} cannot become {target.lower()}"):
             moved.move_to(RequestStatus[target])
 
 

@@ -108,7 +108,9 @@ def test_words_about_waves_of_earlier_generations_are_taken_out_of_the_store(pai
         signal_store.signal(5)
         for group in pair.groups:
             group.close()
-    assert [key for key in store.list_keys() if "generation" in key or "doorbell" in key] == ["doorbell-2/5"]
+    assert [key for key in store.list_keys() if "generation" in key or "wake-signal" in key] == [
+        "wake-signal-2/5"
+    ]
 
 
 def test_a_generation_number_may_come_again(pair):

@@ -48,7 +48,7 @@ class FakeSignalStore:
 
 
 class Rig:
-    """One rank's doorbell; `received` gets the waves it is told of."""
+    """One rank's wake signal; `received` gets the waves that it receives."""
 
     def __init__(self, signal_store: FakeSignalStore, *, has_coordinator: bool = False) -> None:
         self.clock = FakeClock()
@@ -128,7 +128,7 @@ def test_words_reach_other_ranks_through_the_store_of_rank_0():
     one.signal(12)
     assert other.is_signaled(12)
     assert not other.is_signaled(5)
-    assert len([key for key in store.list_keys() if "doorbell" in key]) == 1
+    assert len([key for key in store.list_keys() if "wake-signal" in key]) == 1
 
 
 def test_who_stood_still_meanwhile_hears_a_bell_again():

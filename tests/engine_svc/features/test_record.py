@@ -395,7 +395,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path: Path):
     ("cache", "policy", "has_budgets", "words"),
     [
         (CACHE, "least-recompute", False, "least-recompute"),
-        (CACHE, "fcfs", True, "spends more"),
+        (CACHE, "fcfs", True, "with budgets besides"),
         (replace(CACHE, groups=(ChunkedLocal(4, 8),)), "fcfs", False, "ChunkedLocal"),
     ],
     ids=["policy", "budgets", "attention"],

@@ -803,7 +803,7 @@ def test_broken_logits_of_one_row_end_that_request_alone_and_say_why():
     rig.serve(2)
     assert rig.error is None
     messages = [row.message for step in steps for row in step.finished if row.reason is FinishReason.ERROR]
-    assert set(messages) == {"the model yielded logits that are not finite"}
+    assert set(messages) == {"the model produced logits that are not finite"}
 
 
 def test_the_final_output_of_a_culprit_names_the_cause():
@@ -844,7 +844,7 @@ def test_what_cannot_be_described_does_not_hide_the_error(caplog):
 
     log_failure([StepPlan(1, request_ids=["a"])], no_figures)
     assert [record.getMessage() for record in caplog.records] == [
-        "step at the time of the error", "what failed cannot be described",
+        "step at the time of the error", "failed steps cannot be logged",
     ]  # fmt: skip
 
 

@@ -12,14 +12,14 @@ from engine_svc.convert import messages
 from engine_svc.core.request import FinishReason
 from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.mailbox import Outbox
+from engine_svc.loop.output_router import LogprobRouter
 from engine_svc.loop.step_output import (
     MAX_PIECE_BYTES,
     FinishedRow,
     LogprobDeltas,
-    LogprobRouter,
     StepOutput,
     UnreadSteps,
-    pieces,
+    split,
 )
 from service_kit.server import INTERNAL
 
@@ -51,8 +51,8 @@ def joined(found: list[StepOutput]) -> StepOutput:
 
 def test_a_step_that_fits_is_left_as_it_is():
     output = StepOutput(3, [1, 2], [1, 1], [8, 9], token_logprobs=LogprobDeltas({1: logprobs_of(1, 2)}))
-    assert pieces(output, MAX_PIECE_BYTES) == [output]
-    assert pieces(output, MAX_PIECE_BYTES)[0] is output
+    assert split(output, MAX_PIECE_BYTES) == [output]
+    assert split(output, MAX_PIECE_BYTES)[0] is output
 
 
 def test_a_piece_is_far_below_what_a_frontend_takes():
@@ -63,7 +63,7 @@ def test_one_row_with_logprobs_of_the_whole_vocabulary_does_not_widen_the_others
     token_logprobs = LogprobDeltas({5: logprobs_of(1, 900)})
     output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), token_logprobs=token_logprobs)
     assert messages.to_step(output, {}).ByteSize() > 64 * 7200
-    found = pieces(output, 10_000)
+    found = split(output, 10_000)
     assert [(len(piece.handles), piece.step_number) for piece in found] == [(63, 3), (1, 3)]
     assert found[1].handles == [5] and found[1].token_ids == [5]
     assert sum(sizes(found)) < 10_000
@@ -79,7 +79,7 @@ def test_a_row_of_very_many_tokens_is_cut_where_a_step_ended():
         first=[(0, 16)],
         parts=[(0, [7] * 14 + [2])],
     )
-    found = pieces(output, 300)
+    found = split(output, 300)
     assert max(sizes_with_stop(found)) <= 300
     assert all(piece.num_tokens[0] % 7 == 0 for piece in found[:-1])
     assert [len(piece.finished) for piece in found] == [0] * (len(found) - 1) + [1]
@@ -94,7 +94,7 @@ def sizes_with_stop(found: list[StepOutput]) -> list[int]:
 
 
 def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
-    found = pieces(
+    found = split(
         StepOutput(9, [4], [100], list(range(100)), token_logprobs=LogprobDeltas({4: logprobs_of(100, 3)})),
         400,
     )
@@ -116,7 +116,7 @@ def test_prompt_logprobs_precede_the_tokens_that_follow_the_prompt():
         first=[(1, 0)],
         token_logprobs=LogprobDeltas(prompts={8: runs[1:], 9: runs}),
     )
-    found = pieces(output, 800)
+    found = split(output, 800)
     assert max(sizes(found)) <= 800
     (begins,) = [index for index, piece in enumerate(found) if piece.first]
     prompts = [
@@ -134,7 +134,7 @@ def test_a_place_that_is_too_large_by_itself_comes_alone():
     token_logprobs = LogprobDeltas(
         {4: logprobs_of(3, 100)}, {5: [PromptTokenLogprobs(1, TokenLogprobs([], []))]}
     )
-    found = pieces(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], token_logprobs=token_logprobs), 500)
+    found = split(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], token_logprobs=token_logprobs), 500)
     assert [piece.handles for piece in found] == [[5, 6], [4], [4], [4]]
 
 
@@ -142,7 +142,7 @@ def test_a_place_that_is_too_large_by_itself_comes_alone():
 def test_whatever_a_step_has_its_pieces_say_the_same_and_none_is_too_large(seed):
     rng = random.Random(seed)
     output, max_bytes = any_output(rng), rng.randrange(600, 3000)
-    found = pieces(output, max_bytes)
+    found = split(output, max_bytes)
     assert max(sizes(found)) <= max_bytes
     assert contents(found) == contents([output])
 

@@ -234,7 +234,7 @@ def test_experts_of_a_folder_that_has_changed_are_not_mixed_with_those_held(shar
         engine.experts.prepare(0, 1)
     engine.experts.adopt()
     assert engine.experts.num_bytes == held
-    with pytest.raises(ValueError, match="rank 3 is none of 2"):
+    with pytest.raises(ValueError, match="rank is 3, must be at least 0 and below 2"):
         engine.experts.prepare(3, 2)
 
 

@@ -8,7 +8,7 @@ from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.core.request import Chunk, Request, RequestOutput
+from engine_svc.core.request import InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
@@ -63,9 +63,11 @@ def session(request_id: str, num_tokens: int, *, max_tokens: int = 16) -> Reques
     return request(request_id, num_tokens, max_tokens=max_tokens, stop_token_ids=[STOP], is_resumable=True)
 
 
-def chunk(*token_ids: int, max_tokens: int = 16) -> Chunk:
+def segment(*token_ids: int, max_tokens: int = 16) -> InputSegment:
     """Further input for a session; its turn ends with STOP alone."""
-    return Chunk(list(token_ids), SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({STOP})))
+    return InputSegment(
+        list(token_ids), SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({STOP}))
+    )
 
 
 class Stage:

@@ -7,7 +7,7 @@ import pytest
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.scheduler.policies import POLICIES
 from tests.engine_svc.scheduler.doubles import AtMost
-from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, chunk, request, session
+from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, request, segment, session
 from tests.simulation.budgets import AdapterCap
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
@@ -87,7 +87,7 @@ def test_idle_sessions_that_hold_every_block_do_not_stop_others(policy: str):
     stage.step_until_idle(5)
     assert (long.num_output_tokens, long.num_preemptions) == (4, 0)
     for idle in sessions:
-        stage.scheduler.extend(idle.request_id, chunk(50, 51, max_tokens=2), now=9.0)
+        stage.scheduler.extend(idle.request_id, segment(50, 51, max_tokens=2), now=9.0)
     stage.step_until_idle(10)
     assert [idle.token_ids[-3:] for idle in sessions] == [[50, 51, NEW_TOKEN]] * 4
 
@@ -99,7 +99,7 @@ def test_sessions_that_go_on_together_but_do_not_fit_together_all_get_their_turn
     stage.add(*sessions)
     stage.step({idle.request_id: [STOP] for idle in sessions})
     for idle in sessions:
-        stage.scheduler.extend(idle.request_id, chunk(*range(50, 66), max_tokens=3), now=9.0)
+        stage.scheduler.extend(idle.request_id, segment(*range(50, 66), max_tokens=3), now=9.0)
     stage.step_until_idle(40)
     assert [idle.num_tokens for idle in sessions] == [7 + 16 + 2] * 4
 

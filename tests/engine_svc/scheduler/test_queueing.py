@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.cache.attention import CrossAttention, FullAttention, SlidingWindow
-from engine_svc.core.request import Chunk, FinishReason, Request, RequestStatus
+from engine_svc.core.request import FinishReason, InputSegment, Request, RequestStatus
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.waiting_queue import WaitingQueue
 from tests.engine_svc.scheduler.doubles import Compiler, Loader
-from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, granted, ids_of, request, session
+from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
 
 
 # Behaviour 2.
@@ -292,8 +292,8 @@ def _small(**options: object) -> Stage:
     return Stage(**{"num_blocks": 15, "block_size": 4, "max_model_len": 64, **options})
 
 
-def _chunk(num_tokens: int, max_tokens: int = 1) -> Chunk:
-    return Chunk([5] * num_tokens, SamplingParams(max_tokens=max_tokens))
+def _segment(num_tokens: int, max_tokens: int = 1) -> InputSegment:
+    return InputSegment([5] * num_tokens, SamplingParams(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(
@@ -405,81 +405,81 @@ def _open(stage: Stage, num_tokens: int = 10, max_tokens: int = 20) -> None:
 def test_input_is_for_requests_that_are_open():
     stage = Stage()
     closed = "the request is not open for further input"
-    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == closed
+    assert stage.scheduler.segment_refusal("a", _segment(1)) == closed
     stage.add(request("plain", 8))
-    assert stage.scheduler.chunk_refusal("plain", _chunk(1)) == closed
+    assert stage.scheduler.segment_refusal("plain", _segment(1)) == closed
     _open(stage)
-    assert stage.scheduler.chunk_refusal("a", _chunk(1)) is None
+    assert stage.scheduler.segment_refusal("a", _segment(1)) is None
     stage.scheduler.extend("a", None, now=2.0)
-    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == closed
+    assert stage.scheduler.segment_refusal("a", _segment(1)) == closed
 
 
-def test_only_so_many_chunks_wait_for_their_turn():
+def test_only_so_many_segments_wait_for_their_turn():
     stage = Stage()
     _open(stage)
     for _ in range(63):
-        stage.scheduler.extend("a", _chunk(1), now=2.0)
-    assert stage.scheduler.chunk_refusal("a", _chunk(1)) is None
-    stage.scheduler.extend("a", _chunk(1), now=2.0)
-    assert stage.scheduler.chunk_refusal("a", _chunk(1)) == (
-        "64 chunks of the request wait for their turn already"
+        stage.scheduler.extend("a", _segment(1), now=2.0)
+    assert stage.scheduler.segment_refusal("a", _segment(1)) is None
+    stage.scheduler.extend("a", _segment(1), now=2.0)
+    assert stage.scheduler.segment_refusal("a", _segment(1)) == (
+        "64 input segments of the request wait for their turn already"
     )
 
 
 @pytest.mark.parametrize(
-    ("chunk", "reason"),
+    ("segment", "reason"),
     [
-        (_chunk(0), "chunk has 0 tokens, must have at least 1"),
-        (_chunk(1), None),
-        (_chunk(1, max_tokens=0), "max_tokens is 0, must be at least 1"),
+        (_segment(0), "input segment has 0 tokens, must have at least 1"),
+        (_segment(1), None),
+        (_segment(1, max_tokens=0), "max_tokens is 0, must be at least 1"),
         # The turn that runs may reach 30 tokens.
-        (_chunk(33), None),
-        (_chunk(34), "request could begin with 64 tokens, the model takes 63"),
-        (_chunk(35), "request could begin with 65 tokens, the model takes 63"),
+        (_segment(33), None),
+        (_segment(34), "request could begin with 64 tokens, the model takes 63"),
+        (_segment(35), "request could begin with 65 tokens, the model takes 63"),
     ],
 )
-def test_a_chunk_has_to_fit_behind_the_turn_that_runs(chunk: Chunk, reason: str | None):
+def test_a_segment_has_to_fit_behind_the_turn_that_runs(segment: InputSegment, reason: str | None):
     stage = _small(num_blocks=100)
     _open(stage)
-    assert stage.scheduler.chunk_refusal("a", chunk) == reason
+    assert stage.scheduler.segment_refusal("a", segment) == reason
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "reason"), [(24, None), (25, "request could begin with 64 tokens, the model takes 63")]
 )
-def test_a_chunk_has_to_fit_behind_those_that_wait(num_tokens: int, reason: str | None):
+def test_a_segment_has_to_fit_behind_those_that_wait(num_tokens: int, reason: str | None):
     stage = _small(num_blocks=100)
     _open(stage)
     # With what it may yield, up to 39 tokens.
-    stage.scheduler.extend("a", _chunk(5, max_tokens=4), now=2.0)
-    assert stage.scheduler.chunk_refusal("a", _chunk(num_tokens)) == reason
+    stage.scheduler.extend("a", _segment(5, max_tokens=4), now=2.0)
+    assert stage.scheduler.segment_refusal("a", _segment(num_tokens)) == reason
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "reason"), [(22, None), (23, "request may need 15 KV blocks, the engine has 14")]
 )
-def test_a_chunk_has_to_fit_the_pool(max_tokens: int, reason: str | None):
+def test_a_segment_has_to_fit_the_pool(max_tokens: int, reason: str | None):
     stage = _small()
     _open(stage)
     # 30 tokens before it, then 5 and so many more; the last has no KV.
-    assert stage.scheduler.chunk_refusal("a", _chunk(5, max_tokens)) == reason
+    assert stage.scheduler.segment_refusal("a", _segment(5, max_tokens)) == reason
 
 
-def test_a_chunk_brings_nothing_for_the_encoder_but_what_is_there_counts():
+def test_a_segment_brings_nothing_for_the_encoder_but_what_is_there_counts():
     stage = _small(groups=[FullAttention(4), CrossAttention(4)], enable_prefix_caching=False)
     encoded = request("a", 10, max_tokens=10, is_resumable=True)
     encoded.num_encoder_tokens = 16
     stage.add(encoded)
-    assert stage.scheduler.chunk_refusal("a", _chunk(20, max_tokens=1)) is None
-    assert stage.scheduler.chunk_refusal("a", _chunk(21, max_tokens=1)) == (
+    assert stage.scheduler.segment_refusal("a", _segment(20, max_tokens=1)) is None
+    assert stage.scheduler.segment_refusal("a", _segment(21, max_tokens=1)) == (
         "request may need 15 KV blocks, the engine has 14"
     )
 
 
-def test_room_for_a_chunk_is_counted_as_far_as_the_model_goes():
+def test_room_for_a_segment_is_counted_as_far_as_the_model_goes():
     stage = _small(num_blocks=17)
     _open(stage)
-    assert stage.scheduler.chunk_refusal("a", _chunk(5, max_tokens=1000)) is None
+    assert stage.scheduler.segment_refusal("a", _segment(5, max_tokens=1000)) is None
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_a_turn_that_is_over_makes_a_request_no_longer(num_tokens: int, reason: 
     stage = Stage(max_model_len=64, block_size=4)
     stage.add(session("a", 10, max_tokens=50))
     stage.step({"a": [STOP]})
-    assert stage.scheduler.chunk_refusal("a", chunk(*range(num_tokens), max_tokens=1)) == reason
+    assert stage.scheduler.segment_refusal("a", segment(*range(num_tokens), max_tokens=1)) == reason
 
 
 # Holding back all or only the new, and forgetting what is cached.

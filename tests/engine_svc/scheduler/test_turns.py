@@ -1,4 +1,4 @@
-"""Resumable requests: a turn ends, the request waits with its KV, the next chunk continues it."""
+"""Resumable requests: a turn ends, the request waits with its KV, the next segment continues it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from engine_svc.core.request import FinishReason, Request, RequestStatus
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
 from tests.engine_svc.scheduler.doubles import Loader
-from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, chunk, granted, request, session
+from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, granted, request, segment, session
 
 
 def _after_first_turn(**options: object) -> tuple[Stage, Request]:
@@ -21,7 +21,7 @@ def _after_first_turn(**options: object) -> tuple[Stage, Request]:
 
 
 # Behaviour 35, row 187.
-def test_a_chunk_takes_the_place_of_the_token_that_was_sampled_last():
+def test_a_segment_takes_the_place_of_the_token_that_was_sampled_last():
     stage = Stage()
     resumable = session("a", 3)
     resumable.token_ids = [1, 2, 3]
@@ -32,7 +32,7 @@ def test_a_chunk_takes_the_place_of_the_token_that_was_sampled_last():
     assert (resumable.status, resumable.blockers) == (RequestStatus.BLOCKED, {INPUT})
     assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (False, 1)
     assert resumable.num_computed_tokens == 4
-    assert stage.scheduler.extend("a", chunk(4, 5), now=3.0) == []
+    assert stage.scheduler.extend("a", segment(4, 5), now=3.0) == []
     assert resumable.token_ids == [1, 2, 3, 10, 4, 5]
     assert (resumable.num_computed_tokens, resumable.num_output_tokens) == (4, 0)
     assert stage.scheduler.has_work
@@ -46,7 +46,7 @@ def test_a_chunk_takes_the_place_of_the_token_that_was_sampled_last():
 def test_between_turns_a_request_keeps_its_blocks_and_gives_up_its_row():
     stage, resumable = _after_first_turn(block_size=4)
     assert stage.cache.num_used_blocks == 1
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     plan = stage.schedule()
     assert plan.released == ["a"]
     [admitted] = plan.admitted
@@ -56,9 +56,9 @@ def test_between_turns_a_request_keeps_its_blocks_and_gives_up_its_row():
     assert stage.scheduler.stats().prefix_queries == 3
 
 
-def test_a_chunk_that_fits_the_blocks_that_are_there_takes_none():
+def test_a_segment_that_fits_the_blocks_that_are_there_takes_none():
     stage, _ = _after_first_turn(block_size=8)
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     plan = stage.schedule()
     assert plan.admitted[0].block_ids == [[1]]
     assert [ids for gained in plan.new_block_ids for ids in gained if ids] == []
@@ -66,7 +66,7 @@ def test_a_chunk_that_fits_the_blocks_that_are_there_takes_none():
 
 def test_each_turn_has_limits_of_its_own():
     stage, resumable = _after_first_turn()
-    stage.scheduler.extend("a", chunk(4, 5, max_tokens=2), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5, max_tokens=2), now=3.0)
     assert resumable.max_num_tokens == 8
     assert resumable.end_token_ids == {STOP}
     outputs = [stage.update(stage.schedule(), {"a": [token]})[0] for token in (EOS, 12)]
@@ -78,7 +78,7 @@ def test_each_turn_has_limits_of_its_own():
 
 def test_a_later_turn_is_no_first_admission_and_its_output_no_first_output():
     stage, resumable = _after_first_turn()
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     [output] = stage.update(stage.schedule())
     assert output.num_cached_tokens is None
     assert resumable.timeline.events == [("scheduled", 1.0), ("first_token", 1.0), ("resumed", 3.0)]
@@ -86,28 +86,28 @@ def test_a_later_turn_is_no_first_admission_and_its_output_no_first_output():
     assert (resumable.num_preemptions, resumable.num_cached_tokens) == (0, 0)
 
 
-def test_a_chunk_that_comes_before_its_turn_waits_for_it():
+def test_a_segment_that_comes_before_its_turn_waits_for_it():
     stage = Stage()
     resumable = session("a", 3)
     stage.add(resumable)
     stage.step({"a": [10]})
-    assert stage.scheduler.extend("a", chunk(4, 5), now=2.0) == []
-    assert stage.scheduler.extend("a", chunk(6), now=2.0) == []
-    assert (resumable.num_tokens, len(resumable.chunks)) == (4, 2)
+    assert stage.scheduler.extend("a", segment(4, 5), now=2.0) == []
+    assert stage.scheduler.extend("a", segment(6), now=2.0) == []
+    assert (resumable.num_tokens, len(resumable.segments)) == (4, 2)
     [output] = stage.update(stage.schedule(), {"a": [STOP]})
     assert (output.finish_reason, output.continues) == (FinishReason.STOP, True)
     assert (resumable.status, resumable.token_ids[-3:]) == (RequestStatus.WAITING, [10, 4, 5])
     assert granted(stage.step({"a": [STOP]})) == {"a": 2}
     assert resumable.token_ids[-3:] == [4, 5, 6]
     assert granted(stage.step()) == {"a": 1}
-    assert len(resumable.chunks) == 0
+    assert len(resumable.segments) == 0
 
 
-def test_a_chunk_for_a_session_that_never_ran_waits_as_well():
+def test_a_segment_for_a_session_that_never_ran_waits_as_well():
     stage = Stage()
     resumable = session("a", 3)
     stage.add(resumable)
-    stage.scheduler.extend("a", chunk(4, 5), now=0.0)
+    stage.scheduler.extend("a", segment(4, 5), now=0.0)
     assert resumable.num_tokens == 3
     assert granted(stage.step({"a": [STOP]})) == {"a": 3}
     assert granted(stage.step()) == {"a": 2}
@@ -137,12 +137,12 @@ def test_the_end_marker_lets_the_turn_that_runs_come_to_its_end():
     assert stage.scheduler.num_unfinished == 0
 
 
-# Behaviour 36, behind chunks that wait.
-def test_the_end_marker_stands_behind_the_chunks_that_came_before_it():
+# Behaviour 36, behind segments that wait.
+def test_the_end_marker_stands_behind_the_segments_that_came_before_it():
     stage = Stage()
     stage.add(session("a", 3))
     stage.step({"a": [10]})
-    stage.scheduler.extend("a", chunk(4, 5), now=2.0)
+    stage.scheduler.extend("a", segment(4, 5), now=2.0)
     assert stage.scheduler.extend("a", None, now=2.0) == []
     [output] = stage.update(stage.schedule(), {"a": [STOP]})
     assert output.continues
@@ -151,18 +151,18 @@ def test_the_end_marker_stands_behind_the_chunks_that_came_before_it():
     assert stage.scheduler.num_unfinished == 0
 
 
-# Behaviour 36, before a chunk: that one is refused at the door.
+# Behaviour 36, before a segment: that one is refused at the door.
 def test_behind_the_end_marker_comes_nothing():
     stage = Stage()
     stage.add(session("a", 3))
     stage.step({"a": [10]})
     stage.scheduler.extend("a", None, now=2.0)
-    assert stage.scheduler.chunk_refusal("a", chunk(4)) == "the request is not open for further input"
+    assert stage.scheduler.segment_refusal("a", segment(4)) == "the request is not open for further input"
 
 
 def test_input_for_who_is_not_there_is_ignored():
     stage = Stage()
-    assert stage.scheduler.extend("a", chunk(4), now=0.0) == []
+    assert stage.scheduler.extend("a", segment(4), now=0.0) == []
     assert stage.scheduler.extend("a", None, now=0.0) == []
 
 
@@ -172,17 +172,17 @@ def test_a_session_can_be_aborted_between_its_turns_and_within_one():
         resumable = session("a", 3)
         stage.add(resumable)
         stage.step({"a": [token]})
-        stage.scheduler.extend("b", chunk(4), now=1.0)
+        stage.scheduler.extend("b", segment(4), now=1.0)
         [output] = stage.scheduler.abort(["a"], now=2.0)
         assert (output.finish_reason, resumable.is_finished) == (FinishReason.ABORT, True)
         assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
 
 
-def test_an_abort_drops_the_chunks_that_wait():
+def test_an_abort_drops_the_segments_that_wait():
     stage = Stage()
     stage.add(session("a", 3))
     plan = stage.schedule()
-    stage.scheduler.extend("a", chunk(4), now=1.0)
+    stage.scheduler.extend("a", segment(4), now=1.0)
     stage.scheduler.abort(["a"], now=1.0)
     assert stage.update(plan, {"a": [STOP]}) == []
     assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
@@ -191,7 +191,7 @@ def test_an_abort_drops_the_chunks_that_wait():
 def test_who_goes_on_stands_before_who_has_not_begun():
     stage, _ = _after_first_turn(max_num_seqs=1)
     stage.add(request("b", 8))
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     assert stage.scheduler.waiting_ids == ["a", "b"]
     assert granted(stage.step()) == {"a": 2}
 
@@ -207,7 +207,7 @@ def test_under_priority_who_goes_on_stands_where_it_stood():
     stage, _ = _after_first_turn(policy="priority", max_num_seqs=1)
     stage.add(request("b", 8, priority=-1), request("c", 8, priority=1))
     assert stage.scheduler.waiting_ids == ["b", "a", "c"]
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     assert stage.scheduler.waiting_ids == ["b", "a", "c"]
 
 
@@ -220,7 +220,7 @@ def test_a_turn_that_ends_among_drafts_keeps_no_more_than_was_said():
     assert (output.new_token_ids, output.continues) == ([11, STOP], True)
     assert resumable.token_ids[4:] == [10, 11]
     assert (resumable.num_computed_tokens, resumable.draft_token_ids) == (6, [])
-    stage.scheduler.extend("a", chunk(4, 5, 6), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5, 6), now=3.0)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens, plan.draft_token_ids) == ({"a": 3}, [6], [[]])
 
@@ -231,7 +231,7 @@ def test_what_was_said_last_is_never_found_in_the_cache():
     stage.add(resumable)
     stage.step({"a": [STOP]})
     # With it the block is full, but it was dropped before it had KV.
-    stage.scheduler.extend("a", chunk(4, 5, 6, 7, 8), now=2.0)
+    stage.scheduler.extend("a", segment(4, 5, 6, 7, 8), now=2.0)
     stage.step()
     found = []
     for fourth in (STOP, 4):
@@ -247,7 +247,7 @@ def test_a_turn_that_ends_with_a_full_block_hashes_what_takes_its_place():
     resumable.num_computed_tokens = 7
     settle_turn(resumable, hash_block_size=4)
     assert (resumable.num_tokens, resumable.block_hashes, resumable.num_computed_tokens) == (7, [b"one"], 7)
-    begin_turn(resumable, chunk(4, 5, max_tokens=3), max_model_len=100)
+    begin_turn(resumable, segment(4, 5, max_tokens=3), max_model_len=100)
     assert (resumable.token_ids[-2:], resumable.num_prompt_tokens, resumable.num_tokens) == ([4, 5], 9, 9)
     assert (resumable.max_num_tokens, resumable.sampling.max_tokens) == (12, 3)
 
@@ -271,7 +271,7 @@ def test_all_turns_together_end_with_exactly_one_output_that_does_not_continue()
     resumable = session("a", 3, max_tokens=2)
     stage.add(resumable)
     for last in range(3):
-        stage.scheduler.extend("a", chunk(4 + last, max_tokens=2), now=0.0)
+        stage.scheduler.extend("a", segment(4 + last, max_tokens=2), now=0.0)
     stage.scheduler.extend("a", None, now=0.0)
     outputs = []
     while stage.scheduler.has_work:
@@ -297,7 +297,7 @@ def test_what_is_in_flight_when_a_turn_ends_is_nobodys():
     [output] = stage.update(second, {"a": [STOP]})
     assert (output.finish_reason, output.continues) == (FinishReason.STOP, True)
     assert (resumable.num_computed_tokens, resumable.num_placeholders) == (4, 0)
-    stage.scheduler.extend("a", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("a", segment(4, 5), now=3.0)
     assert resumable.token_ids == [1, 2, 3, 10, 4, 5]
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"a": 2}, [4])
@@ -308,11 +308,11 @@ def test_what_is_in_flight_when_a_turn_ends_is_nobodys():
     assert (resumable.num_computed_tokens, resumable.num_placeholders) == (6, 0)
 
 
-def test_a_chunk_that_waits_begins_while_the_former_turn_is_in_flight():
+def test_a_segment_that_waits_begins_while_the_former_turn_is_in_flight():
     stage = Stage(async_scheduling=True, num_speculative_tokens=2)
     resumable = session("a", 3)
     stage.add(resumable)
-    stage.scheduler.extend("a", chunk(4, 5), now=0.0)
+    stage.scheduler.extend("a", segment(4, 5), now=0.0)
     first, second = stage.schedule(), stage.schedule()
     [output] = stage.update(first, {"a": [STOP]})
     assert output.continues
@@ -332,20 +332,20 @@ def test_a_turn_may_end_for_who_was_preempted_meanwhile():
     [output] = stage.update(plan, {"a": [STOP]})
     assert (output.continues, resumable.status) == (True, RequestStatus.BLOCKED)
     assert (resumable.num_computed_tokens, resumable.block_tables) == (0, [])
-    stage.scheduler.extend("a", chunk(4, 5), now=2.0)
+    stage.scheduler.extend("a", segment(4, 5), now=2.0)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"a": 5}, [0])
     assert plan.released == ["a"]
 
 
-def test_who_is_preempted_in_a_turn_takes_its_chunk_behind_it():
+def test_who_is_preempted_in_a_turn_takes_its_segment_behind_it():
     stage = Stage(num_blocks=5, block_size=4, enable_prefix_caching=False)
     resumable = session("b", 8)
     stage.add(request("a", 4, max_tokens=2), resumable)
     stage.step()
     assert stage.step().preempted == ["b"]
-    stage.scheduler.extend("b", chunk(4, 5), now=2.0)
-    assert (resumable.status, len(resumable.chunks)) == (RequestStatus.WAITING, 1)
+    stage.scheduler.extend("b", segment(4, 5), now=2.0)
+    assert (resumable.status, len(resumable.segments)) == (RequestStatus.WAITING, 1)
     assert granted(stage.step({"b": [STOP]})) == {"b": 9}
     assert resumable.token_ids[8:] == [NEW_TOKEN, 4, 5]
     assert granted(stage.step()) == {"b": 2}
@@ -373,7 +373,7 @@ def test_an_idle_session_gives_way_before_anybody_is_preempted(enable_prefix_cac
     assert (resumable.block_tables, resumable.num_computed_tokens) == ([], 0)
     assert stage.scheduler.stats().num_preemptions == 0
     stage.scheduler.abort(["a"], now=9.0)
-    stage.scheduler.extend("idle", chunk(4, 5), now=9.0)
+    stage.scheduler.extend("idle", segment(4, 5), now=9.0)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"idle": 5}, [0])
 
@@ -386,7 +386,7 @@ def test_a_session_that_lost_its_blocks_finds_in_the_cache_what_is_left():
     assert granted(stage.step()) == {"a": 8}
     assert (resumable.block_tables, stage.cache.num_used_blocks) == ([], 2)
     stage.scheduler.abort(["a"], now=9.0)
-    stage.scheduler.extend("idle", chunk(4, 5), now=9.0)
+    stage.scheduler.extend("idle", segment(4, 5), now=9.0)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"idle": 3}, [4])
 
@@ -405,7 +405,7 @@ def test_of_idle_sessions_the_one_that_waits_for_the_longest_gives_way():
 def test_who_came_back_in_between_waits_for_the_shorter_time():
     stage = Stage(num_blocks=6, block_size=4)
     first, second = _idle_session(stage, "first", 3), _idle_session(stage, "second", 3)
-    stage.scheduler.extend("first", chunk(4), now=3.0)
+    stage.scheduler.extend("first", segment(4), now=3.0)
     stage.step({"first": [STOP]})
     stage.add(request("a", 12))
     stage.step()
@@ -436,18 +436,18 @@ def test_just_as_many_idle_sessions_give_way_as_a_newcomer_needs():
 def test_a_session_that_goes_on_takes_the_blocks_of_others_not_its_own():
     stage = Stage(num_blocks=5, block_size=4)
     first, second = _idle_session(stage, "first", 8), _idle_session(stage, "second", 8)
-    stage.scheduler.extend("first", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("first", segment(4, 5), now=3.0)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"first": 2}, [8])
     assert (len(first.block_tables), second.block_tables) == (1, [])
 
 
-def test_a_session_with_a_chunk_that_does_not_get_in_gives_way_as_well():
+def test_a_session_with_a_segment_that_does_not_get_in_gives_way_as_well():
     stage = Stage(num_blocks=5, block_size=4, max_num_seqs=1)
     resumable = _idle_session(stage, "idle", 4)
     stage.add(request("a", 8))
     stage.step()
-    stage.scheduler.extend("idle", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("idle", segment(4, 5), now=3.0)
     assert stage.scheduler.waiting_ids == ["idle"]
     for _ in range(5):
         assert stage.step().preempted == []
@@ -481,7 +481,7 @@ def test_resetting_the_prefix_cache_takes_the_blocks_of_idle_sessions():
     assert len(resumable.block_tables) == 1
     assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
     assert (resumable.block_tables, stage.cache.num_used_blocks) == ([], 0)
-    stage.scheduler.extend("idle", chunk(4), now=3.0)
+    stage.scheduler.extend("idle", segment(4), now=3.0)
     assert granted(stage.step()) == {"idle": 10}
 
 
@@ -489,7 +489,7 @@ def test_the_queue_knows_how_much_a_session_has_still_to_compute():
     stage = Stage()
     _idle_session(stage, "idle", 9)
     assert stage.scheduler.stats().num_waiting_tokens == 0
-    stage.scheduler.extend("idle", chunk(4, 5), now=3.0)
+    stage.scheduler.extend("idle", segment(4, 5), now=3.0)
     assert stage.scheduler.stats().num_waiting_tokens == 2
 
 
@@ -499,7 +499,7 @@ def test_a_session_that_lost_its_blocks_is_no_first_admission():
     stage.step({"a": [STOP]})
     stage.add(request("b", 16, max_tokens=2))
     stage.step_until_idle()
-    stage.scheduler.extend("a", chunk(4, 5, 6), now=9.0)
+    stage.scheduler.extend("a", segment(4, 5, 6), now=9.0)
     stage.step()
     stats = stage.scheduler.stats()
     assert (stats.prefix_queries, stats.preempted_queries) == (26, 13)

@@ -32,7 +32,7 @@ def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
     outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1])
     assert [(output.request_id, output.message) for output in outputs] == [
         ("b", "the request's own rules leave no token to choose"),
-        ("c", "the model yielded logits that are not finite"),
+        ("c", "the model produced logits that are not finite"),
         ("a", ""),
     ]
 

@@ -7,7 +7,7 @@ import pytest
 from engine_svc.core.request import Request
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
-from tests.engine_svc.scheduler.fakes import STOP, Stage, chunk, granted, ids_of, request, session
+from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
 
 
 def _stage(**options: object) -> Stage:
@@ -167,7 +167,7 @@ def test_a_turn_that_begins_is_a_prompt_again():
     stage = _stage()
     stage.add(request("decode", 3), session("a", 3))
     stage.step({"a": [STOP]})
-    stage.scheduler.extend("a", chunk(*range(50, 62)), now=2.0)
+    stage.scheduler.extend("a", segment(*range(50, 62)), now=2.0)
     assert granted(stage.step()) == {"decode": 1, "a": 5}
     assert granted(stage.step()) == {"a": 5, "decode": 1}
     assert granted(stage.step()) == {"a": 2, "decode": 1}

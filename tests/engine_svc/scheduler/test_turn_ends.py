@@ -6,7 +6,7 @@ import pytest
 
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import RepetitionLimits
-from engine_svc.scheduler.stopping import note_limits, repeats_itself, why_stopped
+from engine_svc.scheduler.turns import note_limits, repeats_itself, why_stopped
 from tests.engine_svc.scheduler.fakes import EOS, Stage, request
 
 STOP = 42
