@@ -38,6 +38,9 @@ from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+# As an engine whose loop fails.
+EXIT_LOOP_FAILED = 70
+
 
 def run(loaded: Loaded[CoordinatorConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
@@ -134,10 +137,6 @@ def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:
             "admin_address": admin_address,
         },
     )
-
-
-# As an engine whose loop fails.
-EXIT_LOOP_FAILED = 70
 
 
 async def serve_beside(works: Iterable[Coroutine[None, None, None]], serving: Awaitable[int]) -> int:

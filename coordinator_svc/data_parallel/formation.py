@@ -20,9 +20,38 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
-from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Be ready to be `rank` of `size` in a generation that meets at the store of its rank 0."""
+
+    generation: int
+    size: int
+    rank: int | None  # None: leave the group and exit
+    host: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Change over to a prepared generation."""
+
+    generation: int
+    lost_generation: int = 0  # the newest of which a member has ended, so that nobody can vote in it
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget a prepared generation."""
+
+    generation: int
+
+
+Order: TypeAlias = Prepare | Commit | Abort
 
 
 class Phase(Enum):

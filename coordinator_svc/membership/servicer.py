@@ -40,8 +40,10 @@ TopologyResponse: TypeAlias = coordinator_pb2.GetTopologyResponse
 
 _HANDSHAKE_S = 10.0
 MAX_FRONTENDS = 1024
-# Groups are looked at so often even if nothing seems to be due.
+# LockstepGroups are looked at so often even if nothing seems to be due.
 _MAX_STEP_INTERVAL_S = 0.5
+MAX_MESSAGES_PER_S = 1000
+_BURST = 2 * MAX_MESSAGES_PER_S
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -263,33 +265,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         raise Unavailable("the coordinator stops")
 
 
-async def _first_to_end(*work: Coroutine[None, None, None]) -> None:
-    """Run `work` side by side until one of it ends, then end the rest. Raises what that one raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        await next(task for task in tasks if task.done())
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _first(requests: AsyncIterator[T]) -> T:
-    try:
-        async with asyncio.timeout(_HANDSHAKE_S):
-            return await anext(requests)
-    except StopAsyncIteration as error:
-        raise FailedPrecondition("the session ended before it registered") from error
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"no register within {_HANDSHAKE_S:g} s") from error
-
-
-def _log_ignored(kind: str | None) -> None:
-    # A message of a newer contract.
-    logger.info("message ignored", extra={"kind": kind or "unknown"})
-
-
 class EngineWriter:
     """The one writer of a session. Keeps the newest answer and no queue: commands wait in `Commands`."""
 
@@ -321,10 +296,6 @@ class EngineWriter:
                 await write(coordinator_pb2.EngineSessionResponse(command=command))
 
 
-MAX_MESSAGES_PER_S = 1000
-_BURST = 2 * MAX_MESSAGES_PER_S
-
-
 class RateLimit:
     """Ends a session that floods: more than a thousand messages a second for longer than a burst."""
 
@@ -343,3 +314,30 @@ class RateLimit:
                 f"a session may send {MAX_MESSAGES_PER_S} messages a second", retry_after_ms=1000
             )
         self._num_left -= 1
+
+
+async def _first_to_end(*work: Coroutine[None, None, None]) -> None:
+    """Run `work` side by side until one of it ends, then end the rest. Raises what that one raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await next(task for task in tasks if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first(requests: AsyncIterator[T]) -> T:
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            return await anext(requests)
+    except StopAsyncIteration as error:
+        raise FailedPrecondition("the session ended before it registered") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no register within {_HANDSHAKE_S:g} s") from error
+
+
+def _log_ignored(kind: str | None) -> None:
+    # A message of a newer contract.
+    logger.info("message ignored", extra={"kind": kind or "unknown"})

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from coordinator_svc.data_parallel.commands import Commands
-from coordinator_svc.data_parallel.groups import Groups
+from coordinator_svc.data_parallel.lockstep_groups import LockstepGroups
 from coordinator_svc.membership.load import LoadTable
 from coordinator_svc.membership.registry import EngineRegistry, Member, MemberState
 from coordinator_svc.wire.convert import (
@@ -22,86 +22,14 @@ from coordinator_svc.wire.number_limits import check_report
 from service_kit.errors import FailedPrecondition
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
+logger = logging.getLogger(__name__)
+
+MAX_NOTED = 4096
+_MAX_EVICTED = 4096
 MAX_REPORTS_PER_S = 2000
 MIN_INTERVAL_S = 0.1  # what engines do by themselves
 # So much room is left at each change, so that the next engine that comes or goes does not change it again.
 _ROOM = 1.25
-
-
-class ReportInterval:
-    """The interval for as many engines as there are. max_s: what it is never longer than, for the leases."""
-
-    def __init__(self, *, max_s: float) -> None:
-        self.seconds = MIN_INTERVAL_S
-        self._max_s = max(max_s, MIN_INTERVAL_S)
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is what engines do without being told."""
-        return self.seconds == MIN_INTERVAL_S
-
-    def follow(self, num_engines: int) -> bool:
-        """Note how many engines there are; returns whether they have to be told another interval."""
-        least_s = num_engines / MAX_REPORTS_PER_S
-        if least_s <= self.seconds < _ROOM * _ROOM * least_s:
-            return False
-        before, self.seconds = self.seconds, min(max(_ROOM * least_s, MIN_INTERVAL_S), self._max_s)
-        return self.seconds != before
-
-
-logger = logging.getLogger(__name__)
-
-MAX_NOTED = 4096
-
-
-class EpochCheck:
-    """Refuses those who have heard of a later coordinator; they come again until their claim has lapsed."""
-
-    def __init__(self, own_epoch: int) -> None:
-        self.num_refused = 0
-        self._own_epoch = own_epoch
-        self._noted: OrderedDict[str, int] = OrderedDict()  # with the epoch that each knew
-
-    def check(self, who: str, known: int) -> None:
-        """Raise FailedPrecondition where `who` knows of a later epoch than this coordinator's."""
-        if known <= self._own_epoch:
-            self._noted.pop(who, None)
-            return
-        self.num_refused += 1
-        # Once, as they ask every second.
-        if self._noted.get(who) != known:
-            self._note(who, known)
-            fields = {"who": who, "epoch": known, "own_epoch": self._own_epoch}
-            logger.error("a newer coordinator is known", extra=fields)
-        raise FailedPrecondition(
-            f"{who} knows coordinator epoch {known}, this coordinator has {self._own_epoch}: it is taken here"
-            " when it has not heard of the other one for the time of a lease",
-            reason="STALE_COORDINATOR",
-        )
-
-    def _note(self, who: str, known: int) -> None:
-        self._noted[who] = known
-        self._noted.move_to_end(who)
-        while len(self._noted) > MAX_NOTED:
-            self._noted.popitem(last=False)
-
-
-_MAX_EVICTED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a frontend was told last. The next delta is the difference to now, whatever came in between."""
-
-    engine_ids: frozenset[str]
-    members_version: int
-    waves_version: int
-    loads_version: int
-
-    @property
-    def versions(self) -> tuple[int, int, int]:
-        """What tells it from others of the same topology."""
-        return self.members_version, self.waves_version, self.loads_version
 
 
 class Topology:
@@ -116,7 +44,7 @@ class Topology:
         self.epoch_check = EpochCheck(coordinator_epoch)
         self.frontends: dict[int, member_pb2.FrontendMember] = {}  # by session id
         self.commands = Commands(first_id=coordinator_epoch)
-        self.groups = Groups(
+        self.groups = LockstepGroups(
             self.commands,
             registry.clock,
             first_generation=max(1, coordinator_epoch // 1_000_000),
@@ -335,3 +263,71 @@ class Topology:
 
     def _member(self, member: Member) -> member_pb2.EngineMember:
         return from_member(member, self._loads.find(member.registration.engine_id))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a frontend was told last. The next delta is the difference to now, whatever came in between."""
+
+    engine_ids: frozenset[str]
+    members_version: int
+    waves_version: int
+    loads_version: int
+
+    @property
+    def versions(self) -> tuple[int, int, int]:
+        """What tells it from others of the same topology."""
+        return self.members_version, self.waves_version, self.loads_version
+
+
+class ReportInterval:
+    """The interval for as many engines as there are. max_s: what it is never longer than, for the leases."""
+
+    def __init__(self, *, max_s: float) -> None:
+        self.seconds = MIN_INTERVAL_S
+        self._max_s = max(max_s, MIN_INTERVAL_S)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is what engines do without being told."""
+        return self.seconds == MIN_INTERVAL_S
+
+    def follow(self, num_engines: int) -> bool:
+        """Note how many engines there are; returns whether they have to be told another interval."""
+        least_s = num_engines / MAX_REPORTS_PER_S
+        if least_s <= self.seconds < _ROOM * _ROOM * least_s:
+            return False
+        before, self.seconds = self.seconds, min(max(_ROOM * least_s, MIN_INTERVAL_S), self._max_s)
+        return self.seconds != before
+
+
+class EpochCheck:
+    """Refuses those who have heard of a later coordinator; they come again until their claim has lapsed."""
+
+    def __init__(self, own_epoch: int) -> None:
+        self.num_refused = 0
+        self._own_epoch = own_epoch
+        self._noted: OrderedDict[str, int] = OrderedDict()  # with the epoch that each knew
+
+    def check(self, who: str, known: int) -> None:
+        """Raise FailedPrecondition where `who` knows of a later epoch than this coordinator's."""
+        if known <= self._own_epoch:
+            self._noted.pop(who, None)
+            return
+        self.num_refused += 1
+        # Once, as they ask every second.
+        if self._noted.get(who) != known:
+            self._note(who, known)
+            fields = {"who": who, "epoch": known, "own_epoch": self._own_epoch}
+            logger.error("a newer coordinator is known", extra=fields)
+        raise FailedPrecondition(
+            f"{who} knows coordinator epoch {known}, this coordinator has {self._own_epoch}: it is taken here"
+            " when it has not heard of the other one for the time of a lease",
+            reason="STALE_COORDINATOR",
+        )
+
+    def _note(self, who: str, known: int) -> None:
+        self._noted[who] = known
+        self._noted.move_to_end(who)
+        while len(self._noted) > MAX_NOTED:
+            self._noted.popitem(last=False)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import Group
+from coordinator_svc.scaling.group_snapshot import Group
 from coordinator_svc.scaling.operation import Operation, OperationState
 from service_kit.errors import (
     Aborted,

@@ -12,7 +12,7 @@ import grpc.aio
 
 from coordinator_svc.membership.publisher import ChangeSignal
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import MAX_TIMEOUT_S, Scaling
 from service_kit.clock import Clock
@@ -27,36 +27,6 @@ from service_kit.errors import (
 )
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
-
-_STATES = {
-    OperationState.PREPARING: scaling_pb2.OPERATION_STATE_PREPARING,
-    OperationState.COMMITTING: scaling_pb2.OPERATION_STATE_COMMITTING,
-    OperationState.DONE: scaling_pb2.OPERATION_STATE_DONE,
-    OperationState.FAILED: scaling_pb2.OPERATION_STATE_FAILED,
-    OperationState.CANCELLED: scaling_pb2.OPERATION_STATE_CANCELLED,
-}
-
-
-def from_operation(operation: Operation, now: float) -> scaling_pb2.Operation:
-    """An operation as operators get it."""
-    return scaling_pb2.Operation(
-        operation_id=operation.operation_id,
-        state=_STATES[operation.state],
-        dp_group=operation.group,
-        old_size=operation.old_size,
-        new_size=operation.new_size,
-        generation=operation.generation,
-        num_engines_ready=operation.num_ready,
-        num_engines_needed=operation.num_needed,
-        error=None if operation.error is None else _from_error(operation.error),
-        age_ms=int(max(0.0, now - operation.started_at) * 1000),
-    )
-
-
-def _from_error(error: ServiceError) -> error_pb2.ErrorStatus:
-    code, message, details = to_parts(error)
-    return error_pb2.ErrorStatus(code=code, message=message, details=details)
-
 
 logger = logging.getLogger(__name__)
 
@@ -73,34 +43,13 @@ _IDLE_LOOK_INTERVAL_S = 1.0
 # A stream without news says the same again, so that a reader that is gone is noticed.
 _REPEAT_S = 5.0
 _MAX_WATCHERS = 256
-
-
-class Engines(Protocol):
-    """What there is to know of the members, and what can be done to them."""
-
-    def groups(self) -> Mapping[str, Group]:
-        """Every group that has a member."""
-        ...
-
-    def find(self, engine_id: str) -> GroupEngine | None:
-        """The engine of that id, or None."""
-        ...
-
-    def num_in_flight(self, engine_id: str) -> int:
-        """How many requests that engine has, by its newest report."""
-        ...
-
-    def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
-        """Have so many ranks of a lockstep group step together, without those that leave."""
-        ...
-
-    async def drain(self, engine_id: str, deadline_s: float) -> str:
-        """Tell an engine to drain, within so many seconds, 0: without a limit; why it refuses, or nothing."""
-        ...
-
-    def evict(self, engine_id: str, reason: str) -> int:
-        """End a membership, for this process of that id for good; the version without it."""
-        ...
+_STATES = {
+    OperationState.PREPARING: scaling_pb2.OPERATION_STATE_PREPARING,
+    OperationState.COMMITTING: scaling_pb2.OPERATION_STATE_COMMITTING,
+    OperationState.DONE: scaling_pb2.OPERATION_STATE_DONE,
+    OperationState.FAILED: scaling_pb2.OPERATION_STATE_FAILED,
+    OperationState.CANCELLED: scaling_pb2.OPERATION_STATE_CANCELLED,
+}
 
 
 class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
@@ -328,3 +277,52 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         await self._moved.wait(_REPEAT_S)
         if self._is_closing:
             raise Unavailable("the coordinator stops")
+
+
+class Engines(Protocol):
+    """What there is to know of the members, and what can be done to them."""
+
+    def groups(self) -> Mapping[str, Group]:
+        """Every group that has a member."""
+        ...
+
+    def find(self, engine_id: str) -> GroupEngine | None:
+        """The engine of that id, or None."""
+        ...
+
+    def num_in_flight(self, engine_id: str) -> int:
+        """How many requests that engine has, by its newest report."""
+        ...
+
+    def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
+        """Have so many ranks of a lockstep group step together, without those that leave."""
+        ...
+
+    async def drain(self, engine_id: str, deadline_s: float) -> str:
+        """Tell an engine to drain, within so many seconds, 0: without a limit; why it refuses, or nothing."""
+        ...
+
+    def evict(self, engine_id: str, reason: str) -> int:
+        """End a membership, for this process of that id for good; the version without it."""
+        ...
+
+
+def from_operation(operation: Operation, now: float) -> scaling_pb2.Operation:
+    """An operation as operators get it."""
+    return scaling_pb2.Operation(
+        operation_id=operation.operation_id,
+        state=_STATES[operation.state],
+        dp_group=operation.group,
+        old_size=operation.old_size,
+        new_size=operation.new_size,
+        generation=operation.generation,
+        num_engines_ready=operation.num_ready,
+        num_engines_needed=operation.num_needed,
+        error=None if operation.error is None else _from_error(operation.error),
+        age_ms=int(max(0.0, now - operation.started_at) * 1000),
+    )
+
+
+def _from_error(error: ServiceError) -> error_pb2.ErrorStatus:
+    code, message, details = to_parts(error)
+    return error_pb2.ErrorStatus(code=code, message=message, details=details)

@@ -6,7 +6,7 @@ import ipaddress
 import math
 import re
 
-from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
+from coordinator_svc.data_parallel.formation import Abort, Commit, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
 from coordinator_svc.data_parallel.wave import Start, WaveStatus
 from coordinator_svc.membership.load import Load, LoadReport

@@ -14,7 +14,7 @@ from coordinator_svc.membership.publisher import ChangeSignal
 from coordinator_svc.membership.registry import EngineRegistry, MemberState
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.scaling.engines import MemberEngines
-from coordinator_svc.scaling.group import Formed, Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
 from coordinator_svc.scaling.servicer import LEAVE_DEADLINE_S, ScalingServicer

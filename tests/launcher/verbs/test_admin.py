@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import GroupEngine
+from coordinator_svc.scaling.group_snapshot import GroupEngine
 from service_kit.admin import AdminServicer
 from service_kit.errors import FailedPrecondition
 from service_kit.server import ADMIN, Server
