@@ -1,4 +1,4 @@
-"""The lockstep groups by name, and which of them changed. Knows no streams and no rule of a group."""
+"""Lockstep groups by name: membership and wave of each, and the commands that follow. Knows no streams."""
 
 from __future__ import annotations
 
@@ -29,55 +29,53 @@ MAX_GROUPS = 1024
 
 
 class LockstepGroups:
-    """Engines that step together, in groups. Engines that stand alone, or never wait for others, are in none.
+    """All groups of engines that step together. Independent engines are in none.
 
-    A group that has lost all its engines is kept, as its wave number must not fall, while there is room.
+    A group that has lost all its engines is kept while there is room, as its wave number must not decrease.
     first_generation, settled_at: see `Formation`.
     """
 
     def __init__(
         self, commands: Commands, clock: Clock, *, first_generation: int = 1, settled_at: float = 0.0
     ) -> None:
-        self.version = 0  # grows with every change of what frontends are told
+        self.version = 0  # grows with every change of a published `WaveState`
         self._commands = commands
         self._clock = clock
         self._first_generation = first_generation
         self._settled_at = settled_at
         self._groups: dict[str, LockstepGroup] = {}
         self._group_of: dict[str, LockstepGroup] = {}  # by engine id
-        self._states: dict[str, tuple[int, member_pb2.WaveState]] = {}  # with the version of the last change
+        self._states: dict[str, tuple[int, member_pb2.WaveState]] = {}  # with the version of its last change
 
     def find(self, name: str) -> LockstepGroup | None:
-        """The group of that name, or None."""
         return self._groups.get(name)
 
     def formations(self) -> Mapping[str, Formation]:
-        """The membership of each group by name."""
         return {name: group.formation for name, group in self._groups.items()}
 
     def resize(self, name: str, size: int | None, leaving: Collection[str]) -> None:
-        """Want so many members of a group; see `Formation.resize`. What is wanted of no group is nothing."""
+        """Set the wanted size of a group; see `Formation.resize`. No effect if there is no such group."""
         group = self._groups.get(name)
         if group is not None:
             group.formation.resize(size, leaving)
             self.step(group)
 
     def check_room(self, name: str) -> None:
-        """Raise ResourceExhausted if there can be no group of that name beside those there are."""
+        """Raise ResourceExhausted if a group of that name would exceed the limit."""
         if (
             name not in self._groups
             and sum(not group.is_empty for group in self._groups.values()) >= MAX_GROUPS
         ):
-            raise ResourceExhausted(f"{MAX_GROUPS} lockstep groups are there, which is the limit")
+            raise ResourceExhausted(f"there are {MAX_GROUPS} lockstep groups, which is the limit")
 
     def check_ahead(self, name: str, kind: str, *, wave: int, generation: int = 0) -> None:
-        """Raise InvalidArgument for numbers in a message of that kind that would push the group too far."""
+        """Raise InvalidArgument if a number in a message of that kind is too far ahead of the group."""
         group = self._groups.get(name)
         check_ahead(f"{kind}.wave", wave, group.wave.number if group else 0)
         check_ahead(f"{kind}.generation", generation, group.formation.newest if group else 0)
 
     def join(self, message: member_pb2.EngineRegistration) -> None:
-        """Enter an engine of a lockstep group, for the first time or again."""
+        """Add an engine to its lockstep group, for the first time or again."""
         group = self._groups.get(message.dp_group) or self._add(message.dp_group)
         before = self._group_of.get(message.engine_id)
         if before is not None and before is not group:
@@ -89,7 +87,7 @@ class LockstepGroups:
         self.step(group)
 
     def report(self, engine_id: str, report: coordinator_pb2.EngineReport) -> None:
-        """Take in what an engine says, if it belongs to a group."""
+        """Apply the report of an engine that belongs to a group."""
         group = self._group_of.get(engine_id)
         if group is not None and group.report(engine_id, to_wave_status(report), to_rank_report(report)):
             self.step(group)
@@ -109,7 +107,7 @@ class LockstepGroups:
             self.step(group)
 
     def hint(self, hint: coordinator_pb2.FirstRequestWhilePaused) -> bool:
-        """A frontend has sent a request to a group that it believes to be paused. False: no such group."""
+        """A frontend has sent a request to a group that it assumes to be paused. False: no such group."""
         group = self._groups.get(hint.dp_group)
         if group is None or self._group_of.get(hint.engine_id) is not group:
             return False
@@ -118,18 +116,16 @@ class LockstepGroups:
         return True
 
     def answered(self, engine_id: str) -> None:
-        """An engine has answered a command."""
         group = self._group_of.get(engine_id)
         if group is not None:
             self.step(group)
 
     def step_all(self) -> None:
-        """Let every group do what is due."""
         for group in self._groups.values():
             self.step(group)
 
     def step(self, group: LockstepGroup) -> None:
-        """Let one group do what is due, and note what frontends have to be told of it."""
+        """Step one group, and update its published state."""
         group.step()
         state = group.state()
         if group.name not in self._states or self._states[group.name][1] != state:
@@ -137,16 +133,15 @@ class LockstepGroups:
             self._states[group.name] = (self.version, state)
 
     def next_at(self) -> float | None:
-        """When `step_all` is to be called if nothing happens before; None: only when something happens."""
+        """When to call `step_all` if there is no event before; None: only after an event."""
         times = (group.next_at() for group in self._groups.values())
         return min((at for at in times if at is not None), default=None)
 
     def states(self, *, since: int = -1) -> list[member_pb2.WaveState]:
-        """What frontends are told of each group that changed after the version `since`."""
+        """The published state of each group that has changed after the version `since`."""
         return [state for version, state in self._states.values() if version > since]
 
     def status(self) -> dict[str, str | int | float]:
-        """Facts of each group for operators."""
         return {
             f"group.{group.name or 'unnamed'}.{key}": value
             for group in self._groups.values()
@@ -165,7 +160,7 @@ class LockstepGroups:
 
 
 class LockstepGroup:
-    """Takes in what the engines of one group say, and tells them what is due."""
+    """Wave and membership of one group: applies its engines' reports and queues the commands that are due."""
 
     def __init__(self, name: str, formation: Formation, commands: Commands, clock: Clock) -> None:
         self.name = name
@@ -174,18 +169,17 @@ class LockstepGroup:
         self.parallel_config_hash = ""
         self._commands = commands
         self._clock = clock
-        self._engines: dict[str, int] = {}  # the epoch of each
+        self._engines: dict[str, int] = {}  # engine epoch by id
         self._reported: dict[str, tuple[WaveStatus, RankReport]] = {}
         self._sent_orders: dict[str, Order] = {}
         self._logged: tuple[str, int] = ("", 0)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no engines."""
         return not self._engines
 
     def join(self, rank: Rank, wave: int) -> None:
-        """An engine has registered, for the first time or again. wave: the newest it knows."""
+        """An engine has registered, for the first time or again. wave: the newest one it knows."""
         engine_id = rank.engine_id
         if self._engines.get(engine_id) != rank.engine_epoch:
             self.leave(engine_id, has_ended=True)
@@ -196,7 +190,7 @@ class LockstepGroup:
         self.formation.join(rank)
 
     def report(self, engine_id: str, status: WaveStatus, report: RankReport) -> bool:
-        """An engine says how it is. False where it has said the same before, as most reports do."""
+        """Apply an engine's report. False if it equals the one before, as most reports do."""
         if engine_id not in self._engines or self._reported.get(engine_id) == (status, report):
             return False
         self._reported[engine_id] = (status, report)
@@ -205,7 +199,7 @@ class LockstepGroup:
         return True
 
     def hint(self, engine_id: str, wave: int) -> None:
-        """A frontend has sent a request to an engine while it believed that nothing runs."""
+        """A frontend has sent a request to an engine and assumed that no wave runs."""
         self.wave.hint(engine_id, wave)
 
     def lose(self, engine_id: str) -> None:
@@ -221,7 +215,7 @@ class LockstepGroup:
         self.formation.leave(engine_id, self._clock.now(), has_ended=has_ended)
 
     def step(self) -> None:
-        """Tell engines what is due now."""
+        """Queue the commands that are due now."""
         now = self._clock.now()
         self.formation.step(now)
         self._log()
@@ -238,13 +232,13 @@ class LockstepGroup:
             self._commands.put(start.engine_id, to_start_command(start), partial(self._take_start, start))
 
     def next_at(self) -> float | None:
-        """When `step` is to be called if nothing happens before; None: only when something happens."""
-        # What is due now was done by the step before.
+        """When to call `step` if there is no event before; None: only after an event."""
+        # The last step did what is due now.
         times = (self.formation.next_at(), self.wave.next_at())
         return min((at for at in times if at is not None and at > self._clock.now()), default=None)
 
     def state(self) -> member_pb2.WaveState:
-        """What frontends are told of the group."""
+        """The group's state as frontends get it."""
         return member_pb2.WaveState(
             dp_group=self.name,
             wave=self.wave.number,
@@ -253,7 +247,6 @@ class LockstepGroup:
         )
 
     def status(self) -> dict[str, str | int | float]:
-        """Facts for operators."""
         formation = self.formation
         return {
             "wave": self.wave.number,
@@ -268,8 +261,8 @@ class LockstepGroup:
     def _take_answer(self, order: Order, engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
         if self._sent_orders.get(engine_id) == order:
             del self._sent_orders[engine_id]
-        why = None if refusal is None else refusal.message
-        self.formation.answer(engine_id, order, self._clock.now(), refusal=why)
+        reason = None if refusal is None else refusal.message
+        self.formation.answer(engine_id, order, self._clock.now(), refusal=reason)
 
     def _take_start(self, start: Start, engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
         self.wave.answer(engine_id, start.wave, is_taken=refusal is None)
