@@ -1,4 +1,4 @@
-"""A service process: listeners with health, reflection and limits, and its life from start to drained stop.
+"""gRPC servers with health, reflection and limits, and the lifecycle of a service process.
 
 STARTING -> SERVING -> DRAINING -> STOPPED, driven by SIGTERM and SIGINT, mirrored in the health service.
 """
@@ -47,16 +47,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Answers that are complete but not yet on the wire get this long after the service has said that it is done.
+# Time to send complete answers after the drain is done.
 _FLUSH_GRACE_S = 0.5
-# What a cut drain leaves gets this long to be ended in words of its own.
+# Time for `on_cut` to end the remaining calls with their own errors, after a drain timeout.
 _CUT_GRACE_S = 0.4
-# Whoever signals twice waits for neither.
+# Replaces both after a second signal.
 _HURRIED_GRACE_S = 0.2
+
+_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+V1ALPHA_NAME: str = reflection.SERVICE_NAME
+V1_NAME = V1ALPHA_NAME.replace(_V1ALPHA, _V1)
 
 
 class ServiceState(Enum):
-    """Where a process is in its life."""
+    """Lifecycle of a service process."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -73,14 +77,14 @@ _TRANSITIONS: dict[ServiceState, frozenset[ServiceState]] = {
 
 
 class DrainCut(Enum):
-    """What ended a drain before its work was done."""
+    """Why a drain ended before its work was done."""
 
     DEADLINE = "deadline"
     SIGNAL = "signal"
 
 
 class Lifecycle:
-    """The state of one process; a move its table does not have is a bug."""
+    """The state of one process; an invalid transition is a bug."""
 
     def __init__(self) -> None:
         self.state = ServiceState.STARTING
@@ -94,7 +98,7 @@ class Lifecycle:
 
 
 class AddressError(OSError):
-    """A listener cannot be bound. The message names the address and says why."""
+    """A listener cannot be bound. The message has the address and the reason."""
 
     def __str__(self) -> str:
         return self.strerror or "address error"
@@ -134,17 +138,17 @@ class Server:
 
     @property
     def registrations(self) -> Sequence[Registration]:
-        """What it serves beside health and reflection."""
+        """The services besides health and reflection."""
         return self._registrations
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun and not ended, but those of health and reflection."""
+        """The number of open calls, without those of health and reflection."""
         return len(self._calls)
 
     async def start(self) -> str:
-        """Bind and serve. Returns the bound `host:port`; raises AddressError when that cannot be had."""
-        # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
+        """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
+        # Checked first: grpc does not report why it could not bind, and prints messages of its own.
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
             interceptors=server_interceptors(
@@ -167,18 +171,18 @@ class Server:
         return f"{self._listen.rpartition(':')[0]}:{port}"
 
     def set_ready(self, full_name: str, is_ready: bool) -> None:
-        """Say in health whether a served name can do its work."""
+        """Set the health of a served name."""
         self._health.set_ready(full_name, is_ready)
 
     def drain(self) -> None:
-        """Say NOT_SERVING for everything, for good. Calls go on being served."""
+        """Report NOT_SERVING for everything from now on. Calls are still served."""
         self._health.drain()
 
     async def end_calls(self, error_of: Callable[[], ServiceError], *, grace_s: float = 0.0) -> None:
-        """End with an error, `grace_s` from now, every call but those of health and reflection.
+        """End every call with an error after `grace_s`, except those of health and reflection.
 
-        Later ones get the error at once. Returns when all have ended, which one that writes to a client that
-        does not read may never do.
+        Later calls get the error at once. Returns when all have ended; a call that writes to a client that
+        does not read may never end.
         """
         await self._calls.end(error_of, grace_s=grace_s)
 
@@ -186,10 +190,64 @@ class Server:
         """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""
         self._health.drain()
         self._health.close()
-        # Let go of here: grpc's server takes its last step in its event loop when it is collected.
+        # Dereferenced here: grpc's server does its last cleanup in its event loop when it is collected.
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+
+
+def check_address(listen: str, *, shares_port: bool = False) -> None:
+    """Raise AddressError unless `listen`, host:port, can be bound, with `shares_port` next to others."""
+    host, _, port = listen.rpartition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not is_number or int(port) > 65535:
+        raise AddressError(errno.EINVAL, f"address {listen} is not host:port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            probe.bind(address)
+            # On a shared port a listening probe would get connections, which it would drop.
+            if not shares_port:
+                probe.listen()
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
+        raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
+    """Let clients list `service_names` and fetch their descriptors."""
+    _describe_v1(descriptor_pool.Default())
+    servicer = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined]  # missing in the stubs
+        [*service_names, V1ALPHA_NAME, V1_NAME]
+    )
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (V1ALPHA_NAME, V1_NAME):
+        handlers = {"ServerReflectionInfo": method}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
+    # grpcio-reflection has only v1alpha; a client that describes v1 itself needs its descriptor as well.
+    path = "grpc/reflection/v1/reflection.proto"
+    proto = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(proto)
+    text = text_format.MessageToString(proto).replace(_V1ALPHA, _V1).replace(proto.name, path)
+    try:
+        pool.FindFileByName(path)
+    except KeyError:
+        pool.AddSerializedFile(
+            text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString()
+        )
 
 
 async def run_server(
@@ -202,11 +260,11 @@ async def run_server(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
 
-    `announce` gets the bound addresses, in the order of `servers`. On a first signal health says NOT_SERVING
-    at once and `on_drain` is awaited: it refuses new work and returns when running work is done and endless
-    streams are closed. The deadline or a second signal cuts it: `on_cut` gets a moment to end what still
-    runs, so that its callers learn why, and what is left then is cancelled. Connections are told to go
-    (GOAWAY) only after all of that.
+    `announce` gets the bound addresses, in the order of `servers`. On the first signal health reports
+    NOT_SERVING at once and `on_drain` is awaited: it refuses new work, and returns when running work is done
+    and endless streams are closed. The deadline or a second signal cuts the drain: `on_cut` gets a short time
+    to end running calls with an error that has the reason, and the rest is cancelled. Connections get GOAWAY
+    only after that.
     """
     lifecycle = Lifecycle()
     grace_s = 0.0
@@ -222,7 +280,7 @@ async def run_server(
             if cut is None:
                 grace_s = _FLUSH_GRACE_S
             elif on_cut is not None:
-                grace_s = await _ended_in_words(on_cut, cut)
+                grace_s = await _end_running_calls(on_cut, cut)
         finally:
             lifecycle.move_to(ServiceState.STOPPED)
             await asyncio.gather(*(server.stop(grace_s) for server in servers))
@@ -230,7 +288,7 @@ async def run_server(
 
 
 def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str] | list[int]]) -> None:
-    """Tell the process that started this one where it listens: one JSON line on an inherited pipe."""
+    """Send the bound addresses to the parent process: one JSON line on an inherited pipe."""
     if fd is None:
         return
     with os.fdopen(fd, "w", encoding="utf-8") as pipe:
@@ -255,8 +313,8 @@ async def _drained(
     return cut
 
 
-async def _ended_in_words(on_cut: Callable[[DrainCut], Awaitable[None]], cut: DrainCut) -> float:
-    """Let the service end what still runs; returns the grace its last messages get to leave."""
+async def _end_running_calls(on_cut: Callable[[DrainCut], Awaitable[None]], cut: DrainCut) -> float:
+    """Let the service end running calls with its own errors; returns the grace for their last messages."""
     is_hurried = cut is DrainCut.SIGNAL
     try:
         async with asyncio.timeout(_HURRIED_GRACE_S if is_hurried else _CUT_GRACE_S):
@@ -277,62 +335,3 @@ def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def check_address(listen: str, *, shares_port: bool = False) -> None:
-    """Raise AddressError unless `listen`, host:port, can be listened on; with `shares_port` beside others."""
-    host, _, port = listen.rpartition(":")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not host or not is_number or int(port) > 65535:
-        raise AddressError(errno.EINVAL, f"address {listen} is not host:port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shares_port:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind(address)
-            # On a shared port the kernel would give a listening probe connections, which end with it.
-            if not shares_port:
-                probe.listen()
-    except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE
-        reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
-        raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
-
-
-_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
-V1ALPHA_NAME: str = reflection.SERVICE_NAME
-V1_NAME = V1ALPHA_NAME.replace(_V1ALPHA, _V1)
-
-
-def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Let clients list `service_names` and fetch their descriptors."""
-    _describe_v1(descriptor_pool.Default())
-    servicer = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined]  # missing in the stubs
-        [*service_names, V1ALPHA_NAME, V1_NAME]
-    )
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    for name in (V1ALPHA_NAME, V1_NAME):
-        handlers = {"ServerReflectionInfo": method}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-
-
-def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
-    # grpcio-reflection ships v1alpha alone; a client that asks v1 to describe itself wants a descriptor too.
-    path = "grpc/reflection/v1/reflection.proto"
-    proto = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(proto)
-    text = text_format.MessageToString(proto).replace(_V1ALPHA, _V1).replace(proto.name, path)
-    try:
-        pool.FindFileByName(path)
-    except KeyError:
-        pool.AddSerializedFile(
-            text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString()
-        )

@@ -1,4 +1,4 @@
-"""What the offline facade returns, and how it is made of the wire's answers."""
+"""Results of `LLM`, and their conversion from protos."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triptych.common.v1 import output_pb2
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request took; completion tokens over all outputs."""
+    """Token counts of a request; completion tokens are summed over its outputs."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -23,14 +23,14 @@ class Usage:
 class TokenLogprob:
     """A token's natural log probability and its rank in the vocabulary, 1 for the most likely.
 
-    None where there is none, as for the first token of a prompt. `text` is empty without detokenizing.
+    Both are None for the first token of a prompt. `text` is empty without detokenization.
     """
 
     token_id: int
     logprob: float | None
     rank: int | None
     text: str
-    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at its place, best first
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at its position, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole output. `stop` is the string or token id that a `finish_reason` of stop stopped on.
+    """One complete output. `stop` is the matched string or token id if `finish_reason` is stop.
 
-    Of a conversation, `text` is the answer alone; reasoning and tool calls have been taken out of it.
+    For a conversation, `text` is only the answer, without reasoning and tool calls.
     """
 
     index: int
@@ -58,12 +58,12 @@ class Completion:
     stop: str | int | None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    error_message: str = ""  # where the reason is `error`
+    error_message: str = ""  # set if the reason is `error`
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """Everything about one prompt. `prompt` is None where it was given as ids or as a conversation."""
+    """The result of one prompt. `prompt` is None if it was given as token ids or as a conversation."""
 
     request_id: str
     prompt: str | None
@@ -81,7 +81,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """What a pooling model made of one prompt: numbers, or a list of them for each token."""
+    """The embedding of one prompt: a vector, or one vector per token."""
 
     index: int
     values: list[float] | list[list[float]]
@@ -89,7 +89,7 @@ class EmbeddingResult:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationResult:
-    """How likely each class is for one prompt. `labels` is empty where the model names none."""
+    """Class probabilities of one prompt. `labels` is empty if the model has no label names."""
 
     index: int
     values: list[float] | list[list[float]]
@@ -98,20 +98,18 @@ class ClassificationResult:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """How well one pair of texts fits together."""
+    """The score of one pair of texts."""
 
     index: int
     score: float
 
 
 def to_result(response: inference_pb2.GenerateUnaryResponse, prompt: str | None) -> RequestResult:
-    """The result of a prompt."""
     outputs = tuple(_completion(output, output.text) for output in sorted(response.outputs, key=_index_of))
     return _result(response.started, outputs, response.usage, prompt)
 
 
 def to_chat_result(response: chat_pb2.ChatUnaryResponse) -> RequestResult:
-    """The result of a conversation."""
     outputs = tuple(
         _completion(
             output,
