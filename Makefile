@@ -1,4 +1,4 @@
-# What people type. Everything runs in $(VENV); a target whose work is done costs nothing.
+# Common commands. Everything runs in $(VENV); a target that is up to date does nothing.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,7 +13,7 @@ GPU_PATH := .:protos:kernels
 PROMPT ?=
 ARGS ?=
 
-# As it was typed: a dollar sign in a prompt is not for make to read, here or on the way into a recipe.
+# Passed on literally: make must not expand a dollar sign in a prompt, here or in a recipe.
 DEMO_PROMPT := $(value PROMPT)
 export DEMO_PROMPT
 unexport PROMPT
@@ -42,7 +42,7 @@ $(SETUP_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $(RUNTIME_STAMP) $@
 
-# What runs the stack, without what develops it.
+# The dependencies to run the stack, without those to develop it.
 $(RUNTIME_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[all]'
@@ -90,7 +90,7 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 house:  ## report on the shape of the code: large classes and folders, fragments, code lines
 	@$(PYTHON) tools/house.py
 
-# Two at a time whatever the machine: most tests wait for processes of their own, and some measure what those use.
+# Two workers on any machine: most tests wait for their own processes, and some measure what these use.
 test: setup  ## the CPU suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -105,7 +105,7 @@ CONTAINERS ?= docker
 test-compose: setup  ## build the images and run them in containers: make test-compose CONTAINERS=docker
 	CONTAINERS=$(CONTAINERS) $(BIN)/python -m pytest -m compose -s $(ARGS)
 
-# These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
+# These two need no setup: they use the torch, triton, transformers and pytest of the GPU machine.
 test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests \
 		tests/gpu tests/kernels/triton $(ARGS)
@@ -113,7 +113,7 @@ test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_
 bench-gpu:  ## an 8B-shaped model and all kernels on a CUDA device, against its limits: make bench-gpu
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks gpu --json benchmarks/results/gpu.json $(ARGS)
 
-# The kernels for AVX-512 and AMX, those instructions in plain C++: for who changes them on a CPU without.
+# The kernels for AVX-512 and AMX with these instructions emulated in C++, to change them on a CPU without.
 EMULATED := build/emulated
 $(EMULATED)/.stamp: $(SETUP_STAMP) $(wildcard tests/kernels/emulated/*.h)
 	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp -r kernels/triptych_kernels $(EMULATED)

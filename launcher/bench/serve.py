@@ -1,4 +1,4 @@
-"""The verb `bench serve`: a load on a running frontend from the first connection to the exit code."""
+"""The verb `bench serve`: puts a load on a running frontend and reports the results."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from triptych_client.channel_options import ChannelOptions
 
 
 def arrival_offsets(num_arrivals: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Offsets of arrivals in s, the first at 0: gaps are gamma distributed with mean 1 / rate.
+    """Arrival offsets in s, the first at 0: gaps are gamma distributed with mean 1 / rate.
 
-    `burstiness` is the shape: 1 is a Poisson process, below come bursts, above it gets regular. An infinite
-    rate is everything at 0.
+    `burstiness` is the shape: 1 is a Poisson process, less is burstier, more is more regular. At an infinite
+    rate all offsets are 0.
     """
     if math.isinf(rate):
         return [0.0] * num_arrivals
@@ -54,10 +54,10 @@ _INTERRUPTED = 130
 
 
 def run_bench_serve(config: BenchServeConfig) -> int:
-    """Run the load and show what it came to.
+    """Run the load and report the results.
 
-    Returns 0; 1 if the server cannot be asked or a request failed; 2 for what cannot be done; 130 after an
-    interrupt, which ends the run and shows what there is.
+    Returns 0; 1 if the server is not reached or a request failed; 2 for wrong options; 130 after an
+    interrupt, which ends the run and reports the results so far.
     """
     try:
         if config.plot is not None:
@@ -98,7 +98,7 @@ async def _bench(config: BenchServeConfig, address: str) -> int:
                 print(f"{timeline.code}: warm-up: {timeline.message}", file=sys.stderr)
                 return 1
         lag = LoopLag(clock)
-        # What was built is not looked through by every collection of garbage during the run.
+        # Garbage collections during the run need not traverse the prebuilt requests.
         gc.collect()
         gc.freeze()
         lag.start()
@@ -161,8 +161,8 @@ def _sampling(config: BenchServeConfig) -> sampling_pb2.SamplingParams:
 
 @contextlib.asynccontextmanager
 async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
-    """Channels that are connected, each over a connection of its own."""
-    # A failed request is a figure here, and nothing tries it again; channels alike would share a connection.
+    """Connected channels, each with its own connection."""
+    # Failures are counted, so nothing is retried. Channels with equal options would share a connection.
     options = [*ChannelOptions().as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
         channels = [
@@ -178,6 +178,6 @@ async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequen
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise OSError, before anything is sent, where the figures could not be written after it."""
+    """Raise OSError, before anything is sent, if the results could not be written after the run."""
     if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise OSError(f"{path} is a folder, or its folder is not there or not writable")

@@ -13,12 +13,12 @@ from service_kit.errors import ServiceError, from_rpc_error
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import utility_pb2
 
-# The service answers at its limit; this is for one that does not answer at all.
+# The service itself answers at its limit; this is for one that does not respond.
 _GRACE_S = 5.0
 
 
 def run_status(address: str, timeout_s: float) -> int:
-    """Print what the service says of itself. Returns 0, or 1 after it has said on stderr why not."""
+    """Print the status of the service. Returns 0, or 1 with the error on stderr."""
     try:
         answer = asyncio.run(_status(address, timeout_s))
     except ServiceError as error:
@@ -32,7 +32,7 @@ def run_status(address: str, timeout_s: float) -> int:
 
 
 def run_call(address: str, call: utility_pb2.UtilityCall, timeout_s: float) -> int:
-    """Make a utility call and print its result. Returns 0, or 1 after it has said on stderr why not."""
+    """Make a utility call and print its result. Returns 0, or 1 with the error on stderr."""
     call.timeout_ms = max(1, int(timeout_s * 1000))
     try:
         result = asyncio.run(_call(address, call, timeout_s))
@@ -45,7 +45,7 @@ def run_call(address: str, call: utility_pb2.UtilityCall, timeout_s: float) -> i
 
 
 def _shown(number: float) -> str:
-    # Two that differ by one, as versions do, are to look different.
+    # All digits, because versions may differ by one.
     return str(int(number)) if number.is_integer() else f"{number:g}"
 
 

@@ -1,4 +1,4 @@
-"""Calls to a coordinator's scaling service, for the verbs of `triptych admin`: what is asked and shown."""
+"""Calls to a coordinator's scaling service, for the verbs of `triptych admin`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, from_rpc_error
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 
-# What the coordinator takes where none is named.
+# The coordinator's default.
 _DEFAULT_LIMIT_S = 600.0
 _PREFIX = "OPERATION_STATE_"
 _ENDED_WELL = scaling_pb2.OPERATION_STATE_DONE
@@ -22,31 +22,31 @@ _ENDED = (_ENDED_WELL, scaling_pb2.OPERATION_STATE_FAILED, scaling_pb2.OPERATION
 
 
 def run_scale(address: str, group: str, size: int, limit_s: float, timeout_s: float) -> int:
-    """Change a group's size and print how that goes on, until its end.
+    """Change a group's size and print the progress until its end.
 
-    limit_s: after which the coordinator takes it back.  timeout_s: of one answer.  Returns 0, or 1 where it
-    failed, was cancelled, was refused or could not be followed to its end.
+    limit_s: after which the coordinator cancels it.  timeout_s: of one answer.  Returns 0, or 1 if it
+    failed, was cancelled, was refused, or its progress could not be followed to the end.
     """
     return _run(_scale(address, group, size, limit_s, timeout_s))
 
 
 def run_operations(address: str, timeout_s: float) -> int:
-    """Print the operations that the coordinator remembers, the newest first. Returns 0, or 1 if refused."""
+    """Print the operations known to the coordinator, newest first. Returns 0, or 1 if refused."""
     return _run(_operations(address, timeout_s))
 
 
 def run_cancel(address: str, operation_id: str, timeout_s: float) -> int:
-    """Take an operation back and print how it stands then. Returns 0, or 1 if refused."""
+    """Cancel an operation and print its state. Returns 0, or 1 if refused."""
     return _run(_cancel(address, operation_id, timeout_s))
 
 
 def run_drain_engine(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
-    """Have one engine leave when its requests are done. Returns 0, or 1 if refused."""
+    """Drain one engine. Returns 0, or 1 if refused."""
     return _run(_drain(address, engine_id, deadline_s, timeout_s))
 
 
 def run_evict_engine(address: str, engine_id: str, reason: str, timeout_s: float) -> int:
-    """End the membership of one engine. Returns 0, or 1 if refused."""
+    """Evict one engine. Returns 0, or 1 if refused."""
     return _run(_evict(address, engine_id, reason, timeout_s))
 
 
@@ -60,7 +60,7 @@ def _run(work: Coroutine[None, None, int]) -> int:
 
 async def _scale(address: str, group: str, size: int, limit_s: float, timeout_s: float) -> int:
     request = scaling_pb2.ScaleRequest(dp_group=group, new_size=size, timeout_ms=int(limit_s * 1000))
-    # As long as the operation may take, and an answer after that.
+    # The operation's limit, plus the time of an answer.
     patience_s = (limit_s or _DEFAULT_LIMIT_S) + timeout_s
     async with _asking(address) as stub:
         operation = (await stub.Scale(request, timeout=timeout_s)).operation
@@ -90,7 +90,7 @@ async def _cancel(address: str, operation_id: str, timeout_s: float) -> int:
 
 
 async def _drain(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
-    # A deadline that is nearly none is not 0, which would be no deadline.
+    # A tiny deadline must not be rounded to 0, which means no deadline.
     request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
     async with _asking(address) as stub:
         answer = await stub.DrainEngine(request, timeout=timeout_s)
@@ -108,7 +108,7 @@ async def _evict(address: str, engine_id: str, reason: str, timeout_s: float) ->
 
 @asynccontextmanager
 async def _asking(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
-    """The service there; what it refuses is raised as a ServiceError."""
+    """A stub of the service; its errors are raised as ServiceError."""
     async with open_channel(address) as channel:
         try:
             yield scaling_pb2_grpc.ScalingServiceStub(channel)
@@ -117,7 +117,6 @@ async def _asking(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingService
 
 
 def _shown(operation: scaling_pb2.Operation) -> str:
-    """An operation as a line."""
     state = scaling_pb2.OperationState.Name(operation.state).removeprefix(_PREFIX)
     group = f" of {operation.dp_group}" if operation.dp_group else ""
     words = [f"{operation.operation_id}{group}: {operation.old_size} -> {operation.new_size} {state}"]

@@ -1,4 +1,4 @@
-"""The verb `demo`: three processes, one answer, its trace, and everything stopped again."""
+"""The verb `demo`: starts three processes, prints one answer and its trace, and stops everything."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _TRACED = ("frontend-0", "engine-0")
 
 
 class DemoFailed(Exception):
-    """The demo has shown that something does not work."""
+    """The demo has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An answer with the times a client sees."""
+    """An answer with its client-side latencies."""
 
     answer: Answer
     first_token_ms: float
@@ -47,7 +47,7 @@ class Measured:
 
 
 def run_demo(prompt: str, environment: Mapping[str, str]) -> int:
-    """Run the demo. Returns 0 and ends with a line that begins `OK:`, or 1 after saying what failed."""
+    """Run the demo. Returns 0 with a last line that begins `OK:`, or 1 with one that begins `FAILED:`."""
     ensure_loopback()
     try:
         asyncio.run(_demo(prompt, environment))
@@ -69,7 +69,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
 
     print("starting coordinator, engine and frontend as three processes", flush=True)
     config = ServeConfig(port=0, startup_timeout_s=120.0, drain_deadline_s=5.0)
-    # Nobody else has its address: there is no late request to wait for.
+    # No other client has its address, so no drain time is needed.
     flags = {"engine": embedded_engine(), "frontend": ("--drain-lag-s=0",)}
     supervisor = Supervisor(
         plan_stack(Serving(config, flags=flags)),
@@ -101,7 +101,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
 
 
 def _end_on_signals() -> None:
-    """Let a signal end the demo as a failure does: with everything stopped."""
+    """Make a signal end the demo like a failure, so that everything is stopped."""
     running = asyncio.current_task()
     if running is not None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,7 +110,7 @@ def _end_on_signals() -> None:
 
 async def _ask(address: str, prompt: str) -> Measured:
     request = generate_pb2.GenerateRequest(
-        # One turn in the form that the embedded model was trained on.
+        # One turn in the format that the embedded model was trained on.
         prompt=f"<|user|>{prompt.strip()}<|end|><|assistant|>",
         add_special_tokens=False,
         sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS),
@@ -142,7 +142,7 @@ def _print_statistics(measured: Measured, supervisor: Supervisor) -> None:
 
 
 async def _spans(supervisor: Supervisor, trace_id: str) -> list[admin_pb2.Span]:
-    """The request's spans from both processes, which know a span once it has ended."""
+    """The request's spans from both processes; waits, as a span is available only after its end."""
     deadline = time.monotonic() + _SPANS_LIMIT_S
     while True:
         found = [await _spans_of(supervisor, name, trace_id) for name in _TRACED]
@@ -179,17 +179,17 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
 
 
 def _nothing() -> None:
-    """There is no ready file to write anew."""
+    """There is no ready file to update."""
 
 
 _WIDTH = 44
 _BLOCK = "█"
-# Smaller than one column, but there.
+# Shorter than one column.
 _SLIVER = "▏"
 
 
 def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
-    """A line for each span: who, what, when on a common axis, how long; children below their parents."""
+    """A line for each span: service, name, position on a time axis, duration; children below parents."""
     ordered = _by_parent(list(spans))
     if not ordered:
         return []
@@ -209,7 +209,7 @@ def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
 
 
 def _by_parent(spans: list[admin_pb2.Span]) -> list[tuple[int, admin_pb2.Span]]:
-    """Depth first, siblings in order of their start. A span whose parent is not there is a root."""
+    """Depth first, siblings in order of their start. A span whose parent is missing is a root."""
     known = {span.span_id for span in spans}
     children: dict[str, list[admin_pb2.Span]] = {}
     for span in sorted(spans, key=lambda one: one.start_unix_ns):
