@@ -54,7 +54,7 @@ demo: $(RUNTIME_STAMP)  ## answer one prompt through three processes: make demo 
 serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
 	$(BIN)/triptych serve $(ARGS)
 
-up:  ## the stack in containers: on the GPUs of this host, or the embedded model where it has none
+up:  ## the stack in containers: on the GPUs of this host, or the embedded model without a GPU
 	docker compose $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,-f docker-compose.cpu.yml) up $(ARGS)
 
 protos: setup  ## regenerate the stubs beside the protos
@@ -106,7 +106,7 @@ test-compose: setup  ## build the images and run them in containers: make test-c
 	CONTAINERS=$(CONTAINERS) $(BIN)/python -m pytest -m compose -s $(ARGS)
 
 # These two need no setup: they use the torch, triton, transformers and pytest of the GPU machine.
-test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3
+test-gpu:  ## tests on a CUDA device, with another Python: make test-gpu GPU_PYTHON=python3
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests \
 		tests/gpu tests/kernels/triton $(ARGS)
 
@@ -127,8 +127,8 @@ test-emulated: $(EMULATED)/.stamp  ## tests of the native CPU kernels for AVX-51
 	$(BIN)/python -m pytest -o pythonpath=". protos $(EMULATED)" -n 2 tests/kernels/cpu tests/system/test_determinism.py \
 		-k "not has_native_ops_where_the_cpu_runs_them" $(ARGS)
 
-simulate: setup  ## random lives of an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
+simulate: setup  ## seeded random workloads on an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
 	$(BIN)/python -m tests.simulation $(ARGS)
 
-bench: setup  ## a scenario of benchmarks/, of which --help has a list: make bench ARGS="serve --json out.json"
+bench: setup  ## a scenario of benchmarks/; --help lists them: make bench ARGS="serve --json out.json"
 	$(BIN)/python -m benchmarks $(or $(ARGS),--help)

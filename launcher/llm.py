@@ -41,7 +41,7 @@ from launcher.offline.transport import Transport, death_reason, make_transport
 from service_kit.errors import Cancelled, InvalidArgument, Unavailable
 from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
-from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.common.v1 import sampling_pb2
 
 __all__ = ["LLM", "EngineDead", "EngineKind", "RequestResult", "SamplingParams"]
 
@@ -140,11 +140,7 @@ class LLM:
             for ids, params, name, priority in zip(token_ids, sampling, names, ranks, strict=True)
         ]
         with Bar("Generating", len(requests), is_shown=progress) as bar:
-
-            def tick(response: inference_pb2.GenerateUnaryResponse) -> None:
-                _tick(bar, response.usage)
-
-            responses = self._run(self._calls.generate(requests, tick))
+            responses = self._run(self._calls.generate(requests, partial(_tick, bar)))
         return [to_result(response, one.text) for response, one in zip(responses, given, strict=True)]
 
     def chat(
@@ -189,11 +185,7 @@ class LLM:
             request.MergeFrom(shared)
             requests.append(request)
         with Bar("Answering", len(requests), is_shown=progress) as bar:
-
-            def tick(response: chat_pb2.ChatUnaryResponse) -> None:
-                _tick(bar, response.usage)
-
-            responses = self._run(self._calls.chat(requests, tick))
+            responses = self._run(self._calls.chat(requests, partial(_tick, bar)))
         return [to_chat_result(response) for response in responses]
 
     def embed(
@@ -408,5 +400,5 @@ class Bar:
         self._progress.stop()
 
 
-def _tick(bar: Bar, usage: output_pb2.Usage) -> None:
-    bar.tick(usage.num_prompt_tokens, usage.num_completion_tokens)
+def _tick(bar: Bar, response: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse) -> None:
+    bar.tick(response.usage.num_prompt_tokens, response.usage.num_completion_tokens)

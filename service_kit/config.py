@@ -68,7 +68,7 @@ class _Option:
 def option(
     default: Any = MISSING,
     *,
-    help: str,  # the word every command-line library uses
+    help: str,  # the name that command-line libraries use
     short: str | None = None,
     choices: Sequence[str] | None = None,
     size: bool = False,

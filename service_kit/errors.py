@@ -238,7 +238,7 @@ def to_status(error: ServiceError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     """The error that a peer answered with, with its details; a bare status becomes the error of its code."""
-    call: Any = error  # every RpcError a call raises is also a grpc.Call, which its type does not say
+    call: Any = error  # every RpcError raised by a call is also a grpc.Call, which its type does not show
     code: grpc.StatusCode = call.code()
     metadata = dict(call.trailing_metadata() or ())
     return from_status(code.value[0], call.details() or "", metadata.get("grpc-status-details-bin", b""))

@@ -84,7 +84,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line for people: time, level, service and instance, message, then fields as key=value."""
+    """One readable line: time, level, service and instance, message, then fields as key=value."""
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()

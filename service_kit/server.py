@@ -304,7 +304,8 @@ async def _drained(
     is_done = draining.done()
     cut = None if is_done else DrainCut.SIGNAL if second_signal.done() else DrainCut.DEADLINE
     if cut is not None:
-        logger.warning("drain cut short", extra={"cause": cut.value})
+        event = "drain timeout" if cut is DrainCut.DEADLINE else "drain interrupted by a second signal"
+        logger.warning(event, extra={"cause": cut.value})
     for task in (draining, second_signal):
         task.cancel()
     await asyncio.wait({draining, second_signal})
@@ -320,7 +321,7 @@ async def _end_running_calls(on_cut: Callable[[DrainCut], Awaitable[None]], cut:
         async with asyncio.timeout(_HURRIED_GRACE_S if is_hurried else _CUT_GRACE_S):
             await on_cut(cut)
     except TimeoutError:
-        logger.warning("running work did not end in time")
+        logger.warning("calls still running after the drain")
     return _HURRIED_GRACE_S if is_hurried else _FLUSH_GRACE_S
 
 

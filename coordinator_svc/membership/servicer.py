@@ -235,7 +235,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case "ack":
                     self._take_ack(session_id, request.ack, publisher)
                 case "in_flight":
-                    self._take_in_flight(session_id, request.in_flight)
+                    frontend = self._topology.frontends[session_id]
+                    frontend.num_in_flight = request.in_flight.num_requests
                 case "first_request_while_paused":
                     version = self._topology.version
                     check_hint(request.first_request_while_paused)
@@ -251,9 +252,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         frontend_id = self._topology.frontends[session_id].frontend_id
         logger.warning("message refused", extra={"frontend_id": frontend_id, "cause": ack.error.message})
         publisher.take_nack(ack.nonce)
-
-    def _take_in_flight(self, session_id: int, in_flight: coordinator_pb2.FrontendInFlight) -> None:
-        self._topology.frontends[session_id].num_in_flight = in_flight.num_requests
 
     def _wait_before_snapshot_s(self, register: coordinator_pb2.FrontendRegistration) -> float:
         # A frontend that knew an earlier coordinator keeps its topology until the engines have had a lease to

@@ -37,7 +37,7 @@ def look_around(client: Client) -> None:
     say(3, "models", ", ".join(f"{model.name} (up to {model.max_model_len} tokens)" for model in models))
 
     info = client.server_info()
-    expect(bool(info.version), "the server tells no version")
+    expect(bool(info.version), "the server returns no version")
     say(4, "server", f"version {info.version}, {len(info.engines)} engine(s)")
 
 

@@ -37,7 +37,7 @@ class BenchServeConfig:
     dataset: Literal["random", "shared-prefix", "multi-turn"] = option("random", help="kind of prompts")
     input_len: int = option(256, help="prompt tokens of random, on average")
     output_len: int = option(128, help="tokens to generate, on average")
-    range_ratio: float = option(0.0, help="lengths vary by this share of them both ways, 0 to below 1")
+    range_ratio: float = option(0.0, help="lengths vary by up to this share in both directions, 0 to below 1")
     num_prefixes: int = option(8, help="shared-prefix: different prefixes, taken in turns")
     prefix_len: int = option(256, help="shared-prefix: tokens of a prefix")
     suffix_len: int = option(64, help="shared-prefix: tokens of a request's own, on average")

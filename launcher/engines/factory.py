@@ -23,7 +23,7 @@ def make_engine_client(
     if addresses:
         return AsyncEngineClient(addresses) if is_async else SyncEngineClient(addresses)
     if is_async:
-        raise NotImplementedError("an asyncio client needs an engine in a process of its own")
+        raise NotImplementedError("an asyncio client needs an engine in another process")
     if config is None:
         raise ValueError("neither addresses of engines nor the configuration of one")
     return load_in_process(config)

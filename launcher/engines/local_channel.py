@@ -72,7 +72,7 @@ class LocalChannel(grpc.aio.Channel):
         self._is_closed = False
 
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """A method with one message each way."""
+        """A method with one request and one answer."""
         return functools.partial(self._open, method)
 
     def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:

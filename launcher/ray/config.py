@@ -106,7 +106,7 @@ class Placing:
     engine_flags: tuple[str, ...]
 
     def name_of(self, index: int) -> str:
-        """How the engine at this place, 0 the first, and its actor are called."""
+        """The name of the engine with this index, and of its actor."""
         return f"{self.config.name}-{self.config.first_rank + index}"
 
     def flags_of(self, index: int, port: int = 0) -> list[str]:

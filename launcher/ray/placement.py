@@ -157,7 +157,7 @@ class Placement:
             if status == 0:
                 # It was drained by an operator or the coordinator.
                 self._report(f"{name} {ending}; it was drained")
-                await self._give_back(name)
+                await self._release(name)
                 return
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
@@ -174,7 +174,7 @@ class Placement:
         except (EngineDied, HostLost, TimeoutError) as error:
             # `_keep` notices that nothing runs, and counts it.
             self._report(f"{name} did not start: {error or 'it took too long'}")
-            await self._give_back(name)
+            await self._release(name)
             return
         self._on_change()
 
@@ -186,7 +186,7 @@ class Placement:
         try:
             status = await host.ended()
         except HostLost as lost:
-            await self._give_back(name)
+            await self._release(name)
             return f"was lost with its host ({lost})", None
         return _ending(status), status
 
@@ -196,9 +196,9 @@ class Placement:
             self._report(f"{name} {_ending(status)}")
         except HostLost as lost:
             self._report(f"{name} was lost with its host ({lost})")
-        await self._give_back(name)
+        await self._release(name)
 
-    async def _give_back(self, name: str) -> None:
+    async def _release(self, name: str) -> None:
         # On another host the engine gets another port.
         self.placements.pop(name, None)
         host = self._hosts.pop(name, None)

@@ -131,7 +131,7 @@ def scale(
     size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="wanted number of engines")],
     group: Annotated[str, typer.Option(help="the group; needed if there are several")] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.001, max=_MAX_S, help="cancel it after so many seconds")
+        float, typer.Option(min=0.001, max=_MAX_S, help="cancel it after this time in s")
     ] = 600.0,
 ) -> None:
     """Change the number of engines of a group; shows the progress, exits 1 if it fails."""

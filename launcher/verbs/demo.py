@@ -171,7 +171,7 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
     if not answer.text.strip():
         raise DemoFailed("the answer is empty")
     if answer.usage.get("num_completion_tokens") != len(answer.token_ids):
-        raise DemoFailed(f"usage says {answer.usage}, but {len(answer.token_ids)} tokens came")
+        raise DemoFailed(f"usage is {answer.usage}, but {len(answer.token_ids)} tokens were received")
     if len({span.pid for span in spans}) < len(_TRACED):
         raise DemoFailed("the trace does not have spans of frontend and engine")
     if {span.trace_id for span in spans} != {answer.trace_id}:
