@@ -22,13 +22,13 @@ from launcher.offline.inputs import (
     Message,
     Prompt,
     per_prompt,
+    pooling_input,
     read_conversations,
     read_prompts,
     read_tool_choice,
     read_tools,
 )
 from launcher.offline.params import SamplingParams, from_proto
-from launcher.offline.pooling import check_task, pooling_input, values_of
 from launcher.offline.results import (
     ClassificationResult,
     EmbeddingResult,
@@ -36,9 +36,10 @@ from launcher.offline.results import (
     ScoreResult,
     to_chat_result,
     to_result,
+    values_of,
 )
 from launcher.offline.transport import Transport, death_reason, make_transport
-from service_kit.errors import Cancelled, InvalidArgument, Unavailable
+from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
@@ -211,7 +212,7 @@ class LLM:
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
         """Class probabilities of each prompt. FailedPrecondition if the model has no classes."""
         given = read_prompts(prompts)
-        check_task(self._described, "classify")
+        _check_task(self._described, "classify")
         request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
         response = self._run(self._calls.classify(request))
         labels = tuple(response.labels)
@@ -233,7 +234,7 @@ class LLM:
                 f"queries has {len(given)} entries, must have 1 or as many as documents, {len(held)}",
                 field="queries",
             )
-        check_task(self._described, "score")
+        _check_task(self._described, "score")
         request = embedding_pb2.ScoreRequest(
             queries=map(pooling_input, given), documents=map(pooling_input, held)
         )
@@ -264,7 +265,7 @@ class LLM:
         normalize: bool | None,
     ) -> list[EmbeddingResult]:
         given: list[GivenPrompt] = read_prompts(prompts)
-        check_task(self._described, task)
+        _check_task(self._described, task)
         request = embedding_pb2.EmbedRequest(
             inputs=map(pooling_input, given),
             pooling=sampling_pb2.PoolingParams(
@@ -344,6 +345,16 @@ def _child_environment() -> dict[str, str]:
     return {
         name: value for name, value in process_environment().items() if not name.startswith(_ENGINE_VARIABLES)
     }
+
+
+def _check_task(model: model_pb2.Model, task: str) -> None:
+    """Raise FailedPrecondition with the supported tasks if the model does not support `task`."""
+    if task not in model.supported_tasks:
+        supported = ", ".join(model.supported_tasks) or "none that is known here"
+        raise FailedPrecondition(
+            f"model {model.name!r} does not support {task}; it supports: {supported}",
+            reason="TASK_NOT_SUPPORTED",
+        )
 
 
 def _sampling(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
@@ -242,6 +243,15 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     code: grpc.StatusCode = call.code()
     metadata = dict(call.trailing_metadata() or ())
     return from_status(code.value[0], call.details() or "", metadata.get("grpc-status-details-bin", b""))
+
+
+@contextlib.contextmanager
+def rpc_errors_translated() -> Iterator[None]:
+    """Raise an RpcError of the block as a ServiceError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
 
 
 def from_status(code: int, message: str, details: bytes, retry_after_ms: int | None = None) -> ServiceError:

@@ -111,7 +111,7 @@ class LockstepGroups:
         group = self._groups.get(hint.dp_group)
         if group is None or self._group_of.get(hint.engine_id) is not group:
             return False
-        group.hint(hint.engine_id, hint.wave)
+        group.wave.hint(hint.engine_id, hint.wave)
         self.step(group)
         return True
 
@@ -197,10 +197,6 @@ class LockstepGroup:
         self.wave.report(engine_id, status)
         self.formation.report(engine_id, report, self._clock.now())
         return True
-
-    def hint(self, engine_id: str, wave: int) -> None:
-        """A frontend has sent a request to an engine and assumed that no wave runs."""
-        self.wave.hint(engine_id, wave)
 
     def lose(self, engine_id: str) -> None:
         """The session of an engine is gone."""

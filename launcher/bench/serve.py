@@ -27,7 +27,7 @@ from launcher.bench.report import Result, print_result, write_json
 from launcher.verbs.complete import print_failure
 from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
-from service_kit.errors import InvalidArgument, ServiceError, Unavailable, from_rpc_error
+from service_kit.errors import InvalidArgument, ServiceError, Unavailable, rpc_errors_translated
 from service_kit.loop_lag import LoopLag
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -138,10 +138,8 @@ async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
 
 async def _model(channel: grpc.aio.Channel, name: str | None) -> model_pb2.Model:
     stub = model_pb2_grpc.ModelServiceStub(channel)
-    try:
+    with rpc_errors_translated():
         answer = await stub.GetModel(model_pb2.GetModelRequest(model=name or ""), timeout=_CALL_LIMIT_S)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
     model: model_pb2.Model = answer.model
     return model
 
@@ -180,4 +178,4 @@ async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequen
 def _check_writable(path: str | None) -> None:
     """Raise OSError, before anything is sent, if the results could not be written after the run."""
     if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
-        raise OSError(f"{path} is a folder, or its folder is not there or not writable")
+        raise OSError(f"{path} is a folder, or its folder does not exist or is not writable")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from service_kit.errors import InvalidArgument
-from triptych.api.v1 import chat_message_pb2
+from triptych.api.v1 import chat_message_pb2, embedding_pb2, generate_pb2
 
 # A text, its token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -67,6 +67,12 @@ def check_ids(token_ids: Sequence[int], field: str, *, vocab_size: int, max_mode
         raise InvalidArgument(
             f"{field} has {len(token_ids)} tokens, the model takes {max_model_len - 1}", field=field
         )
+
+
+def pooling_input(prompt: GivenPrompt) -> embedding_pb2.PoolingInput:
+    if prompt.text is not None:
+        return embedding_pb2.PoolingInput(prompt=prompt.text)
+    return embedding_pb2.PoolingInput(token_ids=generate_pb2.TokenIds(ids=prompt.token_ids))
 
 
 def per_prompt(value: _T | Sequence[_T | None] | None, num_prompts: int, default: _T, field: str) -> list[_T]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
-from triptych.common.v1 import output_pb2
+from triptych.common.v1 import output_pb2, tensor_pb2
+
+# `struct` format character and size in bytes of an element.
+_ELEMENTS = {tensor_pb2.D_TYPE_FP32: ("f", 4), tensor_pb2.D_TYPE_FP16: ("e", 2)}
+
+Values = list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class EmbeddingResult:
     """The embedding of one prompt: a vector, or one vector per token."""
 
     index: int
-    values: list[float] | list[list[float]]
+    values: Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class ClassificationResult:
     """Class probabilities of one prompt. `labels` is empty if the model has no label names."""
 
     index: int
-    values: list[float] | list[list[float]]
+    values: Values
     labels: tuple[str, ...]
 
 
@@ -193,3 +200,30 @@ def _top(top: output_pb2.TopLogprobs) -> tuple[TokenLogprob, ...]:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def values_of(tensor: tensor_pb2.Tensor) -> Values:
+    """A vector as a list, a matrix as a list of rows. Raises Unimplemented for any other tensor."""
+    if tensor.WhichOneof("payload") != "inline" or len(tensor.shape) not in (1, 2):
+        raise Unimplemented("a result that is not an inline vector or matrix cannot be read")
+    numbers = _numbers(tensor)
+    if len(tensor.shape) == 1:
+        return numbers
+    width = tensor.shape[1]
+    return [numbers[start : start + width] for start in range(0, len(numbers), width)]
+
+
+def _numbers(tensor: tensor_pb2.Tensor) -> list[float]:
+    num_elements = math.prod(tensor.shape)
+    if tensor.dtype == tensor_pb2.D_TYPE_BF16:
+        # A bfloat16 is the upper half of a float32.
+        content = b"".join(b"\0\0" + tensor.inline[at : at + 2] for at in range(0, len(tensor.inline), 2))
+        letter, size = "f", 4
+    elif tensor.dtype in _ELEMENTS:
+        content = tensor.inline
+        letter, size = _ELEMENTS[tensor.dtype]
+    else:
+        raise Unimplemented(f"a result of {tensor_pb2.DType.Name(tensor.dtype)} cannot be read")
+    if len(content) != num_elements * size:
+        raise Unimplemented(f"a result of {len(content)} bytes does not have the shape {list(tensor.shape)}")
+    return list(struct.unpack(f"<{num_elements}{letter}", content))

@@ -8,9 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import grpc
-
-from service_kit.errors import ResourceExhausted, ServiceError, from_rpc_error
+from service_kit.errors import ResourceExhausted, ServiceError, rpc_errors_translated
 
 _T = TypeVar("_T")
 
@@ -68,10 +66,8 @@ async def _with_retry(call: Callable[[], Awaitable[_T]]) -> _T:
 
 async def translated(answer: Awaitable[_T]) -> _T:
     """The answer of an RPC; an RpcError becomes a ServiceError."""
-    try:
+    with rpc_errors_translated():
         return await answer
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
 
 
 def _at(prefix: str, error: ServiceError) -> ServiceError:

@@ -59,7 +59,7 @@ def open_output(source: Path, path: Path, *, resume: bool) -> tuple[BinaryIO, Do
         if path.exists() and path.samefile(source):
             raise BatchFileError(f"{path} is input and output at once")
         if not resume and path.exists() and path.stat().st_size:
-            raise BatchFileError(f"{path} has results already: --resume goes on, or choose another file")
+            raise BatchFileError(f"{path} has results already: --resume continues, or choose another file")
         output = path.open("ab+")
     except OSError as error:
         raise BatchFileError(f"cannot write {path}: {error.strerror or error}") from error

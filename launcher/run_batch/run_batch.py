@@ -24,7 +24,7 @@ from service_kit.errors import (
     ResourceExhausted,
     ServiceError,
     Unavailable,
-    from_rpc_error,
+    rpc_errors_translated,
 )
 from triptych.api.v1 import chat_pb2, chat_pb2_grpc, generate_pb2, inference_pb2, inference_pb2_grpc
 
@@ -72,7 +72,7 @@ def run_batch(batch: Batch) -> int:
         print_failure(error)
         return 1
     except KeyboardInterrupt:
-        print("triptych run-batch: interrupted, --resume goes on", file=sys.stderr)
+        print("triptych run-batch: interrupted, --resume continues", file=sys.stderr)
         return _INTERRUPTED
     num_failed = tally.num_failed + done.num_failed
     counts = f"{tally.num_answered} answered, {tally.num_failed} failed, {tally.num_skipped} done before"
@@ -158,7 +158,7 @@ class _Runner:
         raise AssertionError("there is at least one attempt")
 
     async def _ask_once(self, request: Request) -> Answer:
-        try:
+        with rpc_errors_translated():
             if isinstance(request, generate_pb2.GenerateRequest):
                 asked = inference_pb2.GenerateUnaryRequest(request=request)
                 completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateUnary(
@@ -169,8 +169,6 @@ class _Runner:
                 chat_pb2.ChatUnaryRequest(request=request), timeout=self._batch.timeout_s
             )
             return answer
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
 
     def _write(self, record: dict[str, Any]) -> None:
         self._output.write(json.dumps(record).encode() + b"\n")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
-
-from launcher.verbs.complete import print_failure
+from launcher.verbs.complete import run_verb
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import rpc_errors_translated
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 
 # The coordinator's default.
@@ -27,42 +24,34 @@ def run_scale(address: str, group: str, size: int, limit_s: float, timeout_s: fl
     limit_s: after which the coordinator cancels it.  timeout_s: of one answer.  Returns 0, or 1 if it
     failed, was cancelled, was refused, or its progress could not be followed to the end.
     """
-    return _run(_scale(address, group, size, limit_s, timeout_s))
+    return run_verb(_scale(address, group, size, limit_s, timeout_s))
 
 
 def run_operations(address: str, timeout_s: float) -> int:
     """Print the operations known to the coordinator, newest first. Returns 0, or 1 if refused."""
-    return _run(_operations(address, timeout_s))
+    return run_verb(_operations(address, timeout_s))
 
 
 def run_cancel(address: str, operation_id: str, timeout_s: float) -> int:
     """Cancel an operation and print its state. Returns 0, or 1 if refused."""
-    return _run(_cancel(address, operation_id, timeout_s))
+    return run_verb(_cancel(address, operation_id, timeout_s))
 
 
 def run_drain_engine(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
     """Drain one engine. Returns 0, or 1 if refused."""
-    return _run(_drain(address, engine_id, deadline_s, timeout_s))
+    return run_verb(_drain(address, engine_id, deadline_s, timeout_s))
 
 
 def run_evict_engine(address: str, engine_id: str, reason: str, timeout_s: float) -> int:
     """Evict one engine. Returns 0, or 1 if refused."""
-    return _run(_evict(address, engine_id, reason, timeout_s))
-
-
-def _run(work: Coroutine[None, None, int]) -> int:
-    try:
-        return asyncio.run(work)
-    except ServiceError as error:
-        print_failure(error)
-        return 1
+    return run_verb(_evict(address, engine_id, reason, timeout_s))
 
 
 async def _scale(address: str, group: str, size: int, limit_s: float, timeout_s: float) -> int:
     request = scaling_pb2.ScaleRequest(dp_group=group, new_size=size, timeout_ms=int(limit_s * 1000))
     # The operation's limit, plus the time of an answer.
     patience_s = (limit_s or _DEFAULT_LIMIT_S) + timeout_s
-    async with _asking(address) as stub:
+    async with _scaling_stub(address) as stub:
         operation = (await stub.Scale(request, timeout=timeout_s)).operation
         print(_shown(operation), flush=True)
         watch = scaling_pb2.WatchOperationRequest(operation_id=operation.operation_id)
@@ -74,7 +63,7 @@ async def _scale(address: str, group: str, size: int, limit_s: float, timeout_s:
 
 
 async def _operations(address: str, timeout_s: float) -> int:
-    async with _asking(address) as stub:
+    async with _scaling_stub(address) as stub:
         answer = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=timeout_s)
     for operation in answer.operations:
         print(f"{operation.age_ms / 1000:.0f} s ago: {_shown(operation)}")
@@ -83,7 +72,7 @@ async def _operations(address: str, timeout_s: float) -> int:
 
 async def _cancel(address: str, operation_id: str, timeout_s: float) -> int:
     request = scaling_pb2.CancelOperationRequest(operation_id=operation_id)
-    async with _asking(address) as stub:
+    async with _scaling_stub(address) as stub:
         answer = await stub.CancelOperation(request, timeout=timeout_s)
     print(_shown(answer.operation))
     return 0
@@ -92,7 +81,7 @@ async def _cancel(address: str, operation_id: str, timeout_s: float) -> int:
 async def _drain(address: str, engine_id: str, deadline_s: float, timeout_s: float) -> int:
     # A tiny deadline must not be rounded to 0, which means no deadline.
     request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
-    async with _asking(address) as stub:
+    async with _scaling_stub(address) as stub:
         answer = await stub.DrainEngine(request, timeout=timeout_s)
     print(f"engine {engine_id} drains, {answer.num_in_flight} requests are in flight")
     return 0
@@ -100,20 +89,18 @@ async def _drain(address: str, engine_id: str, deadline_s: float, timeout_s: flo
 
 async def _evict(address: str, engine_id: str, reason: str, timeout_s: float) -> int:
     request = scaling_pb2.EvictEngineRequest(engine_id=engine_id, reason=reason)
-    async with _asking(address) as stub:
+    async with _scaling_stub(address) as stub:
         answer = await stub.EvictEngine(request, timeout=timeout_s)
     print(f"engine {engine_id} is gone, the topology has version {answer.version}")
     return 0
 
 
 @asynccontextmanager
-async def _asking(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
+async def _scaling_stub(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
     """A stub of the service; its errors are raised as ServiceError."""
     async with open_channel(address) as channel:
-        try:
+        with rpc_errors_translated():
             yield scaling_pb2_grpc.ScalingServiceStub(channel)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
 
 
 def _shown(operation: scaling_pb2.Operation) -> str:

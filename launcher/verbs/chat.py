@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
-
 from launcher.verbs.chat_answer import ChatAnswer
 from launcher.verbs.complete import print_failure
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 
@@ -76,11 +74,10 @@ async def _answer(
         stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
         call = stub.Chat(request)
         try:
-            async for response in call:
-                print(answer.take(response.delta), end="", flush=True)
+            with rpc_errors_translated():
+                async for response in call:
+                    print(answer.take(response.delta), end="", flush=True)
             print(answer.end(), end="", flush=True)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
         finally:
             # An interrupted answer must not leave the terminal dimmed.
             print(answer.brighten(), end="", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,12 +38,16 @@ class Completion:
 
 def run_complete(completion: Completion) -> int:
     """Send the request and print the answer. Returns 0, or 1 with the error on stderr."""
+    return run_verb(_complete(completion))
+
+
+def run_verb(work: Coroutine[None, None, int]) -> int:
+    """Run `work`; returns its exit code, or 1 with the error on stderr."""
     try:
-        asyncio.run(_complete(completion, request_of(completion)))
+        return asyncio.run(work)
     except ServiceError as error:
         print_failure(error)
         return 1
-    return 0
 
 
 def request_of(completion: Completion) -> generate_pb2.GenerateRequest:
@@ -89,7 +93,8 @@ def print_failure(error: ServiceError) -> None:
             print(f"  {field}: {description}", file=sys.stderr)
 
 
-async def _complete(completion: Completion, request: generate_pb2.GenerateRequest) -> None:
+async def _complete(completion: Completion) -> int:
+    request = request_of(completion)
     async with open_channel(completion.url, profile="public") as channel:
         generation = Generation(channel, request)
         async for response in generation.events(completion.timeout_s):
@@ -103,6 +108,7 @@ async def _complete(completion: Completion, request: generate_pb2.GenerateReques
         print()
     elif not completion.stream:
         print(json.dumps(asdict(generation.answer)))
+    return 0
 
 
 def _token_ids(text: str, *, field: str) -> list[int]:

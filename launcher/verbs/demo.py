@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from launcher.arguments import Serving, embedded_engine
 from launcher.config import ServeConfig
 from launcher.serve.loopback import ensure_loopback
@@ -21,7 +19,7 @@ from launcher.serve.serve import limits_of, plan_stack
 from launcher.serve.supervisor import StartTimeout, Supervisor
 from launcher.verbs.generation import Answer, Generation
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -31,6 +29,10 @@ _MAX_TOKENS = 200
 _SPANS_LIMIT_S = 3.0
 _SPANS_RETRY_S = 0.05
 _TRACED = ("frontend-0", "engine-0")
+_WIDTH = 44
+_BLOCK = "█"
+# Shorter than one column.
+_SLIVER = "▏"
 
 
 class DemoFailed(Exception):
@@ -157,10 +159,8 @@ async def _spans_of(supervisor: Supervisor, name: str, trace_id: str) -> list[ad
         return []
     async with open_channel(announcement.admin_address) as channel:
         stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        try:
+        with rpc_errors_translated():
             answer = await stub.GetTrace(admin_pb2.GetTraceRequest(trace_id=trace_id), timeout=5)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
     return list(answer.spans)
 
 
@@ -180,12 +180,6 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
 
 def _nothing() -> None:
     """There is no ready file to update."""
-
-
-_WIDTH = 44
-_BLOCK = "█"
-# Shorter than one column.
-_SLIVER = "▏"
 
 
 def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from service_kit.errors import from_rpc_error
+from service_kit.errors import rpc_errors_translated
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 from triptych_client.events import stop_match_of
@@ -51,11 +51,10 @@ class Generation:
         traceparent = f"00-{self.answer.trace_id}-{secrets.token_hex(8)}-01"
         call = self._stub.Generate(self._request, timeout=timeout_s, metadata=(("traceparent", traceparent),))
         try:
-            async for response in call:
-                self._take(response)
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            with rpc_errors_translated():
+                async for response in call:
+                    self._take(response)
+                    yield response
         finally:
             call.cancel()
 
