@@ -10,12 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.ray.verbs import ray
-from launcher.serve.readiness import health_of
-from launcher.services import READINESS
 from launcher.verbs.admin_verbs import admin
-from launcher.verbs.complete import print_failure
 from service_kit.config import read_environment
-from service_kit.errors import ServiceError
 from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services forwards its arguments: their own configurations have the flags and the help.
@@ -278,6 +274,12 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
 
     Without a URL it is the one on this host, at the port in the environment, as in its container.
     """
+    # Imported here: this module is imported before grpc's environment is prepared.
+    from launcher.serve.readiness import health_of
+    from launcher.services import READINESS
+    from launcher.verbs.complete import print_failure
+    from service_kit.errors import ServiceError
+
     kind = service if service in _DEFAULT_PORTS else "frontend"
     port = read_environment(f"TRIPTYCH_{kind.upper()}_PORT") or _DEFAULT_PORTS[kind]
     target = url or f"grpc://127.0.0.1:{port}"

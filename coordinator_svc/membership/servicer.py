@@ -90,7 +90,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         while True:
             await asyncio.sleep(self._lease_s / 6)
             for member in self._topology.expire():
-                fields = {"engine_id": member.registration.engine_id, "cause": "lease ended"}
+                fields = {"engine_id": member.registration.engine_id, "cause": "lease expired"}
                 logger.warning("engine gone", extra=fields)
                 self.signal.notify()
 

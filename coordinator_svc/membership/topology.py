@@ -113,7 +113,7 @@ class Topology:
         before = self._registry.find(engine_id)
         if before is None:
             raise FailedPrecondition(
-                f"the lease of engine {engine_id} has ended: register again", reason="LEASE_ENDED"
+                f"the lease of engine {engine_id} has expired: register again", reason="LEASE_ENDED"
             )
         check_report(report)
         if before.registration.is_lockstep:

@@ -135,7 +135,7 @@ def scale(
     ] = 600.0,
 ) -> None:
     """Change the number of engines of a group; shows the progress, exits 1 if it fails."""
-    from launcher.verbs.admin_scaling import run_scale
+    from launcher.verbs.admin import run_scale
 
     address, timeout_s = context.obj
     raise typer.Exit(run_scale(address, group, size, timeout, timeout_s))
@@ -144,7 +144,7 @@ def scale(
 @admin.command()
 def operations(context: typer.Context) -> None:
     """Print a coordinator's scaling operations, running ones and the last that ended."""
-    from launcher.verbs.admin_scaling import run_operations
+    from launcher.verbs.admin import run_operations
 
     raise typer.Exit(run_operations(*context.obj))
 
@@ -154,7 +154,7 @@ def cancel_operation(
     context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
 ) -> None:
     """Cancel a scaling operation, if no engine has been ordered to leave yet."""
-    from launcher.verbs.admin_scaling import run_cancel
+    from launcher.verbs.admin import run_cancel
 
     address, timeout_s = context.obj
     raise typer.Exit(run_cancel(address, operation_id, timeout_s))
@@ -169,7 +169,7 @@ def drain_engine(
     ] = 0.0,
 ) -> None:
     """Drain one engine through a coordinator; it ends when its requests are done or have moved."""
-    from launcher.verbs.admin_scaling import run_drain_engine
+    from launcher.verbs.admin import run_drain_engine
 
     address, timeout_s = context.obj
     raise typer.Exit(run_drain_engine(address, engine_id, deadline_s, timeout_s))
@@ -182,7 +182,7 @@ def evict_engine(
     reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
 ) -> None:
     """Evict one engine at a coordinator at once; its process cannot register again."""
-    from launcher.verbs.admin_scaling import run_evict_engine
+    from launcher.verbs.admin import run_evict_engine
 
     address, timeout_s = context.obj
     raise typer.Exit(run_evict_engine(address, engine_id, reason, timeout_s))
