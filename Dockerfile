@@ -11,7 +11,7 @@ ENV PYTHONUNBUFFERED=1 PATH=/opt/triptych/bin:$PATH HOME=/tmp
 WORKDIR /
 STOPSIGNAL SIGTERM
 
-# The project, with the kernels for CPUs compiled, and nothing that it needs.
+# The project with compiled CPU kernels, without its dependencies.
 FROM base AS project
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends g++ \
@@ -21,7 +21,7 @@ COPY . /source
 RUN python3 -m venv --without-pip /opt/triptych \
     && pip --python /opt/triptych/bin/python install --quiet --no-cache-dir --no-deps /source
 
-# What each service needs of others: a layer of its own, that stays when the project changes.
+# The dependencies of each service: a separate layer, which stays cached when the project changes.
 FROM base AS packages
 COPY constraints.txt pyproject.toml deploy/install.sh /
 
@@ -41,20 +41,20 @@ COPY --from=project /opt/triptych /opt/triptych
 ENV TRIPTYCH_FRONTEND_HOST=0.0.0.0 TRIPTYCH_FRONTEND_PORT=50051
 EXPOSE 50051
 USER 65532:65532
-# It is ready when an engine is, and that may have a model to download. While it starts it is asked every 5 s; each time
+# It is ready when an engine is, which may have to download a model. During the start it is probed every 5 s; each probe
 # costs 0.4 s of a slow core.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=1800s \
     CMD ["triptych", "health", "--service", "frontend"]
 ENTRYPOINT ["triptych", "frontend"]
 
 FROM base AS engine
-# Triton compiles what launches a kernel, on the machine with the GPU.
+# Triton compiles kernel launchers on the machine with the GPU.
 ARG ENGINE_PACKAGES="gcc libc6-dev"
 RUN test -z "$ENGINE_PACKAGES" || { apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends $ENGINE_PACKAGES && rm -rf /var/lib/apt/lists/*; }
 COPY --from=packages-engine /opt/triptych /opt/triptych
 # The cache of models and of compiled kernels is a volume that the user may write, and any other user of group 0, which
-# is the group of a user that a cluster chose.
+# is the group of a user id that a cluster assigns.
 RUN install -d -m 0775 -o 65532 -g 0 /models
 COPY --from=project /opt/triptych /opt/triptych
 VOLUME /models

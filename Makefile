@@ -1,4 +1,4 @@
-# What people type. Everything runs in $(VENV); a target whose work is done costs nothing.
+# Common commands. Everything runs in $(VENV); a target that is up to date does nothing.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,7 +13,7 @@ GPU_PATH := .:protos:kernels
 PROMPT ?=
 ARGS ?=
 
-# As it was typed: a dollar sign in a prompt is not for make to read, here or on the way into a recipe.
+# Passed on literally: make must not expand a dollar sign in a prompt, here or in a recipe.
 DEMO_PROMPT := $(value PROMPT)
 export DEMO_PROMPT
 unexport PROMPT
@@ -42,7 +42,7 @@ $(SETUP_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $(RUNTIME_STAMP) $@
 
-# What runs the stack, without what develops it.
+# The dependencies to run the stack, without those to develop it.
 $(RUNTIME_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[all]'
@@ -54,7 +54,7 @@ demo: $(RUNTIME_STAMP)  ## answer one prompt through three processes: make demo 
 serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
 	$(BIN)/triptych serve $(ARGS)
 
-up:  ## the stack in containers: on the GPUs of this host, or the embedded model where it has none
+up:  ## the stack in containers: on the GPUs of this host, or the embedded model without a GPU
 	docker compose $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,-f docker-compose.cpu.yml) up $(ARGS)
 
 protos: setup  ## regenerate the stubs beside the protos
@@ -90,7 +90,7 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 house:  ## report on the shape of the code: large classes and folders, fragments, code lines
 	@$(PYTHON) tools/house.py
 
-# Two at a time whatever the machine: most tests wait for processes of their own, and some measure what those use.
+# Two workers on any machine: most tests wait for their own processes, and some measure what these use.
 test: setup  ## the CPU suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -105,15 +105,15 @@ CONTAINERS ?= docker
 test-compose: setup  ## build the images and run them in containers: make test-compose CONTAINERS=docker
 	CONTAINERS=$(CONTAINERS) $(BIN)/python -m pytest -m compose -s $(ARGS)
 
-# These two need no setup: a machine with a GPU has its own torch, triton, transformers and pytest.
-test-gpu:  ## tests on a CUDA device, in a Python of its own: make test-gpu GPU_PYTHON=python3
+# These two need no setup: they use the torch, triton, transformers and pytest of the GPU machine.
+test-gpu:  ## tests on a CUDA device, with another Python: make test-gpu GPU_PYTHON=python3
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests \
 		tests/gpu tests/kernels/triton $(ARGS)
 
 bench-gpu:  ## an 8B-shaped model and all kernels on a CUDA device, against its limits: make bench-gpu
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks gpu --json benchmarks/results/gpu.json $(ARGS)
 
-# The kernels for AVX-512 and AMX, those instructions in plain C++: for who changes them on a CPU without.
+# The kernels for AVX-512 and AMX with these instructions emulated in C++, to change them on a CPU without.
 EMULATED := build/emulated
 $(EMULATED)/.stamp: $(SETUP_STAMP) $(wildcard tests/kernels/emulated/*.h)
 	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp -r kernels/triptych_kernels $(EMULATED)
@@ -127,8 +127,8 @@ test-emulated: $(EMULATED)/.stamp  ## tests of the native CPU kernels for AVX-51
 	$(BIN)/python -m pytest -o pythonpath=". protos $(EMULATED)" -n 2 tests/kernels/cpu tests/system/test_determinism.py \
 		-k "not has_native_ops_where_the_cpu_runs_them" $(ARGS)
 
-simulate: setup  ## random lives of an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
+simulate: setup  ## seeded random workloads on an engine core, all invariants checked: make simulate ARGS="--seeds 2000"
 	$(BIN)/python -m tests.simulation $(ARGS)
 
-bench: setup  ## a scenario of benchmarks/, of which --help has a list: make bench ARGS="serve --json out.json"
+bench: setup  ## a scenario of benchmarks/; --help lists them: make bench ARGS="serve --json out.json"
 	$(BIN)/python -m benchmarks $(or $(ARGS),--help)

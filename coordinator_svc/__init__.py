@@ -1,1 +1,1 @@
-"""The coordinator: who is alive and how loaded. Never sees a token, and no request needs it."""
+"""The coordinator: which engines are alive, and their load. Sees no token, and no request needs it."""

@@ -1,4 +1,4 @@
-"""Builds a coordinator from its configuration and serves it. The only file here that knows every other."""
+"""Builds a coordinator from its configuration and serves it. Only this module imports all the others."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+# The same code as an engine whose loop fails.
+EXIT_LOOP_FAILED = 70
+
 
 def run(loaded: Loaded[CoordinatorConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
@@ -53,19 +56,19 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
         exit_code = 2
     finally:
         shutdown_telemetry()
-    # Taking the interpreter apart would be most of what the end costs, and others wait to find the next one.
+    # Finalizing the interpreter is most of a shutdown's time, and clients wait for the next coordinator.
     return leave_process(exit_code)
 
 
 async def _serve(config: CoordinatorConfig) -> int:
     clock = MonotonicClock()
     lease_s = config.lease_ms / 1000
-    # The wall clock, so that whoever knows two coordinators knows which of them was started later.
+    # The epoch is wall-clock time, so that of two coordinators the later one has the greater epoch.
     registry = EngineRegistry(clock, lease_s=lease_s)
     topology = Topology(registry, coordinator_epoch=time.time_ns())
     servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
     scaling = ScalingServicer(
-        # Not of two coordinators the same names.
+        # The prefix keeps operation ids of two coordinators apart.
         Scaling(id_prefix=f"scale-{topology.coordinator_epoch // 10**9:x}"),
         MemberEngines(registry, topology),
         servicer.signal,
@@ -136,19 +139,16 @@ def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:
     )
 
 
-# As an engine whose loop fails.
-EXIT_LOOP_FAILED = 70
-
-
 async def serve_beside(works: Iterable[Coroutine[None, None, None]], serving: Awaitable[int]) -> int:
-    """Run `works` for as long as `serving` lasts; its exit code, or 70 where one of them has failed.
+    """Run `works` in the background until `serving` returns; its exit code, or 70 if one of them failed.
 
-    An error in any of them is a bug, without which leases or groups would stand still in silence: the process
-    is told to end, the way its supervisor would, so that health says so and another one takes its place.
+    An exception in a background task is a bug, after which leases or groups would silently stop being
+    updated. The process then sends itself SIGTERM, so that it drains, reports NOT_SERVING and is restarted by
+    its supervisor.
     """
     has_failed = False
 
-    def look_at_end(task: asyncio.Task[None]) -> None:
+    def check_result(task: asyncio.Task[None]) -> None:
         nonlocal has_failed
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -158,7 +158,7 @@ async def serve_beside(works: Iterable[Coroutine[None, None, None]], serving: Aw
 
     tasks = [asyncio.ensure_future(work) for work in works]
     for task in tasks:
-        task.add_done_callback(look_at_end)
+        task.add_done_callback(check_result)
     try:
         exit_code = await serving
     finally:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes /opt/triptych, an environment of what a service needs, without the project: install.sh frontend|engine|coordinator
+# Creates /opt/triptych, an environment with the dependencies of a service: install.sh frontend|engine|coordinator
 set -eu
 python3 - "$1" > /requirements.txt <<'END'
 import sys
@@ -12,5 +12,5 @@ END
 python3 -m venv /opt/triptych
 /opt/triptych/bin/pip install --quiet --no-cache-dir --constraint /constraints.txt \
     ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} --requirement /requirements.txt
-# Nothing is installed into a running container.
+# Packages are never installed into a running container.
 /opt/triptych/bin/pip uninstall --quiet --yes setuptools pip

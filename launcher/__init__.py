@@ -1,1 +1,1 @@
-"""All on one machine: the command line, the supervisor behind `triptych serve`, and the embedded model."""
+"""The command line, the supervisor behind `triptych serve`, the offline `LLM`, and the embedded model."""

@@ -1,4 +1,4 @@
-"""The arguments of `serve` and `engine`: whose is which, and which model. Imports no gRPC."""
+"""Parses the arguments of `serve` and `engine`: routing to the services, and the model. Imports no gRPC."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ EMBEDDED_NAME = "triptych-tiny"
 
 _EMBEDDED_DEFAULTS = {
     "--served-model-name": EMBEDDED_NAME,
-    # So small a model gains nothing from a second thread, and loses most of its speed where cores are shared.
+    # A second thread does not help such a small model, and costs most of its speed when cores are shared.
     "--num-threads": "1",
 }
 
-# What a service cannot do without and is told when it starts.
+# Required flags whose value is only known when the service is started; any value, for the check here.
 _FLAGS_SET_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What to serve: the verb's own options and the arguments of each service."""
+    """Parsed arguments of `serve`: its own options and the flags of each service."""
 
     config: ServeConfig
     flags: Mapping[str, Sequence[str]]  # by service
     group: str = ""  # the data-parallel group of its engines
-    sizes_cache: bool = False  # it says how large the KV cache of an engine is
+    sizes_cache: bool = False  # whether the user has set the size of the KV cache
 
     @property
     def model(self) -> str:
-        """The model as people know it."""
+        """The model's name in messages."""
         return self.config.model or read_environment("TRIPTYCH_ENGINE_MODEL") or "the embedded model"
 
 
@@ -46,7 +46,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     """Read the arguments of `serve`; raises ConfigError."""
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
-    # What is wrong is said now: the services would say so too, seconds later.
+    # Checked here, because the services would report it only seconds later.
     if config.model and not Path(config.model).is_dir() and not is_hub_id(config.model):
         raise ConfigError(f"model {config.model} is not a folder")
     if config.ready_file:
@@ -65,10 +65,10 @@ def parse_serve(argv: Sequence[str]) -> Serving:
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
-    """The arguments of an engine; with the embedded model if neither they nor the environment name one."""
+    """The arguments of an engine; adds the embedded model if neither they nor the environment name one."""
     given = {argument.partition("=")[0] for argument in argv}
     is_named = _has_model(argv) or read_environment("TRIPTYCH_ENGINE_MODEL")
-    # A file may name the model, and then it should.
+    # A configuration file may name the model.
     if is_named or "--config" in given or read_environment("TRIPTYCH_ENGINE_CONFIG") or asks_for_help(argv):
         return list(argv)
     extra = [
@@ -80,17 +80,16 @@ def with_model(argv: Sequence[str]) -> list[str]:
 
 
 def embedded_engine() -> list[str]:
-    """The arguments of an engine that has the embedded model, whatever the environment names."""
+    """The arguments of an engine with the embedded model, regardless of the environment."""
     return [str(embedded_model()), *(f"{flag}={value}" for flag, value in _EMBEDDED_DEFAULTS.items())]
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether somebody wants to know the flags."""
     return "--help" in argv or "-h" in argv
 
 
 def serve_usage() -> str:
-    """The help of `serve`: its own options, then those it hands on."""
+    """The help of `serve`: its own options, then those of the services."""
     lines = _without(usage(ServeConfig, "triptych serve"), RESERVED)
     for service in SERVICES:
         flags = _without(usage(config_of(service), ""), flag_names(ServeConfig) | RESERVED)
@@ -100,7 +99,7 @@ def serve_usage() -> str:
 
 
 def _threads_of_each(num_engines: int) -> int:
-    """Engines on one machine share its cores; each taking all of them would be slower than one engine."""
+    """Engines on one machine divide its cores: if each used all, they would be slower than one engine."""
     return max(1, len(os.sched_getaffinity(0)) // num_engines)
 
 
@@ -108,11 +107,11 @@ def _check_writable(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"ready file {path} is a folder")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"ready file {path}: its folder is not there, or not writable")
+        raise ConfigError(f"ready file {path}: its folder does not exist or is not writable")
 
 
 def _without(text: str, left_out: Set[str]) -> list[str]:
-    """The lines of a help text but the entries of the flags in `left_out`; an entry may take two lines."""
+    """The lines of a help text without the entries of flags in `left_out`; an entry may have two lines."""
     lines: list[str] = []
     shows = True
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The command line: verbs. The options of services come from their configurations, not from here."""
+"""The command line: one function per verb. Options of services come from their configurations."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from launcher.ray.verbs import ray
-from launcher.serve.readiness import health_of
-from launcher.services import READINESS
 from launcher.verbs.admin_verbs import admin
-from launcher.verbs.complete import print_failure
 from service_kit.config import read_environment
-from service_kit.errors import ServiceError
 from service_kit.process import prepare_process, process_environment
 
-# A verb that runs services hands on what it is given: their own configurations know the flags and the help.
+# A verb that runs services forwards its arguments: their own configurations have the flags and the help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _USAGE_ERROR = 2
 _DEFAULT_URL = "grpc://127.0.0.1:50051"
+_DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
 
-# What the user has set. Children start from this, not from what this process sets for its own gRPC.
+# The user's environment. Child processes start from this, without what this process sets for its own gRPC.
 _ENVIRONMENT = process_environment()
 
 Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
-Model = Annotated[str, typer.Option(help="name the model is served under; needed where there are several")]
+Model = Annotated[str, typer.Option(help="served name of the model; needed if there are several")]
 
 app = typer.Typer(
     help="An LLM inference stack in three gRPC services: frontend, engine, coordinator.",
@@ -47,7 +44,7 @@ app.add_typer(ray, name="ray")
 def main() -> None:
     """Run the `triptych` command and exit."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # A character that the terminal does not have is no reason to end.
+        # A character that the terminal cannot encode must not end the program.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     for argument in sys.argv[1:]:
@@ -118,7 +115,7 @@ def engine(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON)
 def coordinator(context: typer.Context) -> None:
-    """Run a coordinator: who is there and how loaded; --help lists its flags."""
+    """Run a coordinator: membership and load of engines; --help lists its flags."""
     raise typer.Exit(_run_service("coordinator", context.args))
 
 
@@ -137,7 +134,7 @@ def complete(
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="the k most likely tokens; 0 is all")] = None,
     min_p: Annotated[float | None, typer.Option(help="least share of the most likely token")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="against tokens that are there")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="against tokens that occurred")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="against each occurrence")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="divides logits of seen tokens")] = None,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
@@ -147,16 +144,16 @@ def complete(
     ignore_eos: Annotated[bool | None, typer.Option(help="go on past the end of sequence")] = None,
     include_stop_in_output: Annotated[bool | None, typer.Option(help="keep the stop string")] = None,
     skip_special_tokens: Annotated[bool | None, typer.Option(help="leave special tokens out")] = None,
-    spaces_between_special_tokens: Annotated[bool | None, typer.Option(help="where they are shown")] = None,
+    spaces_between_special_tokens: Annotated[bool | None, typer.Option(help="if they are shown")] = None,
     detokenize: Annotated[bool | None, typer.Option(help="return text, not ids alone")] = None,
     allowed_token_ids: Annotated[list[str] | None, typer.Option(help="the only ids to sample")] = None,
     bad_words: Annotated[list[str] | None, typer.Option(help="text not to be written; repeatable")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="likeliest tokens to return at each place")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="likeliest tokens to return per position")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="the same for the prompt")] = None,
     stream_interval: Annotated[int | None, typer.Option(help="tokens to gather for a message")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="with --json: one object an event")] = False,
-    timeout_s: Annotated[float | None, typer.Option(help="give up after so many seconds")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="timeout in s")] = None,
 ) -> None:
     """Continue one prompt; prints the text as it arrives. Exits 1 with the status on stderr if refused."""
     arguments = dict(locals())
@@ -172,14 +169,14 @@ def complete(
 def chat(
     url: Url = _DEFAULT_URL,
     model: Model = "",
-    quick: Annotated[str | None, typer.Option(help="say this alone, then exit")] = None,
+    quick: Annotated[str | None, typer.Option(help="send only this message, then exit")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="most tokens of an answer")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
 ) -> None:
-    """Talk with a model: a line is a turn, /exit or the end of input ends it.
+    """Chat with a model: a line is a turn, /exit or the end of input ends it.
 
-    The conversation goes to the server as messages, of which the model's own chat template makes the prompt.
+    The conversation is sent to the server as messages; the model's chat template renders the prompt.
     Reasoning is shown dimmed, on a terminal only; calls of tools are shown as text.
     """
     prepare_process("client")
@@ -196,9 +193,9 @@ def health(
     service: Annotated[
         str, typer.Option(help="frontend, engine, coordinator, or a full gRPC name; '' is the process")
     ] = "frontend",
-    timeout_s: Annotated[float, typer.Option(help="give up after so many seconds")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
 ) -> None:
-    """Ask a service whether it is ready: prints the answer, exits 0 if it is SERVING and 1 if not."""
+    """Check the health of a service: prints its status, exits 0 if it is SERVING and 1 if not."""
     prepare_process("client")
 
     raise typer.Exit(run_health(url, service, timeout_s))
@@ -231,14 +228,14 @@ def run_batch(
     url: Url = _DEFAULT_URL,
     model: Model = "",
     concurrency: Annotated[int, typer.Option(min=1, max=65536, help="most requests in flight")] = 64,
-    resume: Annotated[bool, typer.Option("--resume", help="go on where OUTPUT ends")] = False,
-    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="tries of a request, if all is busy")] = 5,
+    resume: Annotated[bool, typer.Option("--resume", help="continue where OUTPUT ends")] = False,
+    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="attempts per request if busy")] = 5,
     timeout_s: Annotated[float | None, typer.Option(help="deadline of a request, in s")] = None,
 ) -> None:
     """Answer a file of requests, in order; exits 1 if any of them failed.
 
-    A line is {"custom_id", "call": "generate" or "chat", "body": the API's request as JSON}, or a line as the
-    OpenAI batch API takes it: {"custom_id", "method", "url", "body"}.
+    A line is {"custom_id", "call": "generate" or "chat", "body": the API's request as JSON}, or a line of the
+    OpenAI batch API: {"custom_id", "method", "url", "body"}.
     """
     prepare_process("client")
     from launcher.run_batch.run_batch import Batch, run_batch
@@ -272,18 +269,17 @@ def _refuse(verb: str, error: Exception) -> NoReturn:
     raise typer.Exit(_USAGE_ERROR)
 
 
-if __name__ == "__main__":
-    main()
-
-
-_DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
-
-
 def run_health(url: str | None, service: str, timeout_s: float) -> int:
-    """Ask `service`, by its kind or by a full gRPC name, and return 0 if it is SERVING, else 1.
+    """Check the health of `service`, a kind or a full gRPC name; returns 0 if it is SERVING, else 1.
 
-    Without a URL it is the one on this host at the port that the environment gives it, as in its container.
+    Without a URL it is the one on this host, at the port in the environment, as in its container.
     """
+    # Imported here: this module is imported before grpc's environment is prepared.
+    from launcher.serve.readiness import health_of
+    from launcher.services import READINESS
+    from launcher.verbs.complete import print_failure
+    from service_kit.errors import ServiceError
+
     kind = service if service in _DEFAULT_PORTS else "frontend"
     port = read_environment(f"TRIPTYCH_{kind.upper()}_PORT") or _DEFAULT_PORTS[kind]
     target = url or f"grpc://127.0.0.1:{port}"
@@ -294,3 +290,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
         return 1
     print(answer)
     return 0 if answer == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    main()

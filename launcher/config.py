@@ -1,4 +1,4 @@
-"""What `triptych serve` takes itself. Every other flag belongs to the service whose configuration has it."""
+"""The own options of `triptych serve`. Every other flag belongs to the service whose configuration has it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from service_kit.config import option
 
-# That `serve` starts: a mistyped size is not to fill the machine with processes.
+# A mistyped size must not fill the machine with processes.
 MAX_ENGINES = 64
 
 
@@ -18,7 +18,7 @@ class ServeConfig:
     host: str = option("127.0.0.1", help="address of the frontend; the other services stay on loopback")
     port: int = option(50051, help="port of the frontend; 0 lets the kernel choose")
     data_parallel_size: int = option(
-        1, short="dp", help="engines to start, each with all of the model, or its share of the experts"
+        1, short="dp", help="engines to start, each with the whole model, or its share of the experts"
     )
     tensor_parallel_size: int = option(1, short="tp", help="ranks that share a model; only 1 so far")
     ready_file: str | None = option(
@@ -28,7 +28,6 @@ class ServeConfig:
     drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, the range is 0..65535")
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:

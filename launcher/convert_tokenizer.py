@@ -1,7 +1,7 @@
-"""Make the tokenizer.json of a folder that has a tokenizer.model.
+"""Creates the tokenizer.json of a model folder that has a tokenizer.model.
 
-`python -m launcher.convert_tokenizer FOLDER`, started by frontends, and usable by hand. Needs the extra
-`slow-tokenizers`, and says so with exit code 3.
+`python -m launcher.convert_tokenizer FOLDER`, run by frontends and usable by hand. Needs the extra
+`slow-tokenizers`; without it the exit code is 3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        print(f"{type(tokenizer).__name__} has no form that is read without transformers", file=sys.stderr)
+        print(f"{type(tokenizer).__name__} cannot be saved as tokenizer.json", file=sys.stderr)
         return 1
     tokenizer.backend_tokenizer.save(f"{argv[0]}/tokenizer.json")
     return 0

@@ -1,4 +1,4 @@
-"""Hands the flags of `triptych serve` to the services whose configuration has them. Knows no values."""
+"""Routes the flags of `triptych serve` to the services whose configuration has them. Knows no values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from service_kit.config import ConfigError, flag_names, switch_names
 
-# What the launcher tells its children itself; typed by a user, these would contradict it.
+# Flags that the launcher sets itself; a user's value would contradict it.
 RESERVED = frozenset(
     {
         "--announce-fd",
@@ -26,10 +26,10 @@ RESERVED = frozenset(
 def split_flags(
     argv: Sequence[str], own: type, services: Mapping[str, type], *, reserved: Set[str] = RESERVED
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Sort arguments into those of `own` and those of each service; raises ConfigError for a flag nobody has.
+    """Split arguments into those of `own` and those of each service; ConfigError for an unknown flag.
 
-    A flag that `own` has stays there; any other goes to every service that has it. No flag: `own`'s. Those
-    `reserved` are refused.
+    A flag of `own` goes only there; any other goes to every service that has it. Positional arguments are
+    `own`'s. Flags in `reserved` are refused.
     """
     owners = {service: flag_names(config) for service, config in services.items()}
     switches = switch_names(own).union(*(switch_names(config) for config in services.values()))

@@ -1,4 +1,4 @@
-"""`LLM`: a model for scripts that block, over an engine in this process, a child, or a frontend."""
+"""`LLM`: blocking inference with an engine in this process, in a child process, or behind a frontend."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from engine_svc.config import EngineConfig
 from launcher.engines.core_client import EngineDead
 from launcher.engines.loop_thread import LoopThread
@@ -19,14 +22,13 @@ from launcher.offline.inputs import (
     Message,
     Prompt,
     per_prompt,
+    pooling_input,
     read_conversations,
     read_prompts,
     read_tool_choice,
     read_tools,
 )
 from launcher.offline.params import SamplingParams, from_proto
-from launcher.offline.pooling import check_task, pooling_input, values_of
-from launcher.offline.progress import Bar
 from launcher.offline.results import (
     ClassificationResult,
     EmbeddingResult,
@@ -34,12 +36,13 @@ from launcher.offline.results import (
     ScoreResult,
     to_chat_result,
     to_result,
+    values_of,
 )
 from launcher.offline.transport import Transport, death_reason, make_transport
-from service_kit.errors import Cancelled, InvalidArgument, Unavailable
+from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
-from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.common.v1 import sampling_pb2
 
 __all__ = ["LLM", "EngineDead", "EngineKind", "RequestResult", "SamplingParams"]
 
@@ -47,15 +50,15 @@ _T = TypeVar("_T")
 
 EngineKind = Literal["in-process", "child", "remote"]
 
-# What the options by name mean is not for the environment to change.
+# Not passed to a child engine: the environment must not change options that the caller left unset.
 _ENGINE_VARIABLES = "TRIPTYCH_ENGINE_"
 
 
 class LLM:
-    """Answers prompts in batches. Results come in the order of the prompts, each whole.
+    """Answers prompts in batches. Complete results are returned in the order of the prompts.
 
-    Methods may be called from any thread. What is wrong with a prompt raises a ServiceError before anything
-    is sent, naming it by its index. An engine that dies raises EngineDead in all calls, then and after.
+    Methods may be called from any thread. An invalid prompt raises a ServiceError with its index before
+    anything is sent. If the engine dies, running and later calls raise EngineDead.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class LLM:
         start_timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
-        """Load `model`, a folder or a name of the hub, or reach the frontend at `address` that serves it.
+        """Load `model`, a folder or a hub name, or connect to the frontend at `address` that serves it.
 
-        `options` are those of `EngineConfig` by name, for an engine of our own. `timeout_s` limits each
-        request. With `remote`, an empty `model` is the only one that is served.
+        `options` are fields of `EngineConfig`, for a local engine. `timeout_s` limits each request. With
+        `remote`, an empty `model` means the only one that is served.
         """
         _check_kind(engine, address, options, tokenizer)
         config = None if engine == "remote" else _engine_config(str(model), options)
@@ -97,7 +100,7 @@ class LLM:
 
     @property
     def model(self) -> str:
-        """The name the model is served under."""
+        """The served name of the model."""
         return self._described.name
 
     @property
@@ -106,15 +109,13 @@ class LLM:
         return self._described.max_model_len
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's authors chose, as it applies to whatever a request leaves unset."""
+        """The model's defaults, which apply to parameters that a request leaves unset."""
         return from_proto(self._described.default_sampling)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
         return self._run(self._calls.tokenize(text, add_special_tokens=add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
         return self._run(self._calls.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
 
     def generate(
@@ -127,7 +128,7 @@ class LLM:
         priorities: int | Sequence[int] | None = None,
         add_special_tokens: bool = True,
     ) -> list[RequestResult]:
-        """Continue each prompt. Parameters, adapters and priorities: one for all, or a list with one each."""
+        """Complete each prompt. Parameters, adapters and priorities: one for all, or a list with one each."""
         given = read_prompts(prompts)
         sampling = _sampling(sampling_params, len(given))
         names = per_prompt(adapters, len(given), "", "adapters")
@@ -140,11 +141,7 @@ class LLM:
             for ids, params, name, priority in zip(token_ids, sampling, names, ranks, strict=True)
         ]
         with Bar("Generating", len(requests), is_shown=progress) as bar:
-
-            def tick(response: inference_pb2.GenerateUnaryResponse) -> None:
-                _tick(bar, response.usage)
-
-            responses = self._run(self._calls.generate(requests, tick))
+            responses = self._run(self._calls.generate(requests, partial(_tick, bar)))
         return [to_result(response, one.text) for response, one in zip(responses, given, strict=True)]
 
     def chat(
@@ -189,11 +186,7 @@ class LLM:
             request.MergeFrom(shared)
             requests.append(request)
         with Bar("Answering", len(requests), is_shown=progress) as bar:
-
-            def tick(response: chat_pb2.ChatUnaryResponse) -> None:
-                _tick(bar, response.usage)
-
-            responses = self._run(self._calls.chat(requests, tick))
+            responses = self._run(self._calls.chat(requests, partial(_tick, bar)))
         return [to_chat_result(response) for response in responses]
 
     def embed(
@@ -203,7 +196,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> list[EmbeddingResult]:
-        """A vector of each prompt. FailedPrecondition where the model makes none."""
+        """One vector per prompt. FailedPrecondition if the model does not support it."""
         return self._embed(prompts, "embed", dimensions, normalize)
 
     def encode(
@@ -213,13 +206,13 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> list[EmbeddingResult]:
-        """A vector of each token of each prompt. FailedPrecondition where the model makes none."""
+        """One vector per token of each prompt. FailedPrecondition if the model does not support it."""
         return self._embed(prompts, "token_embed", dimensions, normalize)
 
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
-        """How likely each class is for each prompt. FailedPrecondition where the model has no classes."""
+        """Class probabilities of each prompt. FailedPrecondition if the model has no classes."""
         given = read_prompts(prompts)
-        check_task(self._described, "classify")
+        _check_task(self._described, "classify")
         request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
         response = self._run(self._calls.classify(request))
         labels = tuple(response.labels)
@@ -231,14 +224,17 @@ class LLM:
     def score(
         self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt]
     ) -> list[ScoreResult]:
-        """How well each document fits its query, or the only one. FailedPrecondition where none can tell."""
+        """The score of each document for its query, or for the only query.
+
+        FailedPrecondition if the model does not support it.
+        """
         given, held = read_prompts(queries, "queries"), read_prompts(documents, "documents")
         if len(given) not in (1, len(held)):
             raise InvalidArgument(
                 f"queries has {len(given)} entries, must have 1 or as many as documents, {len(held)}",
                 field="queries",
             )
-        check_task(self._described, "score")
+        _check_task(self._described, "score")
         request = embedding_pb2.ScoreRequest(
             queries=map(pooling_input, given), documents=map(pooling_input, held)
         )
@@ -246,7 +242,7 @@ class LLM:
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
 
     def close(self) -> None:
-        """End everything: calls that still run, connections, the engine if it is our own, the thread."""
+        """Cancel running calls; close connections, the engine if it is local, and the thread."""
         if self._thread.is_running:
             try:
                 self._thread.call(self._end())
@@ -254,13 +250,11 @@ class LLM:
                 self._thread.close()
 
     def __enter__(self) -> Self:
-        """Close it at the end of the block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
     def _embed(
@@ -271,7 +265,7 @@ class LLM:
         normalize: bool | None,
     ) -> list[EmbeddingResult]:
         given: list[GivenPrompt] = read_prompts(prompts)
-        check_task(self._described, task)
+        _check_task(self._described, task)
         request = embedding_pb2.EmbedRequest(
             inputs=map(pooling_input, given),
             pooling=sampling_pb2.PoolingParams(
@@ -286,7 +280,7 @@ class LLM:
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if not self._thread.is_running:
             work.close()
-            raise Cancelled("the facade is closed")
+            raise Cancelled("this LLM is closed")
         return self._thread.call(self._while_alive(work))
 
     async def _start(
@@ -311,9 +305,9 @@ class LLM:
         except EngineDead:
             raise
         except Unavailable as error:
-            why = await death_reason(transport)
-            if why:
-                raise EngineDead(why) from error
+            reason = await death_reason(transport)
+            if reason:
+                raise EngineDead(reason) from error
             raise
         finally:
             running.cancel()
@@ -353,6 +347,16 @@ def _child_environment() -> dict[str, str]:
     }
 
 
+def _check_task(model: model_pb2.Model, task: str) -> None:
+    """Raise FailedPrecondition with the supported tasks if the model does not support `task`."""
+    if task not in model.supported_tasks:
+        supported = ", ".join(model.supported_tasks) or "none that is known here"
+        raise FailedPrecondition(
+            f"model {model.name!r} does not support {task}; it supports: {supported}",
+            reason="TASK_NOT_SUPPORTED",
+        )
+
+
 def _sampling(
     given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[sampling_pb2.SamplingParams]:
@@ -365,5 +369,47 @@ def _sampling(
     return messages
 
 
-def _tick(bar: Bar, usage: output_pb2.Usage) -> None:
-    bar.tick(usage.num_prompt_tokens, usage.num_completion_tokens)
+class Bar:
+    """Progress bar on stderr: finished prompts, tokens per second. `tick` may be called from any thread."""
+
+    def __init__(
+        self, title: str, num_prompts: int, *, is_shown: bool, console: Console | None = None
+    ) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console or Console(stderr=True),
+            disable=not is_shown,
+        )
+        self._task = self._progress.add_task(title, total=num_prompts, speed="")
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+
+    def tick(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """One more prompt is done."""
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_output_tokens += num_output_tokens
+        elapsed_s = self._progress.tasks[0].elapsed or 0.0
+        speed = ""
+        if elapsed_s > 0:
+            speed = (
+                f"{self._num_prompt_tokens / elapsed_s:,.0f} tokens/s in, "
+                f"{self._num_output_tokens / elapsed_s:,.0f} tokens/s out"
+            )
+        self._progress.update(self._task, advance=1, speed=speed)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def _tick(bar: Bar, response: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse) -> None:
+    bar.tick(response.usage.num_prompt_tokens, response.usage.num_completion_tokens)

@@ -1,4 +1,4 @@
-"""The three services as programs: where their main and their configuration lie. Imports none until asked."""
+"""The three services as programs: their main functions and configurations, imported on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 SERVICES = ("coordinator", "engine", "frontend")
 
-# The health name that turns SERVING when a service can do its work.
+# The health name that becomes SERVING when a service is ready.
 READINESS = {
     "coordinator": "triptych.coordinator.v1.CoordinatorService",
     "engine": "triptych.engine.v1.EngineCoreService",
@@ -20,13 +20,13 @@ _CONFIG_NAMES = {"coordinator": "CoordinatorConfig", "engine": "EngineConfig", "
 
 
 def main_of(service: str) -> Callable[[Sequence[str]], int]:
-    """The `main(argv)` of a service; imports it."""
+    """Import a service and return its `main(argv)`."""
     main: Callable[[Sequence[str]], int] = import_module(f"{service}_svc.main").main
     return main
 
 
 def config_of(service: str) -> type:
-    """The configuration dataclass of a service; imports its light config module alone."""
+    """The configuration dataclass of a service; imports only its light config module."""
     config: type = vars(import_module(f"{service}_svc.config"))[_CONFIG_NAMES[service]]
     return config
 

@@ -1,4 +1,4 @@
-"""What every service answers its operator: status, log level, recent spans. The one file that knows stubs."""
+"""AdminService of every process: status, log level, recent spans. The only module here that imports stubs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Answers GetStatus, GetTrace and SetLogLevel, and Utility where there is a handler for it.
+    """Serves GetStatus, GetTrace and SetLogLevel, and Utility if it has a handler.
 
-    The rest of AdminService is UNIMPLEMENTED. `status` tells the service's own facts and counters; its key
-    `state`, if it has one, is one of starting, serving, draining and stopped, and who does not tell it is
-    taken to be serving. `utility` makes calls into the engine that this process is.
+    The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
+    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` handles
+    calls into an engine process.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._started_at = time.monotonic()
 
     def registration(self) -> Registration:
-        """How a server serves this; it is ready from the start."""
+        """The registration of this servicer; it is ready from the start."""
         return Registration(
             SERVICE_NAME,
             functools.partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, self),
@@ -68,7 +68,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.GetStatusRequest,
         context: grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse],
     ) -> admin_pb2.GetStatusResponse:
-        """What this process is and how it does, and how many tasks its event loop has."""
+        """Identity, state and counters of this process, and the number of tasks of its event loop."""
         values = {"num_tasks": len(asyncio.all_tasks()), **self._status()}
         state = _STATES[str(values.pop("state", "serving"))]
         return admin_pb2.GetStatusResponse(
@@ -99,9 +99,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.SetLogLevelRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse],
     ) -> admin_pb2.SetLogLevelResponse:
-        """Change the level of one logger or of all."""
         if request.level not in _LEVELS:
-            raise InvalidArgument(f"level is {request.level}, which is no level", field="level")
+            raise InvalidArgument(f"level is {request.level}, which is not a log level", field="level")
         target = logging.getLogger(request.logger or None)
         previous = target.getEffectiveLevel()
         if request.logger:
@@ -115,7 +114,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.UtilityRequest,
         context: grpc.aio.ServicerContext[admin_pb2.UtilityRequest, admin_pb2.UtilityResponse],
     ) -> admin_pb2.UtilityResponse:
-        """Make a call into an engine, where this process is one."""
+        """Make a call into the engine, if this process is one."""
         if self._utility is None:
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(request)
@@ -146,5 +145,5 @@ def _span(record: SpanRecord) -> admin_pb2.Span:
 
 
 def _nearest_level(level: int) -> admin_pb2.LogLevel:
-    # A level between ours, or below them, shows as the next one above.
+    # A level between two of ours, or below all, is reported as the next one above.
     return next((ours for ours, theirs in _LEVELS.items() if theirs >= level), admin_pb2.LOG_LEVEL_ERROR)

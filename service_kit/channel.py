@@ -1,4 +1,4 @@
-"""Channels to our own services: keepalive that finds a frozen peer, message sizes, quick reconnects."""
+"""Channels to our own services: keepalive that detects a frozen peer, message sizes, quick reconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# A stopped process still acknowledges TCP, so only the ping timeout finds it, else after a minute.
+# A stopped process still acknowledges TCP, so only the ping timeout detects it; its default is a minute.
 CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
     "internal": (
         *_COMMON_OPTIONS,
@@ -47,13 +47,13 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
 def open_channel(target: str, *, profile: Literal["internal", "public"] = "internal") -> grpc.aio.Channel:
     """A channel to `host:port` or `grpc://host:port`. Connects with the first call; close it when done.
 
-    `internal` is for legs between our services: a hanging peer is noticed within a second, no proxy is asked.
+    `internal` is for connections between our services: a hanging peer is noticed quickly, no proxy is used.
     """
     return grpc.aio.insecure_channel(parse_target(target), options=CHANNEL_OPTIONS[profile])
 
 
 def parse_target(target: str) -> str:
-    """`host:port` of a target. Raises InvalidArgument for another scheme or a port that is none."""
+    """`host:port` of a target. Raises InvalidArgument for another scheme or an invalid port."""
     address = target.removeprefix("grpc://").removesuffix("/")
     host, colon, port = address.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5

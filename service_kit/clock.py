@@ -1,4 +1,4 @@
-"""Where time comes from: a protocol, the monotonic clock, and a clock that tests turn by hand."""
+"""Sources of time: a protocol, the monotonic clock, and a clock that tests advance by hand."""
 
 from __future__ import annotations
 
@@ -7,33 +7,28 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of seconds that never run backwards; only differences mean something."""
+    """A source of seconds that never decrease; only differences have a meaning."""
 
-    def now(self) -> float:
-        """Seconds since an arbitrary start."""
-        ...
+    def now(self) -> float: ...
 
 
 class MonotonicClock:
-    """The clock of the running process."""
+    """The system's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds of the system's monotonic clock."""
         return time.monotonic()
 
 
 class FakeClock:
-    """A clock that stands still until it is told to advance."""
+    """A clock that only moves by `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
 
     def now(self) -> float:
-        """Seconds it was advanced by, plus its start."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass. Time does not run backwards."""
         if seconds < 0:
             raise ValueError(f"a clock cannot advance by {seconds} s")
         self._now_s += seconds

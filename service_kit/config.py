@@ -1,7 +1,7 @@
 """One frozen dataclass per service, filled from flags, environment, a YAML file and defaults, in this order.
 
-The dataclass is the only source of options: flag, variable and help text are derived from its fields. Each
-value remembers where it came from, and a name nobody knows is an error that suggests the nearest one.
+The dataclass is the only source of options: flag, variable and help text are derived from its fields. The
+origin of each value is recorded, and an unknown name is an error that suggests the nearest one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HELP_COLUMN = 34
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: unknown name, wrong value, missing option."""
+    """An invalid configuration: unknown name, wrong value, missing option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Loaded(Generic[T]):
     origins: dict[str, str]
 
     def changed(self) -> dict[str, str]:
-        """The options not at their defaults, as `value (origin)`, for the line logged at the start."""
+        """The options not at their defaults, as `value (origin)`, for the log line at startup."""
         return {
             name: f"{getattr(self.config, name)} ({origin})"
             for name, origin in self.origins.items()
@@ -68,7 +68,7 @@ class _Option:
 def option(
     default: Any = MISSING,
     *,
-    help: str,  # the word every command-line library uses
+    help: str,  # the name that command-line libraries use
     short: str | None = None,
     choices: Sequence[str] | None = None,
     size: bool = False,
@@ -76,8 +76,8 @@ def option(
 ) -> Any:
     """A field of a configuration dataclass. Without a default the option is required.
 
-    `short` is a second spelling with one dash, `size` accepts 16k, 2M or 1.5GiB, and `positional` fills the
-    field from the one argument that is not a flag.
+    `short` is a second spelling with one dash, `size` accepts 16k, 2M or 1.5GiB, and `positional` reads the
+    field from the argument that is not a flag.
     """
     metadata = {
         "help": help,
@@ -94,7 +94,7 @@ def load_config(
 ) -> Loaded[T]:
     """Fill `cls` from `argv`, TRIPTYCH_<SERVICE>_* variables, the file of `--config` and defaults.
 
-    Raises ConfigError for anything wrong, values that `__post_init__` refuses with a ValueError included.
+    Raises ConfigError, also for values that `__post_init__` refuses with a ValueError.
     """
     options = _options_of(cls)
     variables = os.environ if env is None else env
@@ -120,7 +120,7 @@ def load_config(
 
 
 def flag_names(cls: type[Any]) -> set[str]:
-    """Every spelling of every flag of `cls`, negations included: a launcher routes flags by it."""
+    """Every spelling of every flag of `cls`, negations included; the launcher routes flags by it."""
     return {spelling for one in _options_of(cls).values() for spelling in one.spellings()}
 
 
@@ -145,7 +145,7 @@ def usage(cls: type[Any], program: str) -> str:
 
 
 def read_environment(name: str) -> str:
-    """A variable that is not ours (OTEL_*, NO_COLOR), or an empty text: the other door to the environment."""
+    """An environment variable that is not an option of ours (OTEL_*, NO_COLOR); "" if it is unset."""
     return os.environ.get(name, "")
 
 

@@ -1,4 +1,4 @@
-"""Writes to a gRPC stream that begin where their message is made, and not in a task. Knows no message."""
+"""Writes to a gRPC stream that start immediately instead of in a task. Knows no message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Message = TypeVar("_Message")
 class EagerWriter(Generic[_Message]):
     """Writes messages to one stream, one after the other. Belongs to the event loop.
 
-    `write`, that of a `grpc.aio` call, gives its message to the wire before it waits for the first time. So
-    it is called at once, and what is left of it is done when there is something to write again: a task would
-    have to be woken for the one and for the other, which takes a turn of the loop each.
+    `write`, of a `grpc.aio` call, hands its message to the transport before its first await. So it is called
+    immediately, and its coroutine is resumed when there is something to write again: a task would have to be
+    scheduled for both, which takes one iteration of the event loop each.
     """
 
     def __init__(self, write: Callable[[_Message], Coroutine[asyncio.Future[Any], None, object]]) -> None:
@@ -27,11 +27,11 @@ class EagerWriter(Generic[_Message]):
         self._failure: Exception | None = None
 
     def is_free(self) -> bool:
-        """Whether the stream has taken all that was written, and takes more."""
+        """Whether the stream has accepted all that was written, and accepts more."""
         while self._writing is not None and self._waits_for.done():
             failure = None if self._waits_for.cancelled() else self._waits_for.exception()
             if isinstance(failure, Exception):
-                # Let go on, it would end the call by this failure, with all that is still to be read on it.
+                # Resumed, it would end the call with this failure, and messages not read yet would be lost.
                 self._writing.close()
                 self._writing, self._failure = None, failure
             else:
@@ -39,29 +39,29 @@ class EagerWriter(Generic[_Message]):
         return self._writing is None and self._failure is None
 
     def start(self, message: _Message) -> bool:
-        """Give `message` to the wire, which has to be free. False where it fails: see `finish`."""
+        """Write `message`; the stream must be free. False if it fails: see `finish`."""
         assert self._writing is None, "one message at a time"
         self._go_on(self._write(message))
         return self._failure is None
 
     async def finish(self) -> None:
-        """Wait until the stream has taken all that was written. Raises what a write has ended with."""
+        """Wait until the stream has accepted all that was written. Raises the error of a failed write."""
         while not self.is_free() and self._failure is None:
-            # Meanwhile another write may end this one and begin.
+            # Meanwhile another write may complete this one and begin.
             await asyncio.wait((self._waits_for,))
         if self._failure is not None:
             raise self._failure
 
     def close(self, *_: object) -> None:
-        """Nobody waits any more for what was written, or looks at what it ends with."""
+        """Complete the last write in the background and ignore its result."""
         if not self.is_free() and self._writing is not None:
             self._waits_for.add_done_callback(self.close)
         else:
-            # Its traceback has this writer: a cycle that only a full collection would free.
+            # Its traceback refers to this writer: a cycle that only a full collection would free.
             self._failure = None
 
     def _go_on(self, writing: Coroutine[asyncio.Future[Any], None, object]) -> None:
-        """Let a write go on to where it waits next."""
+        """Run a write up to its next await."""
         self._writing = None
         try:
             self._waits_for = writing.send(None)
@@ -71,5 +71,5 @@ class EagerWriter(Generic[_Message]):
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             self._failure = error
         except asyncio.CancelledError:
-            # The call was, and not whoever has something to write.
+            # The call was cancelled, not the caller of this writer.
             self._failure = asyncio.InvalidStateError("the call was cancelled")

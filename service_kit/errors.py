@@ -1,8 +1,9 @@
-"""The world's faults as exceptions, and their way to a gRPC status with google.rpc details and back."""
+"""Service errors as exceptions, and their conversion to and from gRPC statuses with google.rpc details."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
@@ -13,23 +14,23 @@ from grpc_status import rpc_status
 
 DOMAIN = "triptych"
 
-# A status travels in trailers, and peers refuse trailers above 8 KiB: a stranger's words are echoed in part,
-# and what logs and spans keep of a refused request is not as large as the request.
+# A status is sent in trailers, and peers refuse trailers above 8 KiB, so client text is truncated. This
+# also keeps logs and spans of a refused request smaller than the request.
 _MAX_MESSAGE_BYTES = 512
 _MAX_TEXT_BYTES = 144
 _MAX_ENTRIES = 8
 
 
 class InvalidTransition(RuntimeError):
-    """A state machine was asked for a move its table does not have: a bug of ours."""
+    """A state machine was given a transition that its table does not have: an internal bug."""
 
 
 class ServiceError(Exception):
-    """A fault with a status code, a machine-readable reason and a message that a client may read.
+    """An error with a status code, a machine-readable reason and a message for clients.
 
-    A message of more than 512 bytes is cut.
-    `reason` is UPPER_SNAKE_CASE and stable; without one it is the name of the status code. `retry_after_ms`
-    tells a client when the same call may succeed.
+    A message of more than 512 bytes is truncated.
+    `reason` is UPPER_SNAKE_CASE and stable; it defaults to the name of the status code. `retry_after_ms` is
+    when the same call may succeed.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -50,7 +51,7 @@ class ServiceError(Exception):
 
 
 class InvalidArgument(ServiceError):
-    """The request is wrong whatever the state of the service. Names the field, the value and the limit."""
+    """The request is wrong in any state of the service. Names the field, the value and the limit."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -91,7 +92,7 @@ class NotFound(ServiceError):
 
 
 class AlreadyExists(ServiceError):
-    """What was to be created is there already."""
+    """The thing to be created exists already."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -103,67 +104,67 @@ class ResourceExhausted(ServiceError):
 
 
 class FailedPrecondition(ServiceError):
-    """The service is not in a state for this; retrying changes nothing until somebody changes the state."""
+    """The state of the service does not allow this; a retry fails until the state is changed."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Unavailable(ServiceError):
-    """Nobody can serve this just now; a retry may succeed."""
+    """The service is temporarily unavailable; a retry may succeed."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class DeadlineExceeded(ServiceError):
-    """The time for this is over."""
+    """The deadline has passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Unimplemented(ServiceError):
-    """The contract has it, this service does not."""
+    """The API has it, but this service does not implement it."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class PermissionDenied(ServiceError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated, but may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Unauthenticated(ServiceError):
-    """The caller is not known."""
+    """The caller is not authenticated."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class Aborted(ServiceError):
-    """The operation was ended from outside or lost a race."""
+    """The operation was aborted, or conflicts with another one."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class Cancelled(ServiceError):
-    """The caller gave up."""
+    """The caller cancelled."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class OutOfRange(ServiceError):
-    """A cursor or offset points outside of what is kept."""
+    """A cursor or offset is outside the stored range."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class DataLoss(ServiceError):
-    """Data is gone for good."""
+    """Data is lost and cannot be recovered."""
 
     code = grpc.StatusCode.DATA_LOSS
 
 
 class Internal(ServiceError):
-    """A fault of ours. Its message is for clients: no path, no value, no traceback."""
+    """An internal error. Its message is for clients: no path, no value, no traceback."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -192,14 +193,14 @@ _BY_NUMBER: dict[int, type[ServiceError]] = {
 
 
 def to_parts(error: ServiceError) -> tuple[int, str, bytes]:
-    """Code, message and serialized google.rpc.Status of `error`, where it travels as data."""
+    """Code, message and serialized google.rpc.Status of `error`, to send it inside a message."""
     status = to_status(error)
     details = (value for _, value in status.trailing_metadata or () if isinstance(value, bytes))
     return error.code.value[0], status.details, next(details, b"")
 
 
 def to_status(error: ServiceError) -> grpc.Status:
-    """The status of `error` with its google.rpc details: ErrorInfo always, the others as they apply."""
+    """The status of `error` with google.rpc details: always ErrorInfo, others as they apply."""
     details: list[Any] = [
         error_details_pb2.ErrorInfo(
             reason=error.reason,
@@ -229,7 +230,7 @@ def to_status(error: ServiceError) -> grpc.Status:
         details.append(retry_info)
     status = status_pb2.Status(
         code=error.code.value[0],
-        # Who passes an error on may have put a word before it.
+        # A service that forwards an error may have put a prefix before the message.
         message=_clip(error.message, _MAX_MESSAGE_BYTES),
         details=[_packed(detail) for detail in details],
     )
@@ -237,17 +238,26 @@ def to_status(error: ServiceError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError) -> ServiceError:
-    """The error a peer answered with, details kept; a bare status becomes the error of its code."""
-    call: Any = error  # every RpcError a call raises is also a grpc.Call, which its type does not say
+    """The error that a peer answered with, with its details; a bare status becomes the error of its code."""
+    call: Any = error  # every RpcError raised by a call is also a grpc.Call, which its type does not show
     code: grpc.StatusCode = call.code()
     metadata = dict(call.trailing_metadata() or ())
     return from_status(code.value[0], call.details() or "", metadata.get("grpc-status-details-bin", b""))
 
 
-def from_status(code: int, message: str, details: bytes, retry_after_ms: int | None = None) -> ServiceError:
-    """The error of a status that travelled as data; `details` is a serialized google.rpc.Status or nothing.
+@contextlib.contextmanager
+def rpc_errors_translated() -> Iterator[None]:
+    """Raise an RpcError of the block as a ServiceError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
 
-    A code that is none is INTERNAL: the peer does not keep the contract.
+
+def from_status(code: int, message: str, details: bytes, retry_after_ms: int | None = None) -> ServiceError:
+    """The error of a status sent inside a message; `details` is a serialized google.rpc.Status or empty.
+
+    An unknown code becomes INTERNAL: the peer violates the protocol.
     """
     status = _rich_status(details)
     info = _detail(status, error_details_pb2.ErrorInfo()) or error_details_pb2.ErrorInfo()
@@ -287,7 +297,7 @@ def _packed(detail: Any) -> any_pb2.Any:
 
 
 def _rich_status(details: bytes) -> status_pb2.Status:
-    # A peer that is not ours may send details that contradict its status; then the plain status counts.
+    # A foreign peer may send details that cannot be parsed; then only the plain status is used.
     try:
         return status_pb2.Status.FromString(details)
     except DecodeError:

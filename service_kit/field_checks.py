@@ -1,4 +1,4 @@
-"""How what a frontend sends is refused: by field, value and limit. Knows no field by name."""
+"""Validation of request fields: errors name the field, the value and the limit. Knows no field by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from service_kit.errors import InvalidArgument, Unimplemented
 
 
 def check(holds: bool, name: str, value: float, limit: str) -> None:
-    """Raise InvalidArgument that says what was wrong, unless `holds`."""
+    """Raise InvalidArgument with name, value and limit unless `holds`."""
     if not holds:
         raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)
 
 
 def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
-    """The ids of a u32 column. InvalidArgument where it is cut short or an id is not of the vocabulary."""
+    """The ids of a u32 column. InvalidArgument if it is truncated or an id is outside the vocabulary."""
     if not column:
         return []
     if len(column) % 4:
@@ -23,7 +23,7 @@ def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     values = array("I", column)
     if sys.byteorder == "big":
         values.byteswap()
-    # In this order: looking for the greatest in an array would make an object of each id once more.
+    # The list first: `max` over an array would create an object for each id a second time.
     token_ids = values.tolist()
     largest = max(token_ids)
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
@@ -31,7 +31,7 @@ def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
 
 
 def unserved(name: str) -> Unimplemented:
-    """The error that says that this engine does not serve what `name` asks for."""
+    """The error for a field `name` that this engine does not support."""
     return Unimplemented(
         f"{name} is not served by this engine", reason="UNIMPLEMENTED_FIELD", metadata={"field": name}
     )

@@ -1,7 +1,7 @@
-"""How many fields a serialized message has, counted before anything is made of it. Knows no message type.
+"""Counts the fields of a serialized message before it is parsed. Knows no message type.
 
 Two bytes on the wire can become an object of 200: a message within its size limit could take a hundred times
-as much memory, and seconds to be read.
+as much memory, and seconds to parse.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WIRE_TYPE_BITS = 3
 _WIRE_TYPE_MASK = 7
 _MAX_DEPTH = 100
-# Of a number with 64 bits, seven a byte.
+# A varint has at most 64 bits, 7 in each byte.
 _MAX_SHIFT = 63
 
 
 def has_more_fields(data: bytes, descriptor: Descriptor, limit: int) -> bool:
-    """Whether `data`, a message of type `descriptor`, has more than `limit` fields, with those of its parts.
+    """Whether `data`, a message of type `descriptor`, has more than `limit` fields, nested ones included.
 
-    Packed numbers are one field. What is no message of the type is for its parser to refuse: False.
+    Packed numbers are one field. False for malformed data, which its parser will refuse.
     """
     try:
         return _count(memoryview(data), descriptor, limit, 0) > limit
@@ -47,7 +47,7 @@ def _count(data: memoryview, descriptor: Descriptor, limit: int, depth: int) -> 
                 num_fields += _count(data[offset : offset + size], part, limit - num_fields, depth + 1)
             offset += size
         else:
-            # Groups are of another age; where one begins nobody can tell the fields apart.
+            # The deprecated group encoding, whose fields cannot be counted without their types.
             return num_fields
     return num_fields
 
@@ -62,7 +62,7 @@ def _message_fields(descriptor: Descriptor) -> dict[int, Descriptor]:
 
 
 def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
-    """The number at `offset` and the place behind it. Raises IndexError where none ends in time."""
+    """The number at `offset` and the offset after it. Raises IndexError if it is truncated or too long."""
     value = shift = 0
     while True:
         byte = data[offset]

@@ -1,6 +1,6 @@
-"""The standard health service: "" says the process is alive, a full service name says that it is ready.
+"""The standard health service: "" reports that the process is alive, a full service name that it is ready.
 
-The servicer that comes with grpcio holds a lock while it writes to a watcher and forgets all watchers of a
+The servicer that comes with grpcio holds a lock while it writes to a watcher, and forgets all watchers of a
 name when one of them leaves: a slow or departing prober could keep others from learning about a drain. This
 one does neither.
 """
@@ -25,7 +25,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Answers Check and Watch. Watchers are told of each change; missed intermediate ones are merged."""
+    """Serves Check and Watch. Watchers get each change; a slow one may miss intermediate changes."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._statuses: dict[str, int] = dict.fromkeys(service_names, _NOT_SERVING)
@@ -35,7 +35,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set_ready(self, service_name: str, is_ready: bool) -> None:
-        """Say whether a served name can do its work. Without effect once draining."""
+        """Set whether a served name is ready. Without effect once draining."""
         if service_name not in self._statuses:
             raise ValueError(f"{service_name!r} is not served here")
         if not self._is_draining:
@@ -43,20 +43,20 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             self._announce()
 
     def drain(self) -> None:
-        """Say NOT_SERVING for every name, for good."""
+        """Report NOT_SERVING for every name from now on."""
         self._is_draining = True
         self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
         self._announce()
 
     def close(self) -> None:
-        """End all watches, so that they do not hold up the end of the server."""
+        """End all watches, so that they do not delay the end of the server."""
         self._is_closed = True
         self._announce()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """The status of one name; NOT_FOUND for one that is not served here."""
+        """The status of one name; NOT_FOUND for an unknown one."""
         if request.service not in self._statuses:
             raise NotFound(
                 "service is not served here", resource_type="service", resource_name=request.service
@@ -64,7 +64,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status of one name, then each change; SERVICE_UNKNOWN for one that is not served here."""
+        """The status of one name, then each change; SERVICE_UNKNOWN for an unknown one."""
         last_sent: int | None = None
         while True:
             changed = self._changed

@@ -1,7 +1,7 @@
-"""What happens around every call of a server: its two ids, one access line, and faults turned into statuses.
+"""Server interceptor: request and trace ids, one access log line, and errors converted to statuses.
 
-What is not a ServiceError never reaches a client: it gets INTERNAL and an incident id that stands in the log
-beside the traceback. Knows no service.
+An exception that is not a ServiceError never reaches a client: the client gets INTERNAL and an incident id,
+which is logged with the traceback. Knows no service.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# How long a client may take to end what it streams before it is told that nobody reads it.
+# How long a client may take to end its stream before it gets UNIMPLEMENTED.
 _UNSERVED_GRACE_S = 0.2
-# A client counts its deadline from when it sends, and ends the call by it a little before it is over here.
+# A client's deadline starts when it sends, so it ends the call slightly before the deadline is over here.
 _DEADLINE_LEAD_S = 0.05
-# Smaller messages cannot have so many fields that it matters.
+# Fields of smaller messages are not counted: there cannot be too many.
 _UNCOUNTED_BYTES = 256 * 1024
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
@@ -49,17 +49,17 @@ Handler = Callable[[Any, Any], Any]
 def server_interceptors(
     service: str, *, calls: OpenCalls | None = None, max_fields: int | None = None
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
-    """The interceptors every server of ours has.
+    """The interceptors of all our servers.
 
-    `service` names it in the log lines of its calls. `calls` knows the open ones, but those of health and
-    reflection. Large requests of more than `max_fields` are refused.
+    `service` is its name in access log lines. `calls` gets the open calls, except those of health and
+    reflection. Large requests with more than `max_fields` fields are refused.
     """
     return [_CallInterceptor(service, OpenCalls() if calls is None else calls, max_fields)]
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call as its access line shows it, and what it is refused with."""
+    """One call as its access log line shows it, and the status that it is refused with."""
 
     service: str
     method: str
@@ -70,7 +70,7 @@ class _Call:
 
 
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
-    """Puts `_guarded` around the handler of every method."""
+    """Wraps the handler of every method in `_guarded_handler`."""
 
     def __init__(self, service: str, calls: OpenCalls, max_fields: int | None) -> None:
         self._service = service
@@ -83,10 +83,10 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of the method, guarded; for a method that nobody serves, one that says so."""
+        """The guarded handler of the method; for an unknown method, one that answers UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         if handler is None:
-            # Streams both ways: on the wire that fits the calls of every other kind of method.
+            # Bidirectional streaming: on the wire it is compatible with every other kind of method.
             handler = grpc.stream_stream_rpc_method_handler(_unserved)
         is_quiet = handler_call_details.method.startswith(_QUIET_PREFIXES)
         calls = self._quiet_calls if is_quiet else self._calls
@@ -102,7 +102,7 @@ def _guarded_handler(
     def start() -> _Call:
         return _Call(service, method, _request_id(metadata), time.monotonic())
 
-    # A unary request is parsed inside of the guard: grpc itself would answer UNKNOWN in the parser's words.
+    # A unary request is parsed inside the guard: grpc itself would answer UNKNOWN with the parser's message.
     decode = _decoder(handler.request_deserializer, max_fields)
     if handler.request_streaming:
         inner: Handler = handler.stream_stream if handler.response_streaming else handler.stream_unary
@@ -114,12 +114,13 @@ def _guarded_handler(
         trace_id = join_trace(metadata.get("traceparent", ""))
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
         async with _guard(call, context):
-            # At once, so that whoever is refused or never answered can still be found in logs and traces.
+            # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
             with calls.opened() as opened:
                 return await answer(request, context, opened)
-        # grpc's state of the call holds the error that ends it, whose frames hold that state, until a full
-        # collection: so it is raised where no other error is handled, by a frame that has let the request go.
+        # grpc's call state refers to the error that ends the call, and the frames of that error refer to the
+        # state, until a full collection. So the error is raised outside an `except` block, by a frame that
+        # has released the request.
         del request
         return await context.abort_with_status(call.refusal)
 
@@ -149,8 +150,8 @@ def _unserved(requests: Any, context: Any) -> Any:
 
 
 async def _read_out(requests: AsyncIterator[Any]) -> None:
-    # An answer that overtakes what a client writes fails the write, and grpc's Python client then reports
-    # an INTERNAL of its own in place of the answer.
+    # If the answer arrives while the client still writes, the write fails, and grpc's Python client reports
+    # an INTERNAL of its own instead of the answer.
     with contextlib.suppress(TimeoutError, InvalidArgument):
         async with asyncio.timeout(_UNSERVED_GRACE_S):
             async for _ in requests:
@@ -158,7 +159,7 @@ async def _read_out(requests: AsyncIterator[Any]) -> None:
 
 
 async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened: OpenCall) -> None:
-    # Written from here, the handler's generator is closed as soon as the client goes, not when collected.
+    # Writing here closes the handler's generator as soon as the client disconnects, not when it is collected.
     async with contextlib.aclosing(responses):
         async for response in responses:
             with opened.writing():
@@ -167,7 +168,7 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened:
 
 @contextlib.asynccontextmanager
 async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
-    """Note what an error of the block means, for the log and for the client, and end the block by it."""
+    """Record the code and status of an error in the block, and end the block."""
     try:
         yield
     except ServiceError as error:
@@ -226,13 +227,13 @@ def _decoder(deserialize: Callable[[bytes], Any] | None, max_fields: int | None)
 def _check_fields(data: bytes, descriptor: Descriptor, max_fields: int) -> None:
     if has_more_fields(data, descriptor, max_fields):
         raise InvalidArgument(
-            f"the request has more than {max_fields} fields, those of its parts included",
+            f"the request has more than {max_fields} fields, nested ones included",
             reason="TOO_MANY_FIELDS",
         )
 
 
 def _descriptor_of(deserialize: Callable[[bytes], Any] | None) -> Descriptor | None:
-    # What generated code registers is `FromString` of a message's class.
+    # Generated code registers `FromString` of a message class.
     owner = deserialize.__self__ if isinstance(deserialize, BuiltinFunctionType) else None
     if not isinstance(owner, type) or not issubclass(owner, Message):
         return None

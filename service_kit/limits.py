@@ -1,4 +1,4 @@
-"""What a listener accepts and how it finds dead peers, for each of the three kinds of listeners."""
+"""Message limits and keepalive of the three kinds of listeners: public, internal and admin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNCOMPRESSED = 1
 
 @dataclass(frozen=True, slots=True)
 class LimitProfile:
-    """What a listener accepts and how it finds dead peers."""
+    """What a listener accepts, and how it detects dead peers."""
 
     max_receive_bytes: int
     max_send_bytes: int
@@ -18,21 +18,21 @@ class LimitProfile:
     keepalive_time_ms: int
     keepalive_timeout_ms: int
     min_ping_interval_ms: int
-    max_fields: int | None = None  # of a request, those of its parts included; None: no limit
+    max_fields: int | None = None  # of a request, nested ones included; None: no limit
     shares_port: bool = False
-    max_connection_age_ms: int = 0  # 0: connections live for ever
-    max_connection_age_grace_ms: int = 0  # what runs on a connection that is too old gets so long to end
+    max_connection_age_ms: int = 0  # 0: no limit
+    max_connection_age_grace_ms: int = 0  # time for calls on a connection beyond its age to end
 
     def options(self) -> list[tuple[str, int]]:
-        """The options grpc takes.
+        """The gRPC server options.
 
-        Unless the port is shared on purpose, a second server on it is refused, not given half of the calls.
+        Unless the port is shared on purpose, a second server on it fails: it must not get half of the calls.
         """
         return [
             ("grpc.so_reuseport", int(self.shares_port)),
             ("grpc.max_receive_message_length", self.max_receive_bytes),
             ("grpc.max_send_message_length", self.max_send_bytes),
-            # A limit on a message is none where it is unpacked first: 1 MB of gzip is 1 GB of text.
+            # Compression would bypass the limit of a message: 1 MB of gzip is 1 GB of text.
             ("grpc.compression_enabled_algorithms_bitset", _UNCOMPRESSED),
             ("grpc.per_message_decompression", 0),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
@@ -63,7 +63,7 @@ PUBLIC = LimitProfile(
     keepalive_time_ms=10_000,
     keepalive_timeout_ms=5000,
     min_ping_interval_ms=5000,
-    # A field of two bytes becomes an object of 200. Between services there is no such limit: they are ours.
+    # A field of two bytes becomes an object of 200. Our own services need no such limit between them.
     max_fields=131_072,
 )
 INTERNAL = LimitProfile(
@@ -71,7 +71,7 @@ INTERNAL = LimitProfile(
     max_send_bytes=64 * _MIB,
     max_metadata_bytes=8192,
     keepalive_time_ms=500,
-    # As long as three heartbeats: a process merely starved of its processor may answer later than 500 ms.
+    # As long as three heartbeats: a process that only lacks CPU time may answer later than 500 ms.
     keepalive_timeout_ms=1500,
     min_ping_interval_ms=400,
 )

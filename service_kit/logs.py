@@ -18,7 +18,7 @@ _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 _fields: ContextVar[Mapping[str, str]] = ContextVar("triptych_log_fields", default=_NO_FIELDS)
 
-# What every record has; the rest came through `extra`.
+# Attributes of every record; the rest came through `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -35,7 +35,7 @@ def log_fields() -> Mapping[str, str]:
 def setup_logs(
     service: str, *, instance: str, log_format: str, log_level: str, stream: TextIO | None = None
 ) -> None:
-    """Send all log lines of this process to `stream` (stderr), replacing what an earlier call had set up."""
+    """Send all log lines of this process to `stream` (stderr), replacing the handler of an earlier call."""
     if log_level not in LOG_LEVELS:
         raise ValueError(f"log level {log_level!r} is not one of {', '.join(LOG_LEVELS)}")
     if log_format not in LOG_FORMATS:
@@ -52,7 +52,7 @@ def setup_logs(
 
 
 def set_log_level(log_level: str) -> None:
-    """Change the level of all loggers. Libraries stay at warning unless debug is asked for."""
+    """Change the level of all loggers. Libraries stay at warning or above unless debug is requested."""
     level = logging.getLevelNamesMapping()[log_level.upper()]
     logging.getLogger().setLevel(level)
     for library in ("asyncio", "grpc", "urllib3", "transformers", "opentelemetry"):
@@ -68,7 +68,6 @@ class JsonFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of `record`."""
         line: dict[str, object] = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -85,14 +84,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line for people: time, level, service and instance, message, then fields as key=value."""
+    """One readable line: time, level, service and instance, message, then fields as key=value."""
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
         self._process = f"{service}[{instance}]"
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of `record`, with a traceback below where there is one."""
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = {**_fields.get(), **_extra(record)}
         shown = "".join(f" {key}={_shown(value)}" for key, value in fields.items() if value != "")
@@ -107,7 +105,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    # A line stays a line, whatever a client put into a value.
+    # Escaped, so that a client's value cannot break the line.
     text = str(value)
     return (
         json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How late an event loop runs what is due, sampled by the loop itself. Knows no service."""
+"""Lag of an event loop: how late it runs due callbacks, sampled by the loop itself. Knows no service."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LagSummary:
 
 
 class LoopLag:
-    """A timer that comes back every `interval_s` and records how late it was; the last `window_s` are kept.
+    """A timer that fires every `interval_s` and records how late it was; the last `window_s` are kept.
 
-    A loop that stood still for many intervals gets a sample for each of them, as late as what was due then:
-    one long stop weighs as much as it lasted.
+    A loop that was blocked for many intervals gets one sample for each of them, so that a long stop has a
+    weight proportional to its duration.
     """
 
     def __init__(self, clock: Clock, *, interval_s: float = INTERVAL_S, window_s: float = WINDOW_S) -> None:
@@ -36,24 +36,22 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to sample the running loop. Does nothing if it samples already."""
+        """Begin to sample the running loop. Without effect if it is sampling already."""
         if self._timer is None:
             self._due_at = self._clock.now() + self._interval_s
             self._schedule()
 
     def stop(self) -> None:
-        """End it; the samples stay."""
+        """Stop sampling; the samples are kept."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     @property
     def num_samples(self) -> int:
-        """Samples that are kept."""
         return len(self._samples_s)
 
     def summary(self) -> LagSummary:
-        """The lag over the window."""
         ordered = sorted(self._samples_s)
         if not ordered:
             return LagSummary(0.0, 0.0, 0.0)
@@ -65,15 +63,15 @@ class LoopLag:
         )
 
     def tick(self) -> None:
-        """Record what was due until now; the timer calls it."""
+        """Record the samples due until now; the timer calls it."""
         now = self._clock.now()
         if now < self._due_at:
-            # A loop with coarse timers may come a little early, which is not late.
+            # A loop with coarse timers may fire a little early, which counts as no lag.
             self._samples_s.append(0.0)
             self._due_at += self._interval_s
             return
         num_due = 1 + int((now - self._due_at) / self._interval_s)
-        # What lies further back than the window would be pushed out again.
+        # Samples older than the window would be dropped at once.
         for index in range(max(0, num_due - (self._samples_s.maxlen or 0)), num_due):
             self._samples_s.append(now - (self._due_at + index * self._interval_s))
         self._due_at += num_due * self._interval_s

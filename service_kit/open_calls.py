@@ -1,4 +1,4 @@
-"""The calls that run on a server, and their common end in words of the service. Knows no service."""
+"""The open calls of a server, and how to end all of them with a service's error. Knows no service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ErrorOf = Callable[[], ServiceError]
 
 
 class OpenCall:
-    """One call, as its own task runs it."""
+    """One call; created in its own task."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -23,7 +23,7 @@ class OpenCall:
         self._error_of: ErrorOf | None = None
 
     def end(self, error_of: ErrorOf) -> None:
-        """End the call with an error: now, or behind the message that it writes."""
+        """End the call with an error: now, or after the message that is being written."""
         if self._error_of is not None:
             return
         self._error_of = error_of
@@ -33,7 +33,7 @@ class OpenCall:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around a write: a status cannot overtake a message that gRPC is in the midst of."""
+        """Around a write: the status must not interrupt a message that gRPC is writing."""
         self._is_writing = True
         try:
             yield
@@ -43,14 +43,14 @@ class OpenCall:
             raise self._error_of()
 
     def error_of_interruption(self) -> ServiceError | None:
-        """The error behind a CancelledError of the task; None where the client wants the end, too."""
+        """The error that caused a CancelledError of the task; None if the client cancelled as well."""
         if not self._is_interrupted or self._error_of is None:
             return None
         return None if self._task.uncancel() else self._error_of()
 
 
 class OpenCalls:
-    """The calls of one server. Once they have been ended, those that come are refused by the same error."""
+    """The calls of one server. Once they have been ended, later ones are refused with the same error."""
 
     def __init__(self) -> None:
         self._calls: set[OpenCall] = set()
@@ -63,7 +63,7 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[OpenCall]:
-        """Count a call as open inside of the block. Raises the error that all were ended with."""
+        """Count a call as open inside the block. Raises the error of `end` once that was called."""
         if self._error_of is not None:
             raise self._error_of()
         call = OpenCall()
@@ -82,7 +82,7 @@ class OpenCalls:
                 self._idle.set()
 
     async def end(self, error_of: ErrorOf, *, grace_s: float = 0.0) -> None:
-        """End those that do not end by themselves within `grace_s`; returns when all have ended."""
+        """End the calls that do not end by themselves within `grace_s`; returns when all have ended."""
         self._error_of = error_of
         if grace_s:
             with contextlib.suppress(TimeoutError):

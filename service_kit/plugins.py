@@ -1,8 +1,8 @@
-"""What other packages bring along, as entry points: code to run first, and things to choose by name.
+"""Extensions by entry points: code to run at startup, and implementations to choose by name.
 
-A package offers code that a service's process runs before it builds anything in the group
-`triptych.plugins`: a callable without arguments, such as one that registers a model of its own. It is called
-once in every process that may need what it does. Knows no service.
+An entry point in the group `triptych.plugins` is a callable without arguments, such as one that registers a
+model. It is called once in every process that may need it, before the process builds anything. Knows no
+service.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from service_kit.config import ConfigError
 _Offered = TypeVar("_Offered")
 
 GROUP = "triptych.plugins"
-# The one name that is not a plugin's own: every one that is installed.
+# A reserved name: every installed plugin.
 ALL = "all"
 
 
 class PluginError(Exception):
-    """A plugin that is asked for is not installed, or does not do what it promises. The message names it."""
+    """A requested plugin is not installed, or fails. The message names it."""
 
 
 def load_plugins(wanted: Sequence[str], *, group: str = GROUP) -> list[str]:
     """Call each wanted plugin once, in the order of their names; returns these names.
 
-    `wanted` has names of plugins, or `all`; nothing in it means none. Raises PluginError.
+    `wanted` has names of plugins, or `all`; empty means none. Raises PluginError.
     """
-    # The same package may lie on the path twice; what it offers is called once.
+    # The same package may be on the path twice; each of its plugins is called once.
     installed = {(point.name, point.value): point for point in metadata.entry_points(group=group)}
     names = {name for name, _ in installed}
     unknown = sorted(set(wanted) - names - {ALL})
@@ -43,9 +43,9 @@ def load_plugins(wanted: Sequence[str], *, group: str = GROUP) -> list[str]:
 
 
 def find_offered(name: str, own: Mapping[str, _Offered], *, group: str, option: str) -> _Offered:
-    """What `option` names: one of ours, or one that an installed package offers in `group`.
+    """The implementation that `option` names: one of `own`, or an entry point in `group`.
 
-    Raises ConfigError, with the names that there are. Nobody can take the name of one of ours.
+    Raises ConfigError, with the known names. An entry point cannot replace one of `own`.
     """
     if name in own:
         return own[name]
@@ -60,6 +60,6 @@ def find_offered(name: str, own: Mapping[str, _Offered], *, group: str, option: 
 def _call(point: metadata.EntryPoint) -> None:
     try:
         point.load()()
-    except Exception as error:  # Whatever a stranger's code raises: people have to hear whose it was.
+    except Exception as error:  # Third-party code may raise anything; the message must name the plugin.
         what = " ".join(str(error).split())
         raise PluginError(f"plugin {point.name} ({point.value}): {type(error).__name__}: {what}") from error

@@ -1,4 +1,4 @@
-"""What a process is before it is a service: its environment, its title, whom it ends with.
+"""Process setup common to all services: environment, title, signals, exit, and death with the parent.
 
 Imports only the standard library at its own import, because grpc reads the environment when it is imported.
 """
@@ -31,26 +31,26 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 
 
 def prepare_process(role: Role) -> None:
-    """Set what grpc reads at its import. Call first thing in `main`; what the user has set stays.
+    """Set the environment that grpc reads at its import, unless the user has set it. Call first in `main`.
 
-    From here on SIGTERM ends a service, even as the first process of a container, until it says otherwise.
+    From here on SIGTERM ends a service, even as PID 1 of a container, until it installs its own handler.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if os.getpid() == _INIT_PID and role != "client":
-        # The kernel keeps from it what it does not handle, so that whoever stops the container while this
-        # imports, or downloads a model, would wait for the whole grace period. A client has work that an
-        # interruption leaves undone, and says so itself.
+        # The kernel does not deliver unhandled signals to PID 1, so that stopping the container during an
+        # import, or the download of a model, would take the whole grace period. A client handles signals
+        # itself, as it reports work that is left undone.
         end_at_once_on_signals(0)
 
 
 def set_title(service: str, index: int | None = None, *parts: str | int) -> None:
-    """Let `ps` show this process as, say, `triptych-engine-0-rank-1` instead of its command line.
+    """Let `ps` show this process as, for example, `triptych-engine-0-rank-1` instead of its command line.
 
     Without an index it is the only one of its kind, or the first.
     """
-    # Here and not above: what prepares the environment must not wait for a package.
+    # Imported here: `prepare_process` must not depend on a package.
     import setproctitle
 
     words = ("triptych", service, *([] if index is None else [index]), *parts)
@@ -60,8 +60,8 @@ def set_title(service: str, index: int | None = None, *parts: str | int) -> None
 def end_at_once_on_signals(exit_code: int) -> None:
     """From now on SIGTERM and SIGINT end this process without delay, with `exit_code`.
 
-    For the time before the work, and after it, when there is nothing left that could be lost: whoever signals
-    a second time does not want to wait for the rest.
+    For the time before and after the work, when nothing can be lost and a second signal should not have to
+    wait.
     """
 
     def end(number: int, frame: object) -> NoReturn:
@@ -72,22 +72,22 @@ def end_at_once_on_signals(exit_code: int) -> None:
 
 
 def leave_process(exit_code: int) -> NoReturn:
-    """End this process with all that it has written, and without taking its interpreter apart."""
+    """Flush logs and output, then exit without finalizing the interpreter."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Whoever read it may be gone.
+        # The reader of a pipe may be gone.
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(exit_code)
 
 
 def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, for who starts others. Options are read through `load_config`."""
+    """A copy of this process's environment, to start child processes. Options are read by `load_config`."""
     return dict(os.environ)
 
 
 def signal_name(number: int) -> str:
-    """What people call a signal. Those for real time have no names, but the first and the last of them."""
+    """The name of a signal. Most real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -97,8 +97,8 @@ def signal_name(number: int) -> str:
 def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """Send `number` to a child that was started by asyncio, if it still runs.
 
-    asyncio's own ways look first whether the child has ended, and thereby take the exit code of one that ends
-    at this moment from whoever waits for it, who is told 255.
+    asyncio's own methods first poll the child. If it exits at that moment, they consume its exit code, and
+    the task that waits for it gets 255.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -106,10 +106,10 @@ def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) ->
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent dies; exits at once if that is gone already. Linux.
+    """Let the kernel kill this process when its parent dies; exits at once if it is dead already. Linux only.
 
-    Killed, not asked to end: a service that drained on its own would keep its port, and its device, from
-    whoever takes the parent's place.
+    SIGKILL, not SIGTERM: a service that drained without its parent would hold its port and its device while
+    a new parent starts the next one.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -119,11 +119,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def leave_process_group() -> None:
-    """Let Ctrl-C in a terminal reach whoever started this process, and not this process as well.
+    """Move to an own process group, so that Ctrl-C in a terminal reaches the parent but not this process.
 
-    Not by a session of its own: Linux shares the cores out among sessions first, and of a few services on two
-    busy cores one with several threads was kept waiting for up to 3 s.
+    Not to an own session: Linux divides the cores among sessions first, and with a few services on two busy
+    cores, one with several threads waited for up to 3 s.
     """
-    # Who leads a group or a session is in no other's.
+    # A leader of a group or a session is in its own group already.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)

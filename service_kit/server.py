@@ -1,4 +1,4 @@
-"""A service process: listeners with health, reflection and limits, and its life from start to drained stop.
+"""gRPC servers with health, reflection and limits, and the lifecycle of a service process.
 
 STARTING -> SERVING -> DRAINING -> STOPPED, driven by SIGTERM and SIGINT, mirrored in the health service.
 """
@@ -47,16 +47,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Answers that are complete but not yet on the wire get this long after the service has said that it is done.
+# Time to send complete answers after the drain is done.
 _FLUSH_GRACE_S = 0.5
-# What a cut drain leaves gets this long to be ended in words of its own.
+# Time for `on_cut` to end the remaining calls with their own errors, after a drain timeout.
 _CUT_GRACE_S = 0.4
-# Whoever signals twice waits for neither.
+# Replaces both after a second signal.
 _HURRIED_GRACE_S = 0.2
+
+_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+V1ALPHA_NAME: str = reflection.SERVICE_NAME
+V1_NAME = V1ALPHA_NAME.replace(_V1ALPHA, _V1)
 
 
 class ServiceState(Enum):
-    """Where a process is in its life."""
+    """Lifecycle of a service process."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -73,14 +77,14 @@ _TRANSITIONS: dict[ServiceState, frozenset[ServiceState]] = {
 
 
 class DrainCut(Enum):
-    """What ended a drain before its work was done."""
+    """Why a drain ended before its work was done."""
 
     DEADLINE = "deadline"
     SIGNAL = "signal"
 
 
 class Lifecycle:
-    """The state of one process; a move its table does not have is a bug."""
+    """The state of one process; an invalid transition is a bug."""
 
     def __init__(self) -> None:
         self.state = ServiceState.STARTING
@@ -94,7 +98,7 @@ class Lifecycle:
 
 
 class AddressError(OSError):
-    """A listener cannot be bound. The message names the address and says why."""
+    """A listener cannot be bound. The message has the address and the reason."""
 
     def __str__(self) -> str:
         return self.strerror or "address error"
@@ -134,17 +138,17 @@ class Server:
 
     @property
     def registrations(self) -> Sequence[Registration]:
-        """What it serves beside health and reflection."""
+        """The services besides health and reflection."""
         return self._registrations
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun and not ended, but those of health and reflection."""
+        """The number of open calls, without those of health and reflection."""
         return len(self._calls)
 
     async def start(self) -> str:
-        """Bind and serve. Returns the bound `host:port`; raises AddressError when that cannot be had."""
-        # The kernel is asked first: grpc does not say why it could not bind, and prints lines of its own.
+        """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
+        # Checked first: grpc does not report why it could not bind, and prints messages of its own.
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
             interceptors=server_interceptors(
@@ -167,18 +171,18 @@ class Server:
         return f"{self._listen.rpartition(':')[0]}:{port}"
 
     def set_ready(self, full_name: str, is_ready: bool) -> None:
-        """Say in health whether a served name can do its work."""
+        """Set the health of a served name."""
         self._health.set_ready(full_name, is_ready)
 
     def drain(self) -> None:
-        """Say NOT_SERVING for everything, for good. Calls go on being served."""
+        """Report NOT_SERVING for everything from now on. Calls are still served."""
         self._health.drain()
 
     async def end_calls(self, error_of: Callable[[], ServiceError], *, grace_s: float = 0.0) -> None:
-        """End with an error, `grace_s` from now, every call but those of health and reflection.
+        """End every call with an error after `grace_s`, except those of health and reflection.
 
-        Later ones get the error at once. Returns when all have ended, which one that writes to a client that
-        does not read may never do.
+        Later calls get the error at once. Returns when all have ended; a call that writes to a client that
+        does not read may never end.
         """
         await self._calls.end(error_of, grace_s=grace_s)
 
@@ -186,101 +190,14 @@ class Server:
         """Accept no more calls, give running ones `grace_s` to end, cancel the rest."""
         self._health.drain()
         self._health.close()
-        # Let go of here: grpc's server takes its last step in its event loop when it is collected.
+        # Dereferenced here: grpc's server does its last cleanup in its event loop when it is collected.
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
 
 
-async def run_server(
-    servers: Sequence[Server],
-    *,
-    on_drain: Callable[[], Awaitable[None]],
-    drain_deadline_s: float,
-    announce: Callable[[list[str]], None],
-    on_cut: Callable[[DrainCut], Awaitable[None]] | None = None,
-) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
-
-    `announce` gets the bound addresses, in the order of `servers`. On a first signal health says NOT_SERVING
-    at once and `on_drain` is awaited: it refuses new work and returns when running work is done and endless
-    streams are closed. The deadline or a second signal cuts it: `on_cut` gets a moment to end what still
-    runs, so that its callers learn why, and what is left then is cancelled. Connections are told to go
-    (GOAWAY) only after all of that.
-    """
-    lifecycle = Lifecycle()
-    grace_s = 0.0
-    with _signals() as received:
-        try:
-            announce([await server.start() for server in servers])
-            lifecycle.move_to(ServiceState.SERVING)
-            await received.get()
-            lifecycle.move_to(ServiceState.DRAINING)
-            for server in servers:
-                server.drain()
-            cut = await _drained(on_drain, received, drain_deadline_s)
-            if cut is None:
-                grace_s = _FLUSH_GRACE_S
-            elif on_cut is not None:
-                grace_s = await _ended_in_words(on_cut, cut)
-        finally:
-            lifecycle.move_to(ServiceState.STOPPED)
-            await asyncio.gather(*(server.stop(grace_s) for server in servers))
-    return 0
-
-
-def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str] | list[int]]) -> None:
-    """Tell the process that started this one where it listens: one JSON line on an inherited pipe."""
-    if fd is None:
-        return
-    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
-        pipe.write(json.dumps(dict(record)) + "\n")
-
-
-async def _drained(
-    on_drain: Callable[[], Awaitable[None]], received: asyncio.Queue[signal.Signals], deadline_s: float
-) -> DrainCut | None:
-    draining = asyncio.ensure_future(on_drain())
-    second_signal = asyncio.ensure_future(received.get())
-    await asyncio.wait({draining, second_signal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-    is_done = draining.done()
-    cut = None if is_done else DrainCut.SIGNAL if second_signal.done() else DrainCut.DEADLINE
-    if cut is not None:
-        logger.warning("drain cut short", extra={"cause": cut.value})
-    for task in (draining, second_signal):
-        task.cancel()
-    await asyncio.wait({draining, second_signal})
-    if is_done:
-        await draining
-    return cut
-
-
-async def _ended_in_words(on_cut: Callable[[DrainCut], Awaitable[None]], cut: DrainCut) -> float:
-    """Let the service end what still runs; returns the grace its last messages get to leave."""
-    is_hurried = cut is DrainCut.SIGNAL
-    try:
-        async with asyncio.timeout(_HURRIED_GRACE_S if is_hurried else _CUT_GRACE_S):
-            await on_cut(cut)
-    except TimeoutError:
-        logger.warning("running work did not end in time")
-    return _HURRIED_GRACE_S if is_hurried else _FLUSH_GRACE_S
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
-    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received.put_nowait, number)
-    try:
-        yield received
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
 def check_address(listen: str, *, shares_port: bool = False) -> None:
-    """Raise AddressError unless `listen`, host:port, can be listened on; with `shares_port` beside others."""
+    """Raise AddressError unless `listen`, host:port, can be bound, with `shares_port` next to others."""
     host, _, port = listen.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not is_number or int(port) > 65535:
@@ -294,18 +211,13 @@ def check_address(listen: str, *, shares_port: bool = False) -> None:
             if shares_port:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(address)
-            # On a shared port the kernel would give a listening probe connections, which end with it.
+            # On a shared port a listening probe would get connections, which it would drop.
             if not shares_port:
                 probe.listen()
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
         raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
-
-
-_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
-V1ALPHA_NAME: str = reflection.SERVICE_NAME
-V1_NAME = V1ALPHA_NAME.replace(_V1ALPHA, _V1)
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
@@ -325,7 +237,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> Non
 
 
 def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
-    # grpcio-reflection ships v1alpha alone; a client that asks v1 to describe itself wants a descriptor too.
+    # grpcio-reflection has only v1alpha; a client that describes v1 itself needs its descriptor as well.
     path = "grpc/reflection/v1/reflection.proto"
     proto = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(proto)
@@ -336,3 +248,91 @@ def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
         pool.AddSerializedFile(
             text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString()
         )
+
+
+async def run_server(
+    servers: Sequence[Server],
+    *,
+    on_drain: Callable[[], Awaitable[None]],
+    drain_deadline_s: float,
+    announce: Callable[[list[str]], None],
+    on_cut: Callable[[DrainCut], Awaitable[None]] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
+
+    `announce` gets the bound addresses, in the order of `servers`. On the first signal health reports
+    NOT_SERVING at once and `on_drain` is awaited: it refuses new work, and returns when running work is done
+    and endless streams are closed. The deadline or a second signal cuts the drain: `on_cut` gets a short time
+    to end running calls with an error that has the reason, and the rest is cancelled. Connections get GOAWAY
+    only after that.
+    """
+    lifecycle = Lifecycle()
+    grace_s = 0.0
+    with _signals() as received:
+        try:
+            announce([await server.start() for server in servers])
+            lifecycle.move_to(ServiceState.SERVING)
+            await received.get()
+            lifecycle.move_to(ServiceState.DRAINING)
+            for server in servers:
+                server.drain()
+            cut = await _drained(on_drain, received, drain_deadline_s)
+            if cut is None:
+                grace_s = _FLUSH_GRACE_S
+            elif on_cut is not None:
+                grace_s = await _end_running_calls(on_cut, cut)
+        finally:
+            lifecycle.move_to(ServiceState.STOPPED)
+            await asyncio.gather(*(server.stop(grace_s) for server in servers))
+    return 0
+
+
+def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str] | list[int]]) -> None:
+    """Send the bound addresses to the parent process: one JSON line on an inherited pipe."""
+    if fd is None:
+        return
+    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
+        pipe.write(json.dumps(dict(record)) + "\n")
+
+
+async def _drained(
+    on_drain: Callable[[], Awaitable[None]], received: asyncio.Queue[signal.Signals], deadline_s: float
+) -> DrainCut | None:
+    draining = asyncio.ensure_future(on_drain())
+    second_signal = asyncio.ensure_future(received.get())
+    await asyncio.wait({draining, second_signal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    is_done = draining.done()
+    cut = None if is_done else DrainCut.SIGNAL if second_signal.done() else DrainCut.DEADLINE
+    if cut is not None:
+        event = "drain timeout" if cut is DrainCut.DEADLINE else "drain interrupted by a second signal"
+        logger.warning(event, extra={"cause": cut.value})
+    for task in (draining, second_signal):
+        task.cancel()
+    await asyncio.wait({draining, second_signal})
+    if is_done:
+        await draining
+    return cut
+
+
+async def _end_running_calls(on_cut: Callable[[DrainCut], Awaitable[None]], cut: DrainCut) -> float:
+    """Let the service end running calls with its own errors; returns the grace for their last messages."""
+    is_hurried = cut is DrainCut.SIGNAL
+    try:
+        async with asyncio.timeout(_HURRIED_GRACE_S if is_hurried else _CUT_GRACE_S):
+            await on_cut(cut)
+    except TimeoutError:
+        logger.warning("calls still running after the drain")
+    return _HURRIED_GRACE_S if is_hurried else _FLUSH_GRACE_S
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

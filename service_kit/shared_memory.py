@@ -1,9 +1,8 @@
-"""Segments of this host's shared memory, each owned by a lock that dies with the process that made it.
+"""Shared-memory segments, each held by a file lock that is released when its process dies.
 
-A segment is a file of /dev/shm that appears under its name at once with its content and its lock. Whoever
-finds one without a lock knows that nobody owns it any more, whatever process ids mean where it looks. Bytes
-are read and written, never mapped: a file that another process cuts short must not take this one down.
-Knows no tensors and no wire.
+A segment is a file in /dev/shm that appears under its name together with its content and its lock. A segment
+without a lock has no owner any more; this also works across PID namespaces. Bytes are read and written, never
+mapped: a file that another process truncates must not crash this one. Knows no tensors and no wire.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_READ_BYTES = 1 << 30
 
 
 class Segment:
-    """One segment of this process. Whoever takes its content removes its name, which frees the memory."""
+    """One segment of this process. Its receiver removes the name, which frees the memory."""
 
     def __init__(self, name: str, size_bytes: int, descriptor: int) -> None:
         self.name = name
@@ -35,40 +34,40 @@ class Segment:
 
     @property
     def is_taken(self) -> bool:
-        """Whether its name is gone, i.e. nobody can take it any more."""
+        """Whether its name is removed, so that no process can read it any more."""
         return self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Remove it, whether or not it was taken. What the system refuses to remove is left to a sweep."""
+        """Remove it, whether or not it was taken. If the system refuses, a sweep removes it later."""
         if self._descriptor < 0:
             return
         if not self.is_taken:
             remove(self.name)
-        # With it goes the lock.
+        # This releases the lock.
         os.close(self._descriptor)
         self._descriptor = -1
 
 
 def is_available() -> bool:
-    """Whether segments can be made here; the rest of the world has no such folder."""
+    """Whether segments can be created on this system (Linux with a writable /dev/shm)."""
     return hasattr(os, "O_TMPFILE") and os.access(FOLDER, os.R_OK | os.W_OK | os.X_OK)
 
 
 def segment_name(owner_id: str, number: int) -> str:
-    """The name of the owner's segment of this number, below 10^19."""
+    """The name of the owner's segment with this number, below 10^19."""
     return f"triptych-{_owner_digits(owner_id)}-{number}"
 
 
 def is_name_of(name: str, owner_id: str) -> bool:
-    """Whether `name` is one that `owner_id` could have given."""
+    """Whether `name` is a segment name of `owner_id`."""
     match = _NAME.fullmatch(name)
     return match is not None and match[1] == _owner_digits(owner_id)
 
 
 def create(name: str, content: bytes | memoryview) -> Segment:
-    """A new segment that the user of this process alone may read. OSError where it cannot be.
+    """Create a segment that only the user of this process may read. Raises OSError on failure.
 
-    A process that is killed on the way leaves nothing, for the name comes last.
+    The name is linked last, so a process that is killed meanwhile leaves nothing.
     """
     descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -88,19 +87,19 @@ def create(name: str, content: bytes | memoryview) -> Segment:
 
 
 def read(name: str, offset: int, size: int) -> bytes:
-    """A copy of `size` bytes from `offset` on of a segment of this user.
+    """A copy of `size` bytes from `offset` of a segment of this user.
 
-    OSError where there is none, ValueError where it is something else, or shorter.
+    Raises OSError if it does not exist, ValueError if it is not a segment of this user or is too short.
     """
     if _NAME.fullmatch(name) is None:
-        raise ValueError("this is no name of a segment")
+        raise ValueError("this is not the name of a segment")
     descriptor = _open(name)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ValueError("this is no segment of the user of this process alone")
+            raise ValueError("this is not a segment that only the user of this process may read")
         if size > _MAX_READ_BYTES or offset + size > status.st_size:
-            raise ValueError(f"it has {status.st_size} bytes, {size} from {offset} on are asked for")
+            raise ValueError(f"it has {status.st_size} bytes, {size} from offset {offset} are requested")
         content = os.pread(descriptor, size, offset)
         if len(content) != size:
             raise ValueError(f"it has become shorter than {offset + size} bytes")
@@ -110,9 +109,9 @@ def read(name: str, offset: int, size: int) -> bytes:
 
 
 def remove(name: str) -> None:
-    """Remove the name of a segment; nothing where it is gone already.
+    """Remove the name of a segment; no error if it is gone already.
 
-    One that the system refuses to remove just now is left to its owner, and to a sweep.
+    If the system refuses, its owner or a sweep removes it later.
     """
     try:
         _unlink(name)
@@ -121,9 +120,9 @@ def remove(name: str) -> None:
 
 
 def sweep() -> int:
-    """Remove segments of this user whose owner is dead, and say how many. Looks at so many files at most.
+    """Remove segments of this user whose owner is dead; returns their number. Scans at most 4,096 files.
 
-    OSError where the system refuses that just now: a later sweep finds them too.
+    Raises OSError if the system refuses; a later sweep finds them again.
     """
     num_removed = 0
     with os.scandir(FOLDER) as entries:
@@ -158,7 +157,7 @@ def _is_abandoned(name: str) -> bool:
 
 
 def _open(name: str) -> int:
-    # A name that was put there by somebody else may be a link or a pipe.
+    # A file with such a name that another process created may be a link or a pipe.
     return os.open(FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

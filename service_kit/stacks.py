@@ -1,4 +1,4 @@
-"""Where all threads stand, of this process and of its ranks, on the standard error. Knows no step."""
+"""Stack dumps of all threads of this process and of its ranks, on stderr."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MAX_WAIT_S = 0.6  # for all of them
 
 
 def write_when_asked() -> None:
-    """From now on this process answers `write_stacks_of`, whatever its threads do and hold."""
+    """Install the handler for `write_stacks_of`; it works whatever the threads do or hold."""
     faulthandler.register(_ASKED, all_threads=True)
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:
-    """Have each of these children write where it stands.
+    """Have each of these child processes write its stacks.
 
-    One that has not called `write_when_asked` is ended by it.
+    The signal terminates a process that has not called `write_when_asked`.
     """
     for rank, process_id in enumerate(process_ids):
         _print(f"Rank {rank} (process {process_id}):\n")
@@ -35,8 +35,8 @@ def write_stacks_of(process_ids: Sequence[int]) -> None:
 
 
 def write_stacks() -> None:
-    """Write where the threads of this process stand."""
-    # Not at once to stderr: no thread runs while it is written, and it may be that nobody reads.
+    """Write the stacks of all threads of this process."""
+    # Not directly to stderr: no thread runs while faulthandler writes, and a pipe may have no reader.
     with open(os.memfd_create("triptych-stacks", os.MFD_CLOEXEC), "w+") as stacks:
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.seek(0)
@@ -44,14 +44,14 @@ def write_stacks() -> None:
 
 
 def write_beside(write: Callable[[], None], limit_s: float) -> None:
-    """Call what writes for people, and go on after limit_s at the latest: what nobody reads may never end."""
+    """Call `write` in a thread and return after `limit_s` at the latest: a write to an unread pipe blocks."""
     writing = threading.Thread(target=write, name="writing", daemon=True)
     writing.start()
     writing.join(limit_s)
 
 
 def _print(text: str) -> None:
-    # The process may have been started without it, or closed it.
+    # The process may have been started without stderr, or closed it.
     if sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end="", file=sys.__stderr__, flush=True)

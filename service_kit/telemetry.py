@@ -1,6 +1,6 @@
-"""Spans and logs of a process: OpenTelemetry with a ring of recent spans always, OTLP export where asked for.
+"""Spans and logs of a process: OpenTelemetry with a buffer of recent spans, and OTLP export if configured.
 
-Fails open: a collector that is away costs a log line, never a request.
+Fails open: an unreachable collector costs a log line, never a request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLUSH_DEADLINE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """A finished span as plain data. Ids are lower-case hex; `parent_span_id` is empty for a root."""
+    """A finished span as plain data. Ids are lower-case hex; `parent_span_id` is "" for a root."""
 
     name: str
     trace_id: str
@@ -70,23 +70,20 @@ class SpanRing(SpanProcessor):
         self._spans: deque[ReadableSpan] = deque(maxlen=size)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Keep `span`, forgetting the oldest when full."""
         self._spans.append(span)
 
     def spans(self) -> list[ReadableSpan]:
-        """The spans kept."""
         return list(self._spans)
 
 
-# The trace of the call that this task serves; 0 where it serves none.
+# The trace of the call that this task serves; 0 if it serves none.
 _joined_trace_id: ContextVar[int] = ContextVar("triptych_trace_id", default=0)
 
 
 class _JoiningIdGenerator(RandomIdGenerator):
-    """Root spans of a call get the trace id that its client was told."""
+    """Root spans of a call get the trace id that was sent to its client."""
 
     def generate_trace_id(self) -> int:
-        """The joined trace, else a new one."""
         return _joined_trace_id.get() or super().generate_trace_id()
 
 
@@ -115,7 +112,7 @@ class _Telemetry:
             )
 
     def shutdown(self) -> None:
-        """Export what is pending; a collector that is away delays the end by a second at most."""
+        """Export pending spans; an unreachable collector delays the shutdown by a second at most."""
         if self._exporter is None:
             self.provider.shutdown()
             return
@@ -126,7 +123,7 @@ class _Telemetry:
         cut.cancel()
 
 
-# A process has one telemetry, as it has one stderr. Spans made before it is set up go to a ring as well.
+# A process has one telemetry, as it has one stderr. Spans created before the setup are buffered as well.
 _telemetry: list[_Telemetry] = []
 
 
@@ -140,7 +137,7 @@ def setup_telemetry(
 
 
 def shutdown_telemetry() -> None:
-    """Export what is pending, for a second at most, and forget all spans."""
+    """Export pending spans, for a second at most, and discard all spans."""
     while _telemetry:
         _telemetry.pop().shutdown()
 
@@ -157,17 +154,17 @@ def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:
 
 
 def context_from(traceparent: str, tracestate: str = "") -> Context:
-    """The context a W3C `traceparent` names; an empty one, i.e. a new root, when it is malformed or empty."""
-    # Checked before OpenTelemetry does, which logs a warning with a stranger's words for each bad member.
+    """The context of a W3C `traceparent`; an empty one, i.e. a new root, if it is malformed or empty."""
+    # Checked here because OpenTelemetry logs a warning with the client's text for each malformed member.
     is_sound = len(tracestate) <= _MAX_TRACESTATE_CHARS and _TRACESTATE.fullmatch(tracestate)
     carrier = {"traceparent": traceparent, "tracestate": tracestate if is_sound else ""}
     return TraceContextTextMapPropagator().extract(carrier, context=Context())
 
 
 def join_trace(traceparent: str) -> str:
-    """Bind this task to the trace that `traceparent` names, or to a new one; returns its id.
+    """Bind this task to the trace of `traceparent`, or to a new one; returns its id.
 
-    Root spans that the task opens from here on belong to it, so that its id can be told before there is any.
+    Later root spans of the task belong to it, so that the id can be sent before the first span is opened.
     """
     named = trace.get_current_span(context_from(traceparent)).get_span_context().trace_id
     trace_id = named or RandomIdGenerator().generate_trace_id()
@@ -176,7 +173,7 @@ def join_trace(traceparent: str) -> str:
 
 
 def traceparent_of(span: trace.Span) -> str:
-    """The W3C `traceparent` that makes children of `span` elsewhere."""
+    """The W3C `traceparent` with `span` as the parent."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
@@ -188,7 +185,7 @@ def _current() -> _Telemetry:
 
 
 def _otlp_exporter() -> SpanExporter:
-    # Imported here: it takes 0.4 s to import and most processes have no collector.
+    # Imported here: the import takes 0.4 s and most processes have no collector.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter()

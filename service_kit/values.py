@@ -26,7 +26,7 @@ _BOOLEANS = {
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What an option accepts: a scalar type, whether it may be None, whether it is a list of scalars."""
+    """The values that an option accepts: a scalar type, whether it may be None, whether it is a list."""
 
     scalar: type
     is_optional: bool = False
@@ -61,7 +61,7 @@ def value_type(
 
 
 def parse_text(text: str, kind: ValueType) -> Any:
-    """The value that `text` means. Raises ValueError with a message that says what is accepted."""
+    """Parse `text`. Raises ValueError with a message that names what is accepted."""
     if kind.is_optional and text.lower() in ("none", "null", ""):
         return None
     if kind.is_list:
@@ -70,7 +70,7 @@ def parse_text(text: str, kind: ValueType) -> Any:
 
 
 def parse_yaml(value: Any, kind: ValueType) -> Any:
-    """The value that a YAML node means. Text is read as on a command line; other types must fit."""
+    """Convert a YAML node. Text is parsed as on a command line; other types must match."""
     if isinstance(value, str):
         return parse_text(value, kind)
     if value is None and kind.is_optional:
@@ -82,7 +82,7 @@ def parse_yaml(value: Any, kind: ValueType) -> Any:
         return tuple(parse_yaml(entry, element) for entry in value)
     if kind.scalar is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    # YAML reads an unquoted 8 as a number also where a name is meant.
+    # YAML parses an unquoted 8 as a number even for an option that takes text.
     if kind.scalar is str and isinstance(value, int | float) and not isinstance(value, bool):
         return _parse_scalar(str(value), kind)
     if type(value) is not kind.scalar or _is_no_number(value):
@@ -91,10 +91,10 @@ def parse_yaml(value: Any, kind: ValueType) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """A count or a number of bytes: `16k` and `2M` as people write them.
+    """Parse a count or a number of bytes, such as `16k` or `2M`.
 
     A small letter is decimal (16k = 16,000), a capital binary (2M = 2 * 1024 * 1024), as in vLLM; `MiB` is
-    binary and `kB` or `MB` decimal, as standards have it.
+    binary and `kB` or `MB` decimal, as in the standards.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -130,7 +130,7 @@ def _parse_scalar(text: str, kind: ValueType) -> Any:
 
 
 def _is_no_number(value: Any) -> bool:
-    # What compares with nothing would pass every check of a range.
+    # NaN compares false with everything, so it could pass range checks.
     return isinstance(value, float) and math.isnan(value)
 
 

@@ -1,4 +1,4 @@
-"""What this software calls itself."""
+"""The version of this software."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_version() -> str:
-    """The version of the installed package, or what a bare source tree is called."""
+    """The version of the installed package; "(source tree)" without one."""
     try:
         return version("triptych")
     except PackageNotFoundError:

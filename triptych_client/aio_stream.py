@@ -17,17 +17,17 @@ from triptych_client.stream_plan import EventT, NextCall, StreamPlan
 
 
 class StreamCall(Protocol):
-    """What gRPC's awaited calls with many answers can do."""
+    """The part of an asyncio streaming call that is used here."""
 
     async def read(self) -> Message | object:
         """Wait for the next answer; `grpc.aio.EOF` is the end."""
 
     def cancel(self) -> bool:
-        """Tell the server to stop."""
+        """Cancel the call at the server."""
 
 
 class Stream(Generic[EventT]):
-    """The events of one call, over as many calls as its plan makes of it.
+    """The events of one request, over all the calls that its plan makes.
 
     Leaving the `async with` block early, or `aclose`, cancels the request at the server.
     """
@@ -46,11 +46,11 @@ class Stream(Generic[EventT]):
         self._call = start(plan.first_call())
 
     def __aiter__(self) -> AsyncIterator[EventT]:
-        """Iterate over the events that are left."""
+        """Iterate over the remaining events."""
         return self
 
     async def __anext__(self) -> EventT:
-        """The next event. Raises TriptychError where the stream ends with a status other than OK."""
+        """The next event. Raises TriptychError if the stream ends with a status other than OK."""
         while message := await self._read():
             event = self._plan.take(message)
             if event is not None:
@@ -58,13 +58,13 @@ class Stream(Generic[EventT]):
         raise StopAsyncIteration
 
     async def text_deltas(self, output_index: int = 0) -> AsyncIterator[str]:
-        """Only the new text of one output; of a conversation the content of its answer."""
+        """Only the text of one output; for a conversation, the content of the answer."""
         async for event in self:
             if isinstance(event, Delta | ChatDelta) and event.output_index == output_index and event.text:
                 yield event.text
 
     async def aclose(self) -> None:
-        """Cancel what is left of the request. Does nothing once the stream has ended."""
+        """Cancel the rest of the request. Without effect once the stream has ended."""
         self._closing.set()
         self._call.cancel()
         if request_id := self._plan.take_abandoned():
@@ -79,7 +79,7 @@ class Stream(Generic[EventT]):
                     await self._go_on(from_rpc_error(error))
                 continue
             except asyncio.CancelledError:
-                # gRPC raises the same for a closed call and for a cancelled task; only the second goes on.
+                # gRPC raises this for a closed call and for a cancelled task; only the latter must propagate.
                 task = asyncio.current_task()
                 if self._closing.is_set() and not (task and task.cancelling()):
                     return None
@@ -104,7 +104,6 @@ class Stream(Generic[EventT]):
             self._call = self._start(next_call)
 
     async def __aenter__(self) -> Self:
-        """Close the stream at the end of the block."""
         return self
 
     async def __aexit__(
@@ -113,5 +112,4 @@ class Stream(Generic[EventT]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancel what is left of the request."""
         await self.aclose()

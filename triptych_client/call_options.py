@@ -1,4 +1,4 @@
-"""What may be said about any call, and how options by name become fields of a message. Knows no service."""
+"""Options of every call, and conversion of options by name to message fields. Knows no service."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class CallOptions(TypedDict, total=False):
-    """What may be said about every call; nothing of it is in the request.
+    """Options of every call; not part of the request.
 
-    `timeout_s` is the deadline of the whole call with all its attempts, at which the server aborts the
-    request; left out or None is none. `metadata` goes along as headers, e.g. `traceparent` and
+    `timeout_s` is the deadline of the whole call including its retries, at which the server aborts the
+    request; unset or None means no deadline. `metadata` is sent as headers, e.g. `traceparent` and
     `x-request-id`.
     """
 
@@ -23,7 +23,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ModelOptions(CallOptions, total=False):
-    """Options of a call about one model; without `model` the only one that is served."""
+    """Options of a call about one model; an unset `model` means the only one that is served."""
 
     model: str
 
@@ -32,7 +32,6 @@ CALL_OPTION_NAMES = frozenset(CallOptions.__annotations__)
 
 
 def metadata_pairs(options: CallOptions) -> list[tuple[str, str]]:
-    """The metadata as gRPC takes it."""
     return list(options.get("metadata", {}).items())
 
 
@@ -41,16 +40,16 @@ def build_message(
 ) -> MessageT:
     """A message with `fields` and, by their names, `options` except those of the call.
 
-    A name that the message does not have is a TypeError; values are the server's to judge.
+    Raises TypeError for a name that the message does not have. The server checks the values.
     """
     given = {**fields, **{name: value for name, value in options.items() if name not in CALL_OPTION_NAMES}}
     check_names(given, kind.DESCRIPTOR.fields_by_name, kind.DESCRIPTOR.name)
-    # The stubs type each field, which one dictionary of them cannot show; protobuf checks as it sets.
+    # The field types cannot be expressed for a dictionary; protobuf checks them at run time.
     return kind(**given)
 
 
 def check_names(given: Mapping[str, object], known: Sequence[str] | Mapping[str, object], what: str) -> None:
-    """Raise TypeError for the first name that is not known."""
+    """Raise TypeError for the first unknown name."""
     for name in given:
         if name not in known:
             raise TypeError(f"{what} has no option {name!r}")

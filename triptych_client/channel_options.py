@@ -1,19 +1,19 @@
-"""How a client's channel behaves: keepalive, message sizes, reconnecting. Knows no RPC."""
+"""Options of a client's channel: keepalive, message sizes, reconnects. Knows no RPC."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Ready in the health service means that generate requests are taken.
+# This service is SERVING in the health service when generate requests are accepted.
 PUBLIC_SERVICE = "triptych.api.v1.InferenceService"
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """What may be set about a channel; the defaults fit a frontend's public listener.
+    """Channel options; the defaults match a frontend's public listener.
 
-    A ping goes out every `keepalive_s` while a call is open, and a connection whose answer takes longer
-    than `keepalive_timeout_s` is given up.
+    A ping is sent every `keepalive_s` while a call is open, and a connection whose answer takes longer
+    than `keepalive_timeout_s` is closed.
     """
 
     keepalive_s: float = 10.0
@@ -23,7 +23,6 @@ class ChannelOptions:
     max_reconnect_backoff_s: float = 1.0
 
     def as_grpc(self) -> list[tuple[str, int | str]]:
-        """The options under gRPC's own names."""
         return [
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
@@ -34,12 +33,12 @@ class ChannelOptions:
             ("grpc.max_receive_message_length", self.max_response_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_backoff_s * 1000)),
-            # gRPC's own policy gives up once the answer's headers are there, which the frontend sends at
-            # once, and knows no RetryInfo. Only attempts that reached no handler are left to it.
+            # gRPC's own policy ends once the response headers have arrived, which the frontend sends at
+            # once, and ignores RetryInfo. It only retries attempts that reached no handler.
             ("grpc.service_config_disable_resolution", 1),
         ]
 
 
 def address_of(target: str) -> str:
-    """What gRPC dials for `host:port` or `grpc://host:port`."""
+    """The gRPC address for `host:port` or `grpc://host:port`."""
     return target.removeprefix("grpc://")

@@ -1,4 +1,4 @@
-"""What comes back for a conversation, as plain data: events, or whole answers. Knows no channel."""
+"""Results of conversations as plain data: events, or complete answers. Knows no channel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triptych_client.logprobs import read_logprobs
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """A tool call, or a piece of one: then `id` and `name` are in its first piece alone.
+    """A tool call, or a piece of one; then only the first piece has `id` and `name`.
 
     `index` orders the calls of one answer, and `arguments_json` is JSON text once all pieces are joined.
     """
@@ -51,7 +51,7 @@ ChatEvent = Started | ChatDelta | Finished
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """One whole answer. The fields are those of ChatDelta and Finished."""
+    """One complete answer. The fields are those of ChatDelta and Finished."""
 
     output_index: int
     text: str
@@ -65,13 +65,13 @@ class ChatOutput:
     error_message: str = ""
 
     def as_message(self) -> ChatMessage:
-        """The message with which the conversation goes on."""
+        """The message to append to the conversation."""
         return assistant_message(self.text, self.reasoning, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """Everything about one conversation's next message, in one answer."""
+    """The complete response to one conversation."""
 
     started: Started
     outputs: tuple[ChatOutput, ...]
@@ -79,12 +79,11 @@ class ChatCompletion:
 
     @property
     def text(self) -> str:
-        """The content of the first answer."""
         return self.outputs[0].text
 
 
 def assistant_message(text: str, reasoning: str, tool_calls: Sequence[ToolCallPiece]) -> ChatMessage:
-    """An assistant's message of whole parts."""
+    """An assistant's message."""
     message = ChatMessage(role="assistant")
     if text:
         message["content"] = text
@@ -98,7 +97,7 @@ def assistant_message(text: str, reasoning: str, tool_calls: Sequence[ToolCallPi
 
 
 def to_chat_event(response: chat_message_pb2.ChatResponse) -> ChatEvent | None:
-    """The event in one message of a stream; None for one that this client is too old to know."""
+    """The event of one message of a stream; None for a kind of a newer API."""
     match response.WhichOneof("event"):
         case "started":
             return read_started(response.started)

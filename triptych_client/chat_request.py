@@ -1,4 +1,4 @@
-"""From a conversation and keyword arguments to a ChatRequest. Checks names, not values."""
+"""Builds a ChatRequest from messages and keyword arguments. Checks names, not values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEMPLATE_OPTIONS = ("chat_template", "add_generation_prompt", "continue_final_m
 
 
 class ToolCall(TypedDict, total=False):
-    """A call that an assistant made. `arguments_json` is its arguments as JSON text."""
+    """A tool call of an assistant. `arguments_json` is its arguments as JSON text."""
 
     id: str
     name: Required[str]
@@ -31,8 +31,8 @@ class ToolCall(TypedDict, total=False):
 class ChatMessage(TypedDict, total=False):
     """One message of a conversation.
 
-    `content` is a text, or parts of which each is a text or a message of the API. `tool_call_id` is the call
-    that a tool's message answers.
+    `content` is a text, or a list of parts, each a text or an API message. `tool_call_id` is the call that a
+    tool's message answers.
     """
 
     role: Required[Role]
@@ -44,7 +44,7 @@ class ChatMessage(TypedDict, total=False):
 
 
 class Tool(TypedDict, total=False):
-    """A function the model may call. `parameters` is a JSON schema of what it takes; without, nothing."""
+    """A function the model may call. `parameters` is the JSON schema of its arguments; unset: none."""
 
     name: Required[str]
     description: str
@@ -59,9 +59,9 @@ class NamedTool(TypedDict):
 
 
 class TemplateOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt; what is left out is unset.
+    """How the chat template renders a conversation.
 
-    `template_arguments` are further variables of the template, of what JSON can say.
+    `template_arguments` are further variables of the template, as JSON-compatible values.
     """
 
     tools: Sequence[Tool]
@@ -73,18 +73,18 @@ class TemplateOptions(TypedDict, total=False):
 
 
 class ChatOptions(SamplingOptions, PlacementOptions, TemplateOptions, CallOptions, total=False):
-    """Everything that may be said about a conversation besides its messages."""
+    """All options of a conversation."""
 
     tool_choice: Literal["none", "auto", "required"] | NamedTool
     parallel_tool_calls: bool
 
 
 class ApplyTemplateOptions(TemplateOptions, ModelOptions, total=False):
-    """Options of a call that renders a conversation and does not answer it."""
+    """Options of a call that only renders a conversation."""
 
 
 def build_chat_request(messages: Sequence[ChatMessage], options: ChatOptions) -> chat_message_pb2.ChatRequest:
-    """The request for the next message. A name that the API does not have is a TypeError."""
+    """The request for the next message. Raises TypeError for an unknown name."""
     template, rest = _template_fields(options)
     if "tool_choice" in rest:
         rest["tool_choice"] = _tool_choice(rest["tool_choice"])
@@ -93,7 +93,7 @@ def build_chat_request(messages: Sequence[ChatMessage], options: ChatOptions) ->
     return chat_message_pb2.ChatRequest(
         messages=[_message(message) for message in messages],
         sampling=sampling,
-        # mypy sees one type for all of the unpacked values; protobuf checks each as it is set.
+        # mypy assumes one type for all unpacked values; protobuf checks each one.
         **fields,  # type: ignore[arg-type]
     )
 
@@ -101,14 +101,14 @@ def build_chat_request(messages: Sequence[ChatMessage], options: ChatOptions) ->
 def build_template_request(
     messages: Sequence[ChatMessage], options: ApplyTemplateOptions
 ) -> tokenizer_pb2.ApplyChatTemplateRequest:
-    """The request for the prompt of a conversation, with its tokens."""
+    """The request for the rendered prompt of a conversation, with its token ids."""
     template, rest = _template_fields(options)
     fields = {"messages": [_message(message) for message in messages], "tokenize": True, **template}
     return build_message(tokenizer_pb2.ApplyChatTemplateRequest, fields, rest)
 
 
 def _template_fields(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """The fields of a request that shape its prompt, and the options that are left."""
+    """The fields of a request that affect its prompt, and the remaining options."""
     rest = dict(options)
     fields: dict[str, object] = {}
     of_template = {name: rest.pop(name) for name in _TEMPLATE_OPTIONS if name in rest}

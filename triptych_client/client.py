@@ -74,14 +74,14 @@ from triptych_client.tokens import (
     to_chunk,
 )
 
-# A request that nobody reads any more ends by itself soon after; its abort is not worth a longer wait.
+# An abandoned request ends by itself soon, so its abort is not worth a longer wait.
 _ABORT_LIMIT_S = 1.0
 
 
 class Client:
-    """Talks to one frontend. Every call that fails raises TriptychError.
+    """A client of one frontend. Every call that fails raises TriptychError.
 
-    A call that fails before its first message is made again as `retry` says. The options that every call has
+    A call that fails before its first message is retried according to `retry`. The options of every call
     are those of CallOptions.
     """
 
@@ -107,23 +107,23 @@ class Client:
         self._stubs = Stubs(self._channel)
 
     def connect(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until the frontend is reached; UNAVAILABLE where it is not in time."""
+        """Wait until the frontend is connected; raises UNAVAILABLE after `timeout_s`."""
         try:
             grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
         except grpc.FutureTimeoutError as error:
             raise not_reached(self._address, timeout_s) from error
 
     def generate(self, prompt: Prompt, **options: Unpack[StreamOptions]) -> Stream[Event]:
-        """Stream the outputs for a text, or for token ids, as they are sampled.
+        """Stream the outputs for a text or for token ids.
 
-        With `orphan_grace_ms` a stream whose connection breaks goes on over the next one.
+        With `orphan_grace_ms` a stream continues over the next connection if its connection breaks.
         """
         request = build_generate_request(prompt, options)
         grace_s = options.get("orphan_grace_ms", 0) / 1000
         return self._stream(self._stubs.inference.Generate, request, to_event, options, grace_s=grace_s)
 
     def generate_unary(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """The outputs for a text, or for token ids, once all have ended."""
+        """The complete outputs for a text or for token ids."""
         request = inference_pb2.GenerateUnaryRequest(request=build_generate_request(prompt, options))
         return to_completion(self._call(self._stubs.inference.GenerateUnary, request, options))
 
@@ -133,25 +133,25 @@ class Client:
         each: Sequence[GenerateOptions] = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream[ItemEvent]:
-        """Stream the outputs of many prompts; one that is refused does not end the others.
+        """Stream the outputs of many prompts; a refused prompt does not affect the others.
 
-        `options` hold for all, and `each`, where it is given, for one prompt each before them.
+        `options` apply to all prompts; an entry of `each` overrides them for one prompt.
         """
         request = build_batch_request(prompts, each, options)
         return self._stream(self._stubs.inference.GenerateBatch, request, to_item_event, options)
 
     def chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> Stream[ChatEvent]:
-        """Stream the next message of a conversation as it is sampled."""
+        """Stream the next message of a conversation."""
         request = build_chat_request(messages, options)
         return self._stream(self._stubs.chat.Chat, request, to_chat_event, options)
 
     def chat_unary(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> ChatCompletion:
-        """The next message of a conversation, once it is whole."""
+        """The complete next message of a conversation."""
         request = chat_pb2.ChatUnaryRequest(request=build_chat_request(messages, options))
         return to_chat_completion(self._call(self._stubs.chat.ChatUnary, request, options))
 
     def embed(self, inputs: Sequence[PoolingInput], **options: Unpack[EmbedOptions]) -> Embeddings:
-        """A vector of each text, or of each of its tokens."""
+        """One vector per text, or one per token."""
         request = build_embed_request(inputs, options)
         return to_embeddings(self._call(self._stubs.embedding.Embed, request, options))
 
@@ -161,34 +161,35 @@ class Client:
         documents: Sequence[PoolingInput],
         **options: Unpack[PoolingOptions],
     ) -> Scores:
-        """How well each document fits the query at its place, or the only one."""
+        """The score of each document for the query at the same index, or for the only query."""
         request = build_score_request(queries, documents, options)
         return to_scores(self._call(self._stubs.embedding.Score, request, options))
 
     def rerank(
         self, query: PoolingInput, documents: Sequence[PoolingInput], **options: Unpack[RerankOptions]
     ) -> Ranking:
-        """The documents that fit the query best, best first."""
+        """The documents with the highest scores for the query, best first."""
         request = build_rerank_request(query, documents, options)
         return to_ranking(self._call(self._stubs.embedding.Rerank, request, options))
 
     def classify(self, inputs: Sequence[PoolingInput], **options: Unpack[ClassifyOptions]) -> Classes:
-        """How likely each class is for each text, or for each of its tokens."""
+        """Class probabilities of each text, or of each of its tokens."""
         request = build_classify_request(inputs, options)
         return to_classes(self._call(self._stubs.embedding.Classify, request, options))
 
     def tokenize(self, text: str, **options: Unpack[TokenizeOptions]) -> list[int]:
-        """The token ids of `text`."""
         request = build_tokenize_request(text, options, return_tokens=False)
         return read_token_ids(self._call(self._stubs.tokenizer.Tokenize, request, options))
 
-    def tokenize_with_places(self, text: str, **options: Unpack[TokenizeOptions]) -> list[Token]:
-        """The tokens of `text` with their names and places."""
+    def tokenize_with_offsets(self, text: str, **options: Unpack[TokenizeOptions]) -> list[Token]:
+        """The tokens of `text` with their names and offsets."""
         request = build_tokenize_request(text, options, return_tokens=True)
         return read_tokens(self._call(self._stubs.tokenizer.Tokenize, request, options))
 
+    # The name before this release; it will be removed in the next one.
+    tokenize_with_places = tokenize_with_offsets
+
     def detokenize(self, token_ids: Sequence[int], **options: Unpack[DetokenizeOptions]) -> str:
-        """The text of `token_ids`."""
         request = build_detokenize_request(token_ids, options)
         text: str = self._call(self._stubs.tokenizer.Detokenize, request, options).text
         return text
@@ -196,7 +197,7 @@ class Client:
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], **options: Unpack[ApplyTemplateOptions]
     ) -> RenderedPrompt:
-        """The prompt that a conversation becomes, as text and as tokens."""
+        """The rendered prompt of a conversation, as text and as token ids."""
         request = build_template_request(messages, options)
         return read_prompt(self._call(self._stubs.tokenizer.ApplyChatTemplate, request, options))
 
@@ -210,25 +211,22 @@ class Client:
         return assembler.files()
 
     def abort(self, request_id: str, **options: Unpack[CallOptions]) -> str:
-        """End a request; its stream ends with the reason `abort`.
+        """Abort a request; its stream ends with the reason `abort`.
 
-        Returns how far it was: queued, running, or finished, for which it was too late.
+        Returns its state before: queued, running, or finished, which means that the abort was too late.
         """
         request = request_pb2.AbortRequest(request_id=request_id)
         return read_state(self._call(self._stubs.requests.Abort, request, options))
 
     def get_request(self, request_id: str, **options: Unpack[CallOptions]) -> RequestStatus:
-        """How far a request is."""
         request = request_pb2.GetRequestRequest(request_id=request_id)
         return to_request_status(self._call(self._stubs.requests.GetRequest, request, options))
 
     def list_models(self, **options: Unpack[CallOptions]) -> list[model_pb2.Model]:
-        """The models that are served."""
         response = self._call(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), options)
         return list(response.models)
 
     def get_model(self, **options: Unpack[ModelOptions]) -> model_pb2.Model:
-        """One model."""
         request = build_message(model_pb2.GetModelRequest, {}, options)
         model: model_pb2.Model = self._call(self._stubs.models.GetModel, request, options).model
         return model
@@ -242,7 +240,7 @@ class Client:
         return response
 
     def is_ready(self, *, timeout_s: float | None = 5.0) -> bool:
-        """Whether the frontend takes requests now. False also where nobody answers."""
+        """Whether the frontend accepts requests now. False also if it does not answer."""
         request = health_pb2.HealthCheckRequest(service=PUBLIC_SERVICE)
         try:
             response = self._stubs.health.Check(request, timeout=timeout_s)
@@ -251,11 +249,10 @@ class Client:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
-        """Close the channel; calls that still run are cancelled."""
+        """Close the channel; running calls are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> Self:
-        """Close the client at the end of the block."""
         return self
 
     def __exit__(
@@ -264,12 +261,11 @@ class Client:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the channel."""
         self.close()
 
     def _call(
         self,
-        # What a stub's method takes and gives, the generated code does not type.
+        # Generated code has no types for the methods of a stub.
         rpc: Callable[..., Any],
         request: Message,
         options: CallOptions,

@@ -1,4 +1,4 @@
-"""From keyword arguments to the requests of pooling models. Checks names, not values."""
+"""Builds requests for pooling models from keyword arguments. Checks names, not values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PoolingInput: TypeAlias = str | Sequence[int]
 
 
 class PoolingOptions(ModelOptions, total=False):
-    """What may be said about every request of a pooling model."""
+    """Options of every request to a pooling model."""
 
     request_id: str
 
 
 class EmbedOptions(PoolingOptions, total=False):
-    """What vectors are made; what is left out is unset.
+    """Options of vectors.
 
-    `dimensions` keeps the leading ones, `normalize` scales to length 1, `per_token` makes a vector of each
+    `dimensions` keeps the leading ones, `normalize` scales to length 1, `per_token` returns one vector per
     token.
     """
 
@@ -31,19 +31,18 @@ class EmbedOptions(PoolingOptions, total=False):
 
 
 class RerankOptions(PoolingOptions, total=False):
-    """How many of the best documents are returned; left out: all."""
+    """`top_n`: how many of the best documents are returned; unset: all."""
 
     top_n: int
 
 
 class ClassifyOptions(PoolingOptions, total=False):
-    """Whether each token is classified; left out: the prompt as a whole."""
+    """`per_token`: classify each token instead of the whole prompt."""
 
     per_token: bool
 
 
 def build_embed_request(inputs: Sequence[PoolingInput], options: EmbedOptions) -> embedding_pb2.EmbedRequest:
-    """The request for vectors."""
     rest = dict(options)
     task = sampling_pb2.POOLING_TASK_TOKEN_EMBED if rest.pop("per_token", False) else None
     pooling = {name: rest.pop(name) for name in ("dimensions", "normalize") if name in rest}
@@ -54,7 +53,6 @@ def build_embed_request(inputs: Sequence[PoolingInput], options: EmbedOptions) -
 def build_score_request(
     queries: Sequence[PoolingInput], documents: Sequence[PoolingInput], options: PoolingOptions
 ) -> embedding_pb2.ScoreRequest:
-    """The request for the scores of pairs."""
     fields = {"queries": _inputs(queries), "documents": _inputs(documents)}
     return build_message(embedding_pb2.ScoreRequest, fields, options)
 
@@ -62,7 +60,6 @@ def build_score_request(
 def build_rerank_request(
     query: PoolingInput, documents: Sequence[PoolingInput], options: RerankOptions
 ) -> embedding_pb2.RerankRequest:
-    """The request for an order of documents."""
     fields = {"query": _input(query), "documents": _inputs(documents)}
     return build_message(embedding_pb2.RerankRequest, fields, options)
 
@@ -70,7 +67,6 @@ def build_rerank_request(
 def build_classify_request(
     inputs: Sequence[PoolingInput], options: ClassifyOptions
 ) -> embedding_pb2.ClassifyRequest:
-    """The request for classes."""
     return build_message(embedding_pb2.ClassifyRequest, {"inputs": _inputs(inputs)}, options)
 
 

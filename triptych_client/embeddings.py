@@ -1,4 +1,4 @@
-"""What comes back from pooling models, as plain data. Needs no array library."""
+"""Results of pooling models as plain data. Needs no array library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Vector = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class PooledTensor:
-    """The numbers of one input: a vector, or with `per_token` one for each token."""
+    """The result of one input: a vector, or with `per_token` one vector per token."""
 
     vectors: tuple[Vector, ...]
 
@@ -38,7 +38,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """How likely each class is, for each input in order; `labels` are empty where the model names none."""
+    """Class probabilities of each input, in order; `labels` is empty if the model has no label names."""
 
     results: tuple[PooledTensor, ...]
     labels: tuple[str, ...]
@@ -48,7 +48,7 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How well each document fits, in the order of the documents."""
+    """The score of each document, in the order of the documents."""
 
     scores: tuple[float, ...]
     usage: Usage
@@ -57,7 +57,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """One document by its index in those that were given; a higher score is better."""
+    """A document, by its index in the request; a higher score is better."""
 
     document_index: int
     score: float
@@ -73,30 +73,26 @@ class Ranking:
 
 
 def to_embeddings(response: embedding_pb2.EmbedResponse) -> Embeddings:
-    """The vectors of all inputs."""
     tensors = tuple(read_tensor(tensor) for tensor in response.embeddings)
     return Embeddings(tensors, read_usage(response.usage), response.request_id)
 
 
 def to_classes(response: embedding_pb2.ClassifyResponse) -> Classes:
-    """The classes of all inputs."""
     tensors = tuple(read_tensor(tensor) for tensor in response.results)
     return Classes(tensors, tuple(response.labels), read_usage(response.usage), response.request_id)
 
 
 def to_scores(response: embedding_pb2.ScoreResponse) -> Scores:
-    """The scores of all documents."""
     return Scores(tuple(response.scores), read_usage(response.usage), response.request_id)
 
 
 def to_ranking(response: embedding_pb2.RerankResponse) -> Ranking:
-    """The order of the documents."""
     documents = tuple(RankedDocument(result.document_index, result.score) for result in response.results)
     return Ranking(documents, read_usage(response.usage), response.request_id)
 
 
 def read_tensor(tensor: tensor_pb2.Tensor) -> PooledTensor:
-    """The numbers of a vector or of one a token. Raises TriptychError for what is neither."""
+    """Read a vector or a matrix. Raises TriptychError for any other tensor."""
     numbers = _numbers(tensor)
     width = tensor.shape[-1] if tensor.shape else 0
     count = tensor.shape[0] if len(tensor.shape) == 2 else 1
@@ -110,7 +106,7 @@ def _numbers(tensor: tensor_pb2.Tensor) -> Vector:
     if tensor.WhichOneof("payload") != "inline":
         raise _unreadable(f"is kept elsewhere: {tensor.WhichOneof('payload')}")
     if tensor.dtype == tensor_pb2.D_TYPE_BF16:
-        # The upper half of the binary32 of the same value.
+        # A bfloat16 is the upper half of a float32.
         wide = bytearray(2 * len(content))
         wide[2::4], wide[3::4] = content[::2], content[1::2]
         content = bytes(wide)

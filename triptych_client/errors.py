@@ -1,4 +1,4 @@
-"""What a failed call tells its caller. Knows gRPC's statuses and google.rpc details, and no service."""
+"""Errors of failed calls. Knows gRPC statuses and google.rpc details, and no service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Metadata = Iterable[tuple[str, str | bytes]] | None
 
 
 class _FailedCall(Protocol):
-    """What blocking and awaited calls know once they have failed."""
+    """The part of a failed call that blocking and asyncio clients share."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -30,7 +30,7 @@ class _FailedCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request that was refused, and why."""
+    """A field of a refused request, and the reason."""
 
     field: str
     description: str
@@ -39,9 +39,9 @@ class FieldViolation:
 class TriptychError(Exception):
     """A call ended with a status other than OK.
 
-    `reason` is for programs and `facts` are what belongs to it; `retry_after_ms` is None where the server did
-    not say. `request_id` and `trace_id` name the call in the server's logs and traces; empty where the server
-    was not reached.
+    `reason` is machine-readable and `facts` are its metadata; `retry_after_ms` is None if the server did not
+    send one. `request_id` and `trace_id` identify the call in the server's logs and traces; empty if the
+    server was not reached.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class TriptychError(Exception):
         request_id: str = "",
         trace_id: str = "",
     ) -> None:
-        """Keep what the server said."""
         super().__init__(f"{status.name}: {message}")
         self.status = status
         self.message = message
@@ -69,8 +68,8 @@ class TriptychError(Exception):
 
 
 def from_rpc_error(error: grpc.RpcError) -> TriptychError:
-    """The error of ours that says what gRPC's `error` says, details and ids included."""
-    # Every RpcError that a call raises is that call too, which its type does not say.
+    """Convert gRPC's `error`, with its details and ids."""
+    # Every RpcError raised by a call is also a grpc.Call, which its type does not show.
     call = cast(_FailedCall, error)
     trailing = dict(call.trailing_metadata() or ())
     ids = {**dict(call.initial_metadata() or ()), **trailing}
@@ -88,7 +87,7 @@ def from_rpc_error(error: grpc.RpcError) -> TriptychError:
 
 
 def from_error_status(error: error_pb2.ErrorStatus) -> TriptychError:
-    """The error of ours for a status that travelled as data."""
+    """The error for a status sent inside a message."""
     details = _read_details(error.details)
     return TriptychError(
         _STATUS_OF.get(error.code, grpc.StatusCode.UNKNOWN),
@@ -101,24 +100,23 @@ def from_error_status(error: error_pb2.ErrorStatus) -> TriptychError:
 
 
 def is_undelivered(error: TriptychError) -> bool:
-    """Whether a server that stops has let go of the call without looking at it."""
-    # What is cancelled on this side has a text of its own; these are gRPC's for what came over the wire.
+    """Whether a stopping server dropped the call before a handler saw it."""
+    # gRPC's texts for a cancellation by the server; a local cancellation has another text.
     is_remote = error.message == "CANCELLED" or error.message.startswith("Received RST_STREAM")
     return error.status is grpc.StatusCode.CANCELLED and not error.reason and is_remote
 
 
 def not_reached(address: str, timeout_s: float) -> TriptychError:
-    """The error for a frontend that cannot be reached."""
     return TriptychError(grpc.StatusCode.UNAVAILABLE, f"{address} was not reached within {timeout_s:g} s")
 
 
-# The value of a status is its number and its name in small letters.
+# The value of a status is a pair: its number, and its name in lower case.
 _STATUS_OF: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
 
 @dataclass(slots=True)
 class _Details:
-    """What google.rpc details say."""
+    """The content of google.rpc details."""
 
     reason: str = ""
     facts: dict[str, str] = field(default_factory=dict)
@@ -151,5 +149,5 @@ def _status_of(serialized: str | bytes | None) -> status_pb2.Status:
     try:
         return status_pb2.Status.FromString(serialized if isinstance(serialized, bytes) else b"")
     except DecodeError:
-        # Another's proxy between may say anything; the plain status then counts.
+        # A proxy may send anything; then only the plain status is used.
         return status_pb2.Status()

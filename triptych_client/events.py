@@ -1,4 +1,4 @@
-"""What comes back for a prompt, as plain data: events of a stream, or one completion. Knows no channel."""
+"""Results of prompts as plain data: events of a stream, or one completion. Knows no channel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Logprobs = tuple[TokenLogprob, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request took."""
+    """Token counts of a request."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -25,8 +25,8 @@ class Usage:
 class Started:
     """The prompt was computed. First event of every stream.
 
-    `prompt_token_ids` and `prompt_logprobs` are there where they were asked for, `resume_token` where the
-    request has an orphan grace.
+    `prompt_token_ids` and `prompt_logprobs` are set if they were requested, `resume_token` if the request has
+    an orphan grace.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output. `text` may lag behind `token_ids`: what may begin a stop string is held back."""
+    """New output. `text` may lag behind `token_ids`, as text that may begin a stop string is held back."""
 
     output_index: int
     text: str
@@ -52,9 +52,9 @@ class Delta:
 class Finished:
     """One output has ended. `reason` is stop, length, abort, error or repetition.
 
-    `stop_match` is the stop string, or the token id, that a `stop` stopped on. `cumulative_logprob` is the
-    sum over its tokens, None where no log probabilities were asked for or one of them is not known.
-    `error_message` says what went wrong.
+    `stop_match` is the stop string or token id if `reason` is stop. `cumulative_logprob` is the sum over the
+    tokens, None if no logprobs were requested or one of them is unknown.
+    `error_message` describes an error.
     """
 
     output_index: int
@@ -70,7 +70,7 @@ Event = Started | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class ItemEvent:
-    """What has come of one prompt of many; an error ends that prompt alone, and nothing of it follows."""
+    """An event of one prompt of many; an error is the last event of its prompt and affects no other."""
 
     item_index: int
     event: Event | TriptychError
@@ -78,7 +78,7 @@ class ItemEvent:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One whole output. The fields are those of Delta and Finished."""
+    """One complete output. The fields are those of Delta and Finished."""
 
     output_index: int
     text: str
@@ -92,7 +92,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Everything about one prompt, in one answer."""
+    """The complete response to one prompt."""
 
     started: Started
     outputs: tuple[Output, ...]
@@ -100,12 +100,11 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The text of the first output."""
         return self.outputs[0].text
 
 
 def to_event(response: generate_pb2.GenerateResponse) -> Event | None:
-    """The event in one message of a stream; None for one that this client is too old to know."""
+    """The event of one message of a stream; None for a kind of a newer API."""
     match response.WhichOneof("event"):
         case "started":
             return read_started(response.started)
@@ -119,7 +118,7 @@ def to_event(response: generate_pb2.GenerateResponse) -> Event | None:
 
 
 def to_item_event(response: inference_pb2.GenerateBatchResponse) -> ItemEvent | None:
-    """The event of one prompt of many; None for one that this client is too old to know."""
+    """The event of one prompt of many; None for a kind of a newer API."""
     if response.HasField("error"):
         return ItemEvent(response.item_index, from_error_status(response.error))
     event = to_event(response.response)
@@ -127,7 +126,6 @@ def to_item_event(response: inference_pb2.GenerateBatchResponse) -> ItemEvent | 
 
 
 def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
-    """The whole answer to one prompt."""
     outputs = tuple(
         Output(
             output.output_index,
@@ -145,7 +143,6 @@ def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
 
 
 def read_started(started: generate_pb2.Started) -> Started:
-    """The first event of a stream."""
     return Started(
         started.request_id,
         started.model,
@@ -158,7 +155,6 @@ def read_started(started: generate_pb2.Started) -> Started:
 
 
 def read_finished(finished: generate_pb2.Finished) -> Finished:
-    """The end of one output."""
     return Finished(
         finished.output_index,
         reason_of(finished.reason),
@@ -170,7 +166,6 @@ def read_finished(finished: generate_pb2.Finished) -> Finished:
 
 
 def read_usage(usage: output_pb2.Usage) -> Usage:
-    """Token counts."""
     return Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
 
 
@@ -180,7 +175,7 @@ def reason_of(reason: output_pb2.FinishReason) -> str:
 
 
 def stop_match_of(match: output_pb2.StopMatch) -> int | str | None:
-    """The stop string or the token id; None where there is none."""
+    """The stop string or the token id; None if there is none."""
     kind = match.WhichOneof("match")
     if kind is None:
         return None
@@ -188,5 +183,5 @@ def stop_match_of(match: output_pb2.StopMatch) -> int | str | None:
 
 
 def logprobs_of(message: generate_pb2.Delta | generate_pb2.Output) -> Logprobs:
-    """The log probabilities of a message, None where none were asked for."""
+    """The log probabilities of a message; None if none were requested."""
     return read_logprobs(message.logprobs) if message.HasField("logprobs") else None

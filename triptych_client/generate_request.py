@@ -1,4 +1,4 @@
-"""From keyword arguments to a GenerateRequest. Checks names, not values: those are the server's to judge."""
+"""Builds a GenerateRequest from keyword arguments. Checks names; the server checks values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTPUT_KINDS = {
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen and shown, under the names of SamplingParams; what is left out is unset.
+    """How tokens are sampled and returned, with the names of SamplingParams.
 
     `stop` may be one string. `logit_bias` is by token id.
     """
@@ -57,7 +57,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class PlacementOptions(TypedDict, total=False):
-    """Which model answers, under which id, and where the request runs; what is left out is unset."""
+    """Model, request id, and placement of a request."""
 
     model: str
     request_id: str
@@ -73,17 +73,17 @@ class PlacementOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, PlacementOptions, CallOptions, total=False):
-    """Everything that may be said about a prompt besides its tokens."""
+    """All options of a prompt."""
 
     media: Sequence[generate_pb2.Media]
     add_special_tokens: bool
 
 
 class StreamOptions(GenerateOptions, total=False):
-    """The same for a stream, which may be resumed.
+    """Options of a stream, which may be resumable.
 
-    With `orphan_grace_ms` the request lives on so long when its connection breaks, and the stream goes on
-    over another connection by itself.
+    With `orphan_grace_ms` the request continues for that time when its connection breaks, and the stream
+    resumes over another connection.
     """
 
     orphan_grace_ms: int
@@ -92,7 +92,7 @@ class StreamOptions(GenerateOptions, total=False):
 def build_generate_request(prompt: Prompt, options: GenerateOptions) -> generate_pb2.GenerateRequest:
     """The request for a text, for token ids or for embeddings.
 
-    A name that the API does not have is a TypeError.
+    Raises TypeError for an unknown name.
     """
     fields, sampling = split_options(options, generate_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     if isinstance(prompt, str):
@@ -101,16 +101,16 @@ def build_generate_request(prompt: Prompt, options: GenerateOptions) -> generate
         fields["embeds"] = prompt
     else:
         fields["token_ids"] = generate_pb2.TokenIds(ids=prompt)
-    # mypy sees one type for all of the unpacked values; protobuf checks each as it is set.
+    # mypy assumes one type for all unpacked values; protobuf checks each one.
     return generate_pb2.GenerateRequest(sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def build_batch_request(
     prompts: Sequence[Prompt], each: Sequence[GenerateOptions], options: GenerateOptions
 ) -> inference_pb2.GenerateBatchRequest:
-    """The request for many prompts: `options` for all, and before them those of `each`, one for a prompt.
+    """The request for many prompts: `options` for all, overridden by the entry of `each` for a prompt.
 
-    Raises ValueError where `each` is not as long as `prompts`.
+    Raises ValueError if `each` and `prompts` differ in length.
     """
     if each and len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts and options for {len(each)}")
@@ -124,9 +124,9 @@ def build_batch_request(
 def split_options(
     options: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[dict[str, object], sampling_pb2.SamplingParams | None]:
-    """Options that are `fields` of a request, and its sampling parameters; None where there are none.
+    """Split options into `fields` of a request and sampling parameters; the latter None if there are none.
 
-    Raises TypeError for a name that is neither, and ValueError for an output kind that there is not.
+    Raises TypeError for an unknown name, and ValueError for an unknown output kind.
     """
     of_request: dict[str, object] = {}
     of_sampling: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Log probabilities as plain data, one record a token. Knows no request."""
+"""Log probabilities as plain data, one record per token. Knows no request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triptych.common.v1 import output_pb2
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """One of the most likely tokens of a place. `text` is None where detokenize was false."""
+    """One of the most likely tokens at a position. `text` is None if detokenize was false."""
 
     token_id: int
     logprob: float
@@ -21,10 +21,10 @@ class TopToken:
 class TokenLogprob:
     """One token, sampled or given.
 
-    `logprob` and `rank` (1 for the most likely) are None where there is none, as for the first token of a
-    prompt, or where they were lost with an engine and a frontend. `text` is what it adds to those before it,
-    empty for one that only begins a character, None where detokenize was false. `top` are the most likely
-    tokens of its place, best first.
+    `logprob` and `rank` (1 for the most likely) are None if there is none, as for the first token of a
+    prompt, or if they were lost with an engine and a frontend. `text` is the text that the token adds, empty
+    if it only begins a character, None if detokenize was false. `top` are the most likely tokens at its
+    position, best first.
     """
 
     token_id: int
@@ -35,7 +35,7 @@ class TokenLogprob:
 
 
 def read_logprobs(columns: output_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
-    """A record for each place of the API's parallel columns."""
+    """A record for each index of the API's parallel columns."""
     has_texts, has_top = len(columns.texts) > 0, len(columns.top) > 0
     return tuple(
         TokenLogprob(

@@ -1,4 +1,4 @@
-"""Prompts that are embeddings in place of tokens. Whether they are good ones is the server's to judge."""
+"""Prompts of embeddings instead of tokens. The server validates them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def prompt_embeds(
     token_ids: Sequence[int] = (),
     is_token: Sequence[bool] = (),
 ) -> generate_pb2.PromptEmbeds:
-    """A prompt for `generate`, of either client: embeddings [places, hidden], little-endian.
+    """A prompt for `generate` of either client: embeddings [T, hidden], little-endian.
 
-    data: bytes, or a view of an array; one that is strided is read in the order of its indices. `is_token`
-    marks the places where the one of `token_ids` counts instead, of which there is then one for each place.
-    ValueError for an unknown type, or a shape that no array has.
+    data: bytes, or a view of an array; a strided one is read in index order. `is_token` marks the positions
+    that use `token_ids` instead of an embedding; `token_ids` then has one entry for each position.
+    Raises ValueError for an unknown type or an invalid shape.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, must be one of {', '.join(_DTYPES)}")

@@ -1,4 +1,4 @@
-"""How far a request is, as plain data. Knows no channel."""
+"""The status of a request as plain data. Knows no channel."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from triptych_client.events import Usage, read_usage
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """A request that the frontend knows. `state` is queued, running or finished.
+    """Status of a request. `state` is queued, running or finished.
 
-    `engine_id` is empty where it runs nowhere yet; `num_attempts` is how many engines it was sent to.
+    `engine_id` is empty while it runs on no engine; `num_attempts` is the number of engines it was sent to.
     """
 
     request_id: str
@@ -24,7 +24,6 @@ class RequestStatus:
 
 
 def to_request_status(response: request_pb2.GetRequestResponse) -> RequestStatus:
-    """What the frontend tells about a request."""
     return RequestStatus(
         response.request_id,
         _state(response.state),
@@ -36,7 +35,7 @@ def to_request_status(response: request_pb2.GetRequestResponse) -> RequestStatus
 
 
 def read_state(response: request_pb2.AbortResponse) -> str:
-    """How far a request was when it was aborted; `finished` means that the abort came too late."""
+    """The state of a request when it was aborted; `finished` means that the abort was too late."""
     return _state(response.state)
 
 

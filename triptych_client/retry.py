@@ -1,7 +1,7 @@
-"""Whether, and when, a call that failed before its first message is made again. Makes no call itself.
+"""Retries of calls that failed before their first message: whether, and when. Makes no call itself.
 
-gRPC's own retries are not enough: they end with the answer's headers, which a frontend sends before it knows
-whether it takes a request, and they know no RetryInfo.
+gRPC's own retries are not enough: they end with the response headers, which a frontend sends before it knows
+whether it accepts a request, and they ignore RetryInfo.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What is tried again: UNAVAILABLE, what nobody heard, RESOURCE_EXHAUSTED that says when to come back.
+    """Retries UNAVAILABLE, undelivered calls, and RESOURCE_EXHAUSTED with a retry delay.
 
-    `max_attempts` counts the first one; 1 tries nothing again. The wait doubles from `first_backoff_s` up to
-    `max_backoff_s`, is shortened by chance to no less than half, and comes on top of what the server asks
-    for. A server that asks for more than `max_retry_after_s` is not waited for.
+    `max_attempts` includes the first one; 1 disables retries. The wait doubles from `first_backoff_s` up to
+    `max_backoff_s`, is reduced by a random share of at most half, and is added to the server's retry delay.
+    There is no retry if the server's delay is longer than `max_retry_after_s`.
     """
 
     max_attempts: int = 3
@@ -38,13 +38,13 @@ class RetryPolicy:
             return False
         if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return error.retry_after_ms is not None
-        # A frontend that has not noticed yet that the connection broke still has the id in flight.
+        # A frontend that has not noticed the broken connection still has the request id in flight.
         is_own_id = error.status is grpc.StatusCode.ALREADY_EXISTS and num_attempts > 1
         return is_own_id or error.status is grpc.StatusCode.UNAVAILABLE or is_undelivered(error)
 
     def backoff_s(self, num_attempts: int, chance: float) -> float:
         """How long to wait after `num_attempts`; `chance` is drawn from 0 to 1."""
-        # A larger exponent would be no longer wait, and one without end no number.
+        # A larger exponent cannot make the wait longer, but could overflow.
         longest = self.first_backoff_s * 2.0 ** min(num_attempts - 1, 30)
         return min(longest, self.max_backoff_s) * (0.5 + 0.5 * chance)
 
@@ -60,7 +60,7 @@ class Attempts:
         now: Clock = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """Begin the first attempt. `timeout_s` None is no deadline; `draw` gives chances from 0 to 1."""
+        """Begin the first attempt. `timeout_s` None is no deadline; `draw` returns numbers from 0 to 1."""
         self.policy = policy
         self._now = now
         self._draw = draw
@@ -68,15 +68,14 @@ class Attempts:
         self._num_attempts = 1
 
     def remaining_s(self, delay_s: float = 0.0) -> float | None:
-        """How long the call may still take `delay_s` from now; None is without end."""
+        """The time left `delay_s` from now; None without a deadline."""
         return None if self._ends_at is None else max(0.0, self._ends_at - self._now() - delay_s)
 
     def now(self) -> float:
-        """The time, in seconds since some instant."""
         return self._now()
 
     def next_after_s(self, error: TriptychError) -> float:
-        """How long to wait before the next attempt; raises `error` where there is none."""
+        """How long to wait before the next attempt; raises `error` if there is none."""
         if not self.policy.is_retried(error, self._num_attempts):
             raise error
         delay_s = (error.retry_after_ms or 0) / 1000 + self.backoff_s(self._num_attempts)
@@ -86,7 +85,7 @@ class Attempts:
         return delay_s
 
     def backoff_s(self, num_attempts: int) -> float:
-        """How long to wait after `num_attempts` that nobody answered."""
+        """How long to wait after `num_attempts` without an answer."""
         return self.policy.backoff_s(num_attempts, self._draw())
 
     def has_time_for(self, delay_s: float) -> bool:

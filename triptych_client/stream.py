@@ -17,17 +17,17 @@ from triptych_client.stream_plan import EventT, NextCall, StreamPlan
 
 
 class StreamCall(Protocol):
-    """What gRPC's blocking calls with many answers can do."""
+    """The part of a blocking streaming call that is used here."""
 
     def __next__(self) -> Message:
         """Wait for the next answer."""
 
     def cancel(self) -> bool:
-        """Tell the server to stop."""
+        """Cancel the call at the server."""
 
 
 class Stream(Generic[EventT]):
-    """The events of one call, over as many calls as its plan makes of it.
+    """The events of one request, over all the calls that its plan makes.
 
     Leaving the `with` block early, or `close`, cancels the request at the server.
     """
@@ -46,11 +46,11 @@ class Stream(Generic[EventT]):
         self._call = start(plan.first_call())
 
     def __iter__(self) -> Iterator[EventT]:
-        """Iterate over the events that are left."""
+        """Iterate over the remaining events."""
         return self
 
     def __next__(self) -> EventT:
-        """The next event. Raises TriptychError where the stream ends with a status other than OK."""
+        """The next event. Raises TriptychError if the stream ends with a status other than OK."""
         while not self._closing.is_set():
             try:
                 message = next(self._call)
@@ -67,13 +67,13 @@ class Stream(Generic[EventT]):
         raise StopIteration
 
     def text_deltas(self, output_index: int = 0) -> Iterator[str]:
-        """Only the new text of one output; of a conversation the content of its answer."""
+        """Only the text of one output; for a conversation, the content of the answer."""
         for event in self:
             if isinstance(event, Delta | ChatDelta) and event.output_index == output_index and event.text:
                 yield event.text
 
     def close(self) -> None:
-        """Cancel what is left of the request. Does nothing once the stream has ended."""
+        """Cancel the rest of the request. Without effect once the stream has ended."""
         self._closing.set()
         self._call.cancel()
         if request_id := self._plan.take_abandoned():
@@ -88,12 +88,11 @@ class Stream(Generic[EventT]):
         if self._closing.wait(next_call.after_s):
             return
         self._call = self._start(next_call)
-        # Closed by another thread meanwhile, which then has cancelled the call before.
+        # Another thread has closed the stream meanwhile and cancelled only the call before.
         if self._closing.is_set():
             self._call.cancel()
 
     def __enter__(self) -> Self:
-        """Close the stream at the end of the block."""
         return self
 
     def __exit__(
@@ -102,5 +101,4 @@ class Stream(Generic[EventT]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancel what is left of the request."""
         self.close()

@@ -1,7 +1,7 @@
-"""What a client does next with a stream: the next event, or the next call when one failed.
+"""State of one stream across its calls: converts messages to events, and plans the next call after a failure.
 
-Before the first message a call that failed is made again; after it, a stream that broke is resumed where the
-request has an orphan grace. Makes no call and waits for nothing itself.
+Before the first message a failed call is retried; after it, a broken stream is resumed if the request has an
+orphan grace. Makes no calls and does not wait.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from triptych_client.retry import Attempts
 
 EventT = TypeVar("EventT")
 
-# What a frontend says that cannot go on with the stream; the stream then ended with what broke it.
+# The frontend cannot resume the stream; the stream then ends with the error that broke it.
 _NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
 
-# What a frontend says that stops: another one goes on with the stream, or this one started anew.
+# Reason of a frontend that stops: another one, or this one after a restart, can resume the stream.
 _LEAVES = "DRAINING"
 
 
 @dataclass(frozen=True, slots=True)
 class NextCall:
-    """A call to make: a Resume, or what the stream began with."""
+    """A call to make: a Resume, or the first call again."""
 
     after_s: float
     timeout_s: float | None
@@ -36,11 +36,11 @@ class NextCall:
 
 
 class StreamPlan(Generic[EventT]):
-    """The course of one stream. `grace_s` above 0 is its orphan grace."""
+    """Plans the calls of one stream. `grace_s` above 0 is its orphan grace."""
 
     def __init__(
         self,
-        # Which kind of message a call streams is the stub's to say; grpc's types do not carry it.
+        # grpc's types do not have the message type that a call streams.
         to_event: Callable[[Any], EventT | None],
         attempts: Attempts,
         *,
@@ -60,11 +60,10 @@ class StreamPlan(Generic[EventT]):
         self._num_resumes = 0
 
     def first_call(self) -> NextCall:
-        """The call that the stream begins with."""
         return self._next_call(0.0)
 
     def take(self, message: Message) -> EventT | None:
-        """The event in a message; None for one that was there before, or that this client does not know."""
+        """The event in a message; None for a repeated or an unknown one."""
         self._has_message = True
         self._broken, self._num_resumes = None, 0
         if isinstance(message, inference_pb2.ResumeResponse):
@@ -79,7 +78,7 @@ class StreamPlan(Generic[EventT]):
         return self._to_event(message)
 
     def after_error(self, error: TriptychError) -> NextCall:
-        """The call to make now that one failed. Raises what the stream ended with where there is none."""
+        """The call to make after a failed one. Raises the stream's final error if there is none."""
         try:
             if self._broken is None and not self._has_message:
                 return self._next_call(self._attempts.next_after_s(error))
@@ -96,17 +95,17 @@ class StreamPlan(Generic[EventT]):
             raise
 
     def end(self) -> None:
-        """Note that the server has nothing left to send."""
+        """The server has sent everything."""
         self._is_over = True
 
     def take_abandoned(self) -> str:
-        """The id of the request that lives on though nobody wants it any more; empty where there is none."""
+        """The id of the request if it still runs although the stream is closed, else ""."""
         request_id = self._request_id if self._token and not self._is_over else ""
         self._is_over = True
         return request_id
 
     def _note_received(self, message: generate_pb2.GenerateResponse) -> None:
-        """Count what came of each output: another frontend cuts its messages elsewhere."""
+        """Count the received part of each output: another frontend splits messages differently."""
         if message.HasField("started"):
             return
         is_delta = message.HasField("delta")
@@ -137,6 +136,6 @@ class StreamPlan(Generic[EventT]):
 
 
 def _is_break(error: TriptychError) -> bool:
-    # A frontend gives every status of its own a reason; one without is gRPC's word about the connection.
+    # A status without a reason comes from gRPC and means a broken connection: frontends always set one.
     is_gone = error.status is grpc.StatusCode.UNAVAILABLE and error.reason in ("", _LEAVES)
     return is_gone or is_undelivered(error)

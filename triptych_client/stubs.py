@@ -23,10 +23,9 @@ from triptych_client.stream_plan import NextCall
 
 
 class Stubs:
-    """One stub a service."""
+    """One stub per service."""
 
     def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
-        """Call over `channel`."""
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.chat = chat_pb2_grpc.ChatServiceStub(channel)
         self.embedding = embedding_pb2_grpc.EmbeddingServiceStub(channel)
@@ -37,12 +36,12 @@ class Stubs:
 
     def starter(
         self,
-        # What a stub's method returns depends on the channel, which the generated code does not type.
+        # The return type of a stub's method depends on the channel; generated code has no types for it.
         rpc: Callable[..., Any],
         request: Message,
         options: CallOptions,
     ) -> Callable[[NextCall], Any]:
-        """What makes the calls of one stream: the first one and those that begin anew, and Resume."""
+        """A function that makes the calls of one stream: the first one, its retries, and Resume."""
         metadata = metadata_pairs(options)
 
         def start(next_call: NextCall) -> Any:

@@ -1,4 +1,4 @@
-"""What comes back about tokens, as plain data: ids with places, rendered prompts, a tokenizer's files."""
+"""Tokenizer results as plain data: ids with offsets, rendered prompts, a tokenizer's files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import grpc
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2
 from triptych_client.errors import TriptychError
 
-# A tokenizer is a few MiB; what goes on and on is none.
+# A tokenizer has a few MiB; this stops an endless stream.
 _MAX_FILES_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of a text: the vocabulary's name of it, and from where to where it reaches, in characters."""
+    """One token of a text: its name in the vocabulary, and its start and end offsets in characters."""
 
     token_id: int
     name: str
@@ -26,19 +26,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The prompt of a conversation, as text and as tokens."""
+    """The prompt of a conversation, as text and as token ids."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 def read_token_ids(response: tokenize_pb2.TokenizeResponse) -> list[int]:
-    """The ids alone."""
     return list(response.token_ids)
 
 
 def read_tokens(response: tokenize_pb2.TokenizeResponse) -> list[Token]:
-    """The tokens with their places."""
     columns = zip(
         response.token_ids, response.tokens, response.start_offsets, response.end_offsets, strict=True
     )
@@ -46,21 +44,19 @@ def read_tokens(response: tokenize_pb2.TokenizeResponse) -> list[Token]:
 
 
 def read_prompt(response: tokenizer_pb2.ApplyChatTemplateResponse) -> RenderedPrompt:
-    """The prompt of a conversation."""
     return RenderedPrompt(response.prompt, tuple(response.token_ids))
 
 
 class FileAssembler:
-    """Puts the chunks of a tokenizer's files together, and checks that they are whole."""
+    """Assembles a tokenizer's files from chunks, and verifies them."""
 
     def __init__(self) -> None:
-        """Begin without a file."""
         self._contents: dict[str, bytearray] = {}
         self._last: dict[str, tokenizer_pb2.GetTokenizerResponse] = {}
         self._num_bytes = 0
 
     def add(self, response: tokenizer_pb2.GetTokenizerResponse) -> None:
-        """Take the next chunk. Raises TriptychError for one that does not follow, or is too much."""
+        """Add the next chunk. Raises TriptychError if it is out of order or the files are too large."""
         content = self._contents.setdefault(response.file_name, bytearray())
         self._num_bytes += len(response.chunk)
         if response.offset != len(content):
@@ -71,7 +67,7 @@ class FileAssembler:
         self._last[response.file_name] = response
 
     def files(self) -> dict[str, bytes]:
-        """The files by name. Raises TriptychError where one is not what the server says it is."""
+        """The files by name. Raises TriptychError if the size or digest of one is wrong."""
         for name, last in self._last.items():
             content = self._contents[name]
             if len(content) != last.size_bytes or hashlib.sha256(content).hexdigest() != last.sha256:
@@ -80,7 +76,7 @@ class FileAssembler:
 
 
 def to_chunk(response: tokenizer_pb2.GetTokenizerResponse) -> tokenizer_pb2.GetTokenizerResponse:
-    """A chunk is its own event."""
+    """The event of a chunk is the chunk itself."""
     return response
 
 

@@ -1,3 +1,3 @@
 """Data-parallel groups: formation, waves, commands.
-Must not know streams; `group` and `groups` alone know protos.
+Must not know streams; only `lockstep_groups` and `commands` know protos.
 """

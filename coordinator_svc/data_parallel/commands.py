@@ -1,7 +1,7 @@
-"""What engines have been told and have not answered yet. Knows no streams and no meaning of a command.
+"""Outstanding commands of each engine: sent or to be sent, and not answered. Knows no streams.
 
-Of each kind an engine has one command at most, and the latest takes the place of an earlier one, so there is
-nothing to overflow. What has no answer when a session ends is sent again by the next one, under the same id.
+An engine has at most one command of each kind, and a new one replaces an earlier one, so the number is
+bounded. A command without an answer when a session ends is sent again by the next one, under the same id.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from triptych.coordinator.v1 import command_pb2
 
 logger = logging.getLogger(__name__)
 
-# Told the engine and, if it was refused, why.
+# Called with the engine id and, if the command was refused, the reason.
 OnResult: TypeAlias = "Callable[[str, error_pb2.ErrorStatus | None], None]"
 
 
 class Kind(Enum):
-    """What a command is about; the latest of a kind is what holds."""
+    """What a command is about; the latest of a kind replaces earlier ones."""
 
     WAVE = "wave"
     MEMBERSHIP = "membership"
@@ -58,8 +58,8 @@ class _Engine:
 class Commands:
     """The outstanding commands of all engines. An engine is known from its registration until it is gone.
 
-    first_id: the least id to give. A later coordinator begins above those of the one before, so that an
-    engine never takes its command for a repetition.
+    first_id: the first id to assign. A later coordinator begins above the ids of the one before, so that an
+    engine never takes a new command for a repetition.
     """
 
     def __init__(self, *, first_id: int = 1) -> None:
@@ -69,11 +69,10 @@ class Commands:
 
     @property
     def num_outstanding(self) -> int:
-        """How many commands have no answer yet."""
         return sum(len(engine.outstanding) for engine in self._engines.values())
 
     def open(self, engine_id: str, session_id: int, wake: Callable[[], None]) -> None:
-        """An engine has a session now; `wake` is called when there is something to send by it."""
+        """An engine has a session; `wake` is called when there is a command to send in it."""
         engine = self._engines.setdefault(engine_id, _Engine())
         if engine.session_id != session_id:
             for outstanding in engine.outstanding.values():
@@ -83,24 +82,23 @@ class Commands:
             wake()
 
     def close(self, engine_id: str, session_id: int) -> None:
-        """That session has ended. Commands wait for the next."""
+        """The session has ended. Commands wait for the next one."""
         engine = self._engines.get(engine_id)
         if engine is not None and engine.session_id == session_id:
             engine.session_id = engine.wake = None
 
     def forget(self, engine_id: str) -> None:
-        """An engine is gone, or another process has its id: nothing that it was told holds."""
+        """An engine is gone, or another process has its id: its commands are void."""
         self._engines.pop(engine_id, None)
 
     def has_session(self, engine_id: str) -> bool:
-        """Whether an engine can be told something now."""
         engine = self._engines.get(engine_id)
         return engine is not None and engine.session_id is not None
 
     def put(self, engine_id: str, command: command_pb2.Command, on_result: OnResult | None = None) -> bool:
-        """Tell an engine something; gives it an id. False where the engine is not known.
+        """Assign an id to a command and queue it. False if the engine is not known.
 
-        The same command as the one that has no answer yet keeps its id and is sent again.
+        A command equal to the outstanding one keeps its id and is sent again.
         """
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -116,13 +114,13 @@ class Commands:
         return True
 
     def drop(self, engine_id: str, kind: Kind) -> None:
-        """A command holds no more. If it was sent already, its answer will mean nothing."""
+        """Withdraw a command. If it was sent already, its answer is ignored."""
         engine = self._engines.get(engine_id)
         if engine is not None:
             engine.outstanding.pop(kind, None)
 
     def take_unsent(self, engine_id: str, session_id: int) -> list[command_pb2.Command]:
-        """What is to be sent now by that session, in order of ids."""
+        """Mark the commands to be sent in that session as sent; returns them in order of ids."""
         engine = self._engines.get(engine_id)
         if engine is None or engine.session_id != session_id:
             return []
@@ -132,7 +130,7 @@ class Commands:
         return sorted((outstanding.command for outstanding in unsent), key=lambda command: command.command_id)
 
     def take_result(self, engine_id: str, result: command_pb2.CommandResult) -> bool:
-        """Take in an answer. False where it is to nothing that holds, e.g. a command that was replaced."""
+        """Apply an answer. False if its command is not outstanding, e.g. because it was replaced."""
         outstanding = self._take(engine_id, result.command_id)
         if outstanding is None:
             return False

@@ -1,18 +1,19 @@
-"""Which engines make up a lockstep group, one generation after the other. Knows no streams and no protos.
+"""Two-phase (prepare, commit) membership of a lockstep group. Knows no streams and no protos.
 
-A generation is an ordered list of engines under a number that is never given twice. It changes in
-two phases: every engine prepares what it needs beside what runs, and only when all have it they are told to
-change over. What holds is what engines report: a coordinator that starts anew goes by that.
+A generation is an ordered list of engines under a number that is never used twice. It changes in two phases:
+every engine prepares what it needs while the present generation runs, and only when all are prepared are they
+ordered to change over. The engines' reports are the truth: a coordinator that has restarted relies on them.
 
-What an engine is taken to do:
-- It is ready (`RankReport.is_loaded`) when its report says READY, or carries the notice WEIGHTS_READY, which
-  it repeats in each report while it is LOADING; it becomes READY once its first generation is formed.
-- It answers Prepare when it holds the experts it will need; one that is to leave, when it has no requests
-  left. It refuses one whose number is not greater than all it was told of, unless it is the same order again.
-- It answers Commit when it has changed over and the ranks have met, and reports the new generation then. One
-  that waits for ranks that do not come gives up by itself, or when it is told to commit a greater number.
-- Abort makes it forget what it prepared; it has no meaning once it was told to commit. It forgets by itself
-  what is prepared, and not to be committed, when it registers with a coordinator of another epoch.
+What an engine is assumed to do:
+- It is ready (`RankReport.is_loaded`) when it reports READY, or the notice WEIGHTS_READY, which it repeats in
+  each report while it is LOADING; it becomes READY once its first generation is formed.
+- It answers Prepare when it holds the experts it will need; an engine that is to leave, when it has no
+  requests left. It refuses a number that is not greater than all it has received, unless the order is a
+  repetition.
+- It answers Commit when it has changed over and the ranks have connected, and then reports the new
+  generation. It stops waiting for missing ranks by itself, or on a Commit with a greater number.
+- On Abort it discards what it prepared; Abort has no effect after Commit. It also discards what is prepared
+  and not committed when it registers with a coordinator of another epoch.
 """
 
 from __future__ import annotations
@@ -20,29 +21,58 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
-from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport, Ranks
 
 
-class Phase(Enum):
-    """What is being done about the membership of a group."""
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Prepare to be `rank` of `size` in a generation that connects at the store of its rank 0."""
 
-    RESTING = "resting"  # as wanted, or waiting for engines, or for the time to try again
+    generation: int
+    size: int
+    rank: int | None  # None: leave the group and exit
+    host: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Change over to a prepared generation."""
+
+    generation: int
+    lost_generation: int = 0  # the newest one of which a member has ended, so that no vote in it can complete
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Discard a prepared generation."""
+
+    generation: int
+
+
+Order: TypeAlias = Prepare | Commit | Abort
+
+
+class Phase(Enum):
+    """The phase of a group's membership change."""
+
+    RESTING = "resting"  # no change in progress; the group may wait for engines or for the next retry
     PREPARING = "preparing"
     COMMITTING = "committing"  # some engine may have changed over already
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a group waits for what."""
+    """How long a group waits."""
 
-    grace_s: float = 0.3  # for an engine whose session is gone to come back
-    gather_s: float = 10.0  # for more engines to join at the same time, while a group works
-    silence_s: float = 2.0  # for an engine whose lease has ended to come back, or for the others' to end
+    grace_s: float = 0.3  # for an engine without a session to reconnect
+    gather_s: float = 10.0  # for more engines to join in the same change, while a group runs
+    silence_s: float = 2.0  # for an engine with an expired lease to return, or for the other leases to expire
     prepare_s: float = 600.0
     commit_s: float = 60.0
-    first_retry_s: float = 0.25  # after the second attempt in a row that failed; then twice as long each time
+    first_retry_s: float = 0.25  # after the second failed attempt in a row; doubled after each further one
     max_retry_s: float = 30.0
 
 
@@ -53,23 +83,23 @@ class _Attempt:
     leavers: frozenset[str]
     epochs: dict[str, int]
     ends_by: float
-    waiting: set[str]  # who has not answered this phase
-    confirmed: set[str] = field(default_factory=set)  # who has reported this generation
+    waiting: set[str]  # engines that have not answered in this phase
+    confirmed: set[str] = field(default_factory=set)  # engines that have reported this generation
 
 
 class Formation:
-    """The membership of one lockstep group. Tell it events, then call `step`, then tell engines its `orders`.
+    """The membership of one lockstep group. Pass it events, then call `step`, then send its `orders`.
 
-    first_generation: the least number to give. A coordinator that derives it from its start time gives no
-    number that one before it has given, even one that nobody alive remembers.
-    settled_at: until then a coordinator that has just started does not take silence for absence.
+    first_generation: the first number to assign. A coordinator that derives it from its start time never
+    reuses a number of an earlier coordinator, even if no engine remembers it.
+    settled_at: until then a coordinator that has just started does not treat missing engines as gone.
     """
 
     def __init__(
         self, *, first_generation: int = 1, settled_at: float = 0.0, limits: Limits | None = None
     ) -> None:
         self.phase = Phase.RESTING
-        self.last_failure = ""  # of the latest attempt, since a generation was formed
+        self.last_failure = ""  # of the latest attempt; "" once a generation is formed
         self.num_failures = 0  # in a row
         self._limits = limits or Limits()
         self._ranks = Ranks()
@@ -82,42 +112,40 @@ class Formation:
         self._orders: dict[str, Order] = {}
         self._next_at: float | None = None
 
-    # What others ask.
-
     @property
     def generation(self) -> int:
-        """The generation that most engines say they are in; 0: none."""
+        """The generation that most engines report; 0: none."""
         return self._ranks.generation
 
     @property
     def newest(self) -> int:
-        """The greatest generation that was ever given here or reported."""
+        """The greatest generation that was ever assigned here or reported."""
         return max(self._last_given, self._ranks.newest)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The engines of that generation, in order of rank."""
+        """The engines of `generation`, in order of rank."""
         return self._ranks.formed
 
     @property
     def preparing(self) -> int:
-        """The generation that is prepared or committed now; 0: none."""
+        """The generation that is being prepared or committed; 0: none."""
         return self._attempt.generation if self._attempt else 0
 
     @property
     def target_size(self) -> int:
-        """How many members are wanted: what `resize` said, else what the engines were started with."""
+        """How many members are wanted: set by `resize`, else the size the engines were started with."""
         return self._size if self._size is not None else self._ranks.size
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engines that work together are those that are wanted, all `target_size` of them."""
+        """Whether the formed generation has the wanted engines, all `target_size` of them."""
         members = self._ranks.formed
         return self._attempt is None and self._is_as_wanted() and len(members) == self.target_size
 
     @property
     def num_answered(self) -> int:
-        """How many engines have answered the present phase."""
+        """How many engines have answered in the present phase."""
         if self._attempt is None:
             return 0
         return self.num_asked - len(self._attempt.waiting)
@@ -129,8 +157,6 @@ class Formation:
             return 0
         return len(self._attempt.members) + len(self._attempt.leavers)
 
-    # What happens.
-
     def join(self, rank: Rank) -> None:
         """An engine has registered, for the first time or again. Another epoch is another process."""
         if self._epoch(rank.engine_id) != rank.engine_epoch:
@@ -138,20 +164,19 @@ class Formation:
         self._ranks.join(rank)
 
     def report(self, engine_id: str, report: RankReport, now: float) -> None:
-        """An engine says how it is."""
         self._ranks.report(engine_id, report, now)
 
     def lose(self, engine_id: str, now: float) -> None:
-        """The session of an engine is gone. Nobody leaves a group that works for this alone."""
+        """The session of an engine is lost. This alone does not remove an engine from a running group."""
         self._ranks.lose(engine_id, now)
 
     def leave(self, engine_id: str, now: float, *, has_ended: bool) -> None:
-        """An engine is no member any more. has_ended: its process has for sure; else it is only silent."""
+        """An engine is no longer a member. has_ended: its process is known to have ended, not only silent."""
         self._ranks.leave(engine_id, now, has_ended=has_ended)
         self._orders.pop(engine_id, None)
 
     def answer(self, engine_id: str, order: Order, now: float, *, refusal: str | None = None) -> None:
-        """An engine has taken an order, or refused it and said why. One to an old order means nothing."""
+        """An engine has accepted an order, or refused it with a reason. Answers to old orders are ignored."""
         if self._orders.get(engine_id) != order:
             return
         del self._orders[engine_id]
@@ -164,18 +189,18 @@ class Formation:
             attempt.waiting.discard(engine_id)
 
     def resize(self, size: int | None, leaving: Collection[str] = ()) -> None:
-        """Want `size` members (None: as many as the engines were started with) without those in `leaving`.
+        """Set the wanted size (None: the size the engines were started with) and the engines that must leave.
 
-        Takes effect at the next step: an attempt that is only being prepared is given up for it, one that is
-        being committed is ended first. To take it back, call it with what was wanted before.
+        Takes effect at the next step: an attempt that is being prepared is aborted for it, one that is being
+        committed is completed first. To revert it, call it with the former values.
         """
         self._size = size
         self._leaving = frozenset(leaving)
 
     def step(self, now: float) -> None:
-        """Do what is to be done now. To be called after events, and at `next_at`."""
+        """Advance the state machine. To be called after events, and at `next_at`."""
         self._next_at = self._ranks.give_up_silent(now, self._limits.silence_s)
-        # Each turn ends an attempt or begins one, and one that was just begun is not ended in the same step.
+        # The order ensures that an attempt that is begun in this step is not ended in the same step.
         if self.phase is Phase.COMMITTING:
             self._watch_commit(now)
         if self.phase is Phase.PREPARING:
@@ -184,19 +209,18 @@ class Formation:
             self._consider(now)
 
     def orders(self) -> dict[str, Order]:
-        """What each engine is to be told, and has not answered yet."""
+        """The order that each engine has not answered yet, by engine id."""
         return dict(self._orders)
 
     def next_at(self) -> float | None:
-        """When `step` is to be called if nothing happens before; None: only when something happens."""
+        """When to call `step` if there is no event before; None: only after an event."""
         return self._next_at
 
-    # Rules.
-
     def _consider(self, now: float) -> None:
-        """Begin an attempt if the group is not as it should be and there is nothing to wait for."""
+        """Begin an attempt if the group is not as wanted and there is nothing to wait for."""
         wanted = self._wanted()
-        # Engines that all leave do so together, as a generation of nobody: each steps until none needs it.
+        # If all engines leave, they leave together, as a generation without members: each steps until no
+        # other needs it.
         if self._is_as_wanted() or not (wanted or self._ranks.are_all_leaving):
             return
         wait_until = max(self._not_before, self._wait_until(wanted))
@@ -206,18 +230,19 @@ class Formation:
             self._look_again(wait_until)
 
     def _wait_until(self, wanted: tuple[str, ...]) -> float:
-        """Until when it is better to leave the group as it is. inf: until something happens."""
+        """The time before which the group should not be changed. inf: until there is an event."""
         ranks = self._ranks
         is_complete = len(wanted) >= self.target_size
         if not ranks.is_founded:
             return 0.0 if is_complete else float("inf")
-        # A coordinator that has just started waits for engines that it has not heard of yet.
+        # A coordinator that has just started waits for engines that have not registered with it yet.
         settled_at = 0.0 if len(ranks) >= self.target_size else self._settled_at
         broken_at = ranks.broken_at
         if broken_at is not None:
             is_missing = ranks.has_lost or ranks.generation > 0
             return max(settled_at, broken_at + self._limits.grace_s if is_missing else 0.0)
-        # Who is cut off from here only works on with the others, and they cannot change over without it.
+        # A member that is disconnected only from here still steps with the others, which cannot change over
+        # without it.
         if ranks.has_lost_formed:
             return float("inf")
         if is_complete or ranks.is_reduced:
@@ -291,11 +316,11 @@ class Formation:
     def _formed(self, attempt: _Attempt) -> None:
         self._rest()
         self.num_failures, self.last_failure = 0, ""
-        # A leaver that was cut off is told still, so that it does not wait for ever.
+        # Orders to leaving engines stay: one that was disconnected would otherwise wait for ever.
         self._orders = {id_: order for id_, order in self._orders.items() if id_ in attempt.leavers}
 
     def _give_up(self, attempt: _Attempt) -> None:
-        """End an attempt that is only being prepared; nobody has changed over."""
+        """Abort an attempt that is being prepared; no engine has changed over."""
         prepared = [id_ for id_ in attempt.epochs if self._is_same(attempt, id_)]
         self._rest()
         self._orders = {engine_id: Abort(attempt.generation) for engine_id in prepared}
@@ -316,8 +341,6 @@ class Formation:
         self.phase = Phase.RESTING
         self._attempt = None
 
-    # Reading the table.
-
     def _wanted(self) -> tuple[str, ...]:
         return self._ranks.candidates(self._leaving, self.target_size)
 
@@ -326,13 +349,13 @@ class Formation:
         return bool(formed) and tuple(formed) == self._wanted() and not self._ranks.is_reduced
 
     def _is_overtaken(self, attempt: _Attempt) -> bool:
-        """Whether a member is to leave now, or one that was to leave is to stay."""
+        """Whether a member of the attempt must now leave, or one of its leavers must now stay."""
         wanted = set(self._wanted())
         staying = {id_ for id_ in attempt.members if self._is_open(attempt, id_)}
         return not staying <= wanted or not wanted.isdisjoint(attempt.leavers)
 
     def _missing(self, engine_ids: Collection[str], now: float) -> str | None:
-        """One of these that has restarted, is gone, or was lost for longer than the grace."""
+        """The first of these engines that has restarted, is gone, or is lost for longer than the grace."""
         attempt = self._running()
         for engine_id in engine_ids:
             if not self._is_same(attempt, engine_id):
@@ -351,7 +374,7 @@ class Formation:
         return self._is_same(attempt, engine_id) and self._ranks.is_open(engine_id)
 
     def _have_all_left(self, attempt: _Attempt) -> bool:
-        """Whether nobody is to stay, and who was to leave is in no generation."""
+        """Whether the attempt has no members, and none of its leavers is in a generation."""
         still_in = (id_ for id_ in attempt.leavers if self._is_open(attempt, id_))
         return not attempt.members and not any(self._ranks.of(id_).generation for id_ in still_in)
 

@@ -1,4 +1,4 @@
-"""Where the engines of one lockstep group say that they stand. Knows no orders, no limits and no streams."""
+"""The reported state of the engines of one lockstep group. Knows no orders, no limits and no streams."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Who an engine of a lockstep group is, and where others meet it if it becomes rank 0."""
+    """Identity of an engine in a lockstep group, and the address others connect to if it becomes rank 0."""
 
     engine_id: str
     engine_epoch: int
-    dp_rank: int  # its place in the order; the rank in a generation is the index among the members
-    dp_size: int  # how many the engine was told that there are
+    dp_rank: int  # its position in the order; the rank in a generation is the index among the members
+    dp_size: int  # the group size that the engine was started with
     host: str
     store_port: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What an engine says of itself, in each report again.
+    """State of an engine; part of each of its reports.
 
-    generation: the one whose process group it is in; 0: none.  is_loaded: it holds what a member needs.
-    was_formed: it has been in some generation before.  is_leaving: it drains and will not stay.
+    generation: the one whose process group it is in; 0: none.  is_loaded: it is ready to be a member.
+    was_formed: it has been in some generation before.  is_leaving: it drains and will leave.
     """
 
     generation: int = 0
@@ -37,20 +37,20 @@ class RankReport:
 class _Entry:
     rank: Rank
     report: RankReport
-    lost_at: float | None = None  # its session is gone since then
-    loaded_at: float = 0.0  # when it was first loaded without having been in a generation
-    apart_at: float | None = None  # it has lost its generation then
+    lost_at: float | None = None  # when its session was lost
+    loaded_at: float = 0.0  # when it first reported to be loaded
+    apart_at: float | None = None  # when it lost its generation
 
 
 @dataclass(slots=True)
 class _Silence:
-    generation: int  # the one that the engine was in
+    generation: int  # the last one that the engine reported
     since: float
     is_given_up: bool = False
 
 
 class Ranks:
-    """The table of one group's engines. One is open while it has a session, else lost, until it is gone."""
+    """The engines of one group. An engine is open while it has a session, else lost, until it is gone."""
 
     def __init__(self) -> None:
         self.newest = 0  # greatest generation that any engine has ever reported
@@ -59,7 +59,7 @@ class Ranks:
         self._silent: dict[tuple[str, int], _Silence] = {}  # processes whose lease has ended
 
     def join(self, rank: Rank) -> None:
-        """An engine has registered. The same epoch is the same process; what it reported holds."""
+        """An engine has registered. The same epoch is the same process; its last report stays valid."""
         entry = self._entries.get(rank.engine_id)
         if entry is not None and entry.rank.engine_epoch == rank.engine_epoch:
             entry.rank, entry.lost_at = rank, None
@@ -72,13 +72,13 @@ class Ranks:
         self._entries[rank.engine_id] = _Entry(rank, RankReport())
 
     def report(self, engine_id: str, report: RankReport, now: float) -> None:
-        """Take in what an engine says. One that has not joined is not known."""
+        """Apply an engine's report; that of an engine that has not joined is ignored."""
         entry = self._entries.get(engine_id)
         if entry is None:
             return
         before = entry.report
         was_formed = report.was_formed or before.was_formed or report.generation > 0
-        # Nothing is unloaded, so nobody who can be a member stops to be able to.
+        # Engines never unload, so an engine that was loaded once stays loaded.
         is_loaded = report.is_loaded or before.is_loaded or was_formed
         entry.report = RankReport(report.generation, is_loaded, was_formed, report.is_leaving)
         self.newest = max(self.newest, report.generation)
@@ -90,13 +90,13 @@ class Ranks:
             entry.apart_at = now
 
     def lose(self, engine_id: str, now: float) -> None:
-        """The session of an engine is gone; it may well be alive."""
+        """The session of an engine is lost; the engine may still be alive."""
         entry = self._entries.get(engine_id)
         if entry is not None and entry.lost_at is None:
             entry.lost_at = now
 
     def leave(self, engine_id: str, now: float, *, has_ended: bool) -> None:
-        """An engine is no member any more. has_ended: its process is known to have ended, not only silent."""
+        """An engine is no longer a member. has_ended: its process is known to have ended, not only silent."""
         entry = self._entries.pop(engine_id, None)
         if entry is None:
             return
@@ -106,11 +106,11 @@ class Ranks:
             process = (engine_id, entry.rank.engine_epoch)
             self._silent[process] = _Silence(entry.report.generation, now)
         if not self._entries:
-            # That all are silent says more about the coordinator than about them.
+            # If all engines are silent, the fault is probably the coordinator's.
             self._silent.clear()
 
     def give_up_silent(self, now: float, patience_s: float) -> float | None:
-        """Take those for gone that are silent for so long; when to call it again, or None."""
+        """Treat engines silent for `patience_s` as gone; returns when to call it again, or None."""
         formed = self.generation
         for process, silence in list(self._silent.items()):
             if silence.generation < formed:
@@ -124,42 +124,40 @@ class Ranks:
         return len(self._entries)
 
     def find(self, engine_id: str) -> Rank | None:
-        """Who the engine of that id is, or None."""
         entry = self._entries.get(engine_id)
         return entry.rank if entry else None
 
     def of(self, engine_id: str) -> RankReport:
-        """What that engine said last; nothing, if it is not known."""
+        """The last report of an engine; an empty one if it is not known."""
         entry = self._entries.get(engine_id)
         return entry.report if entry else RankReport()
 
     def is_open(self, engine_id: str) -> bool:
-        """Whether that engine has a session."""
         entry = self._entries.get(engine_id)
         return entry is not None and entry.lost_at is None
 
     def lost_at(self, engine_id: str) -> float | None:
-        """Since when that engine has no session, or None."""
+        """When the engine lost its session, or None."""
         entry = self._entries.get(engine_id)
         return entry.lost_at if entry else None
 
     @property
     def size(self) -> int:
-        """How many engines the group was started with, as far as they know."""
+        """The group size that the engines were started with."""
         return max((entry.rank.dp_size for entry in self._entries.values()), default=0)
 
     @property
     def generation(self) -> int:
-        """The generation that stands: the one most engines report, of several the newest. 0: none.
+        """The current generation: the one that most engines report, the newest if several tie. 0: none.
 
-        Who is lost does not count, unless all are, which says more about the coordinator than about them.
+        Lost engines are not counted, unless all are lost: then the fault is probably the coordinator's.
         """
         entries = [entry for entry in self._entries.values() if entry.lost_at is None]
         return _most(entry.report.generation for entry in entries or self._entries.values())
 
     @property
     def formed(self) -> tuple[str, ...]:
-        """Who reports the generation that stands, or did before its session was lost, in order of rank."""
+        """The engines whose last report has the current generation, in order of rank."""
         generation = self.generation
         if not generation:
             return ()
@@ -169,7 +167,7 @@ class Ranks:
 
     @property
     def has_lost_formed(self) -> bool:
-        """Whether any of these has no session."""
+        """Whether any engine of `formed` has no session."""
         return not all(self.is_open(engine_id) for engine_id in self.formed)
 
     @property
@@ -179,10 +177,10 @@ class Ranks:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a member of the generation that stands has ended, though the others may not know it yet.
+        """Whether a member of the current generation has ended, though the others may not know it yet.
 
-        One that is silent for long is taken for ended here, and not in `reduced`: it may still work with the
-        others, who then change over only when it can.
+        One that has been silent for long counts as ended here, but not in `reduced`: it may still step with
+        the others, which then change over only when it can.
         """
         formed = self.generation
         given_up = (one.generation for one in self._silent.values() if one.is_given_up)
@@ -190,18 +188,18 @@ class Ranks:
 
     @property
     def are_all_leaving(self) -> bool:
-        """Whether each engine of the generation that stands has a session and says that it will not stay."""
+        """Whether each engine of the current generation has a session and reports that it leaves."""
         formed = self.formed
         return bool(formed) and all(self.is_open(id_) and self.of(id_).is_leaving for id_ in formed)
 
     @property
     def is_founded(self) -> bool:
-        """Whether any engine has been in a generation, so that the group need not be complete to go on."""
+        """Whether any engine has been in a generation; then the group may run without being complete."""
         return any(entry.report.was_formed for entry in self._entries.values())
 
     @property
     def broken_at(self) -> float | None:
-        """When the first of the engines that report no generation any more lost it. None: no engine did."""
+        """When the first engine lost its generation. None: no engine did."""
         return min(
             (
                 entry.apart_at
@@ -212,12 +210,15 @@ class Ranks:
         )
 
     def fresh_since(self, among: Iterable[str]) -> float:
-        """When the first of those engines that were in no generation yet was loaded; -inf: none is so."""
+        """When the first of those engines that were never in a generation was loaded; -inf: none."""
         entries = [self._entries[engine_id] for engine_id in among]
         return min((e.loaded_at for e in entries if not e.report.was_formed), default=float("-inf"))
 
     def candidates(self, leaving: Collection[str], limit: int) -> tuple[str, ...]:
-        """Who can be a member now, in order of rank: open, loaded, not leaving; who stands goes first."""
+        """The engines that can be members, in order of rank: open, loaded, not leaving.
+
+        Beyond `limit`, engines that have been in a generation are preferred.
+        """
         able = [
             engine_id
             for engine_id, entry in self._entries.items()
@@ -232,7 +233,7 @@ class Ranks:
         return self._ordered(able)
 
     def leavers(self, members: Collection[str]) -> tuple[str, ...]:
-        """Who has been in a generation, has a session and is not among those members, in order of rank."""
+        """The open engines that have been in a generation and are not in `members`, in order of rank."""
         return self._ordered(
             id_
             for id_, entry in self._entries.items()

@@ -1,8 +1,8 @@
-"""Who of a lockstep group has to be told to begin a wave. Knows no streams, no protos and no other rule.
+"""Decides which engines of a lockstep group must be started in a wave. Knows no streams and no protos.
 
-What a group does is what its engines say of themselves; nothing here runs ahead of it. An engine that has
-begun a wave asks, in every report, for the others until they have joined, so a start cannot be lost for good:
-not with a message, and not with a coordinator.
+The state of a group is what its engines report; nothing is assumed beyond that. An engine that has begun a
+wave requests the others in every report until they have joined, so a start is never lost for good, neither
+with a message nor with a coordinator.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# A start that was neither taken nor refused by then is sent again.
+# A start without an answer is sent again after this time.
 START_RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class WaveStatus:
-    """Where an engine says that it stands."""
+    """The wave state that an engine reports."""
 
     wave: int  # the one it runs, or the next
     is_running: bool
     asks: bool = False  # it waits in `wave` for the others
-    is_apart: bool = False  # it has no process group, so it can begin nothing
+    is_apart: bool = False  # it has no process group, so it cannot begin a wave
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine has to be told."""
+    """An order to one engine to begin a wave."""
 
     engine_id: str
     wave: int
-    exclude: tuple[str, ...]  # who runs already
+    exclude: tuple[str, ...]  # engines that run already
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,26 @@ class _SentStart:
 
 
 class Wave:
-    """The wave of one group: its number, whether it runs, and whom to start. `number` never falls."""
+    """The wave of one group: its number, whether it runs, and which engines to start.
+
+    `number` never decreases.
+    """
 
     def __init__(self) -> None:
-        self.number = 0  # of the wave that runs, or of the next; 0: no engine has said
+        self.number = 0  # of the wave that runs, or of the next; 0: no engine has reported one
         self._statuses: dict[str, WaveStatus] = {}
         self._sent_starts: dict[str, _SentStart] = {}
-        self._hinted: tuple[str, int] | None = (
-            None  # who was sent a request while nothing ran, and which wave
-        )
+        # The engine that got a request while no wave ran, and the wave it will begin.
+        self._hinted: tuple[str, int] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether any engine says that it is in a wave."""
         return any(status.is_running for status in self._statuses.values())
 
     def report(self, engine_id: str, status: WaveStatus) -> None:
-        """Take in where an engine stands."""
         self._statuses[engine_id] = status
         sent = self._sent_starts.get(engine_id)
-        # What it has taken it may have had to drop, with its process group: its word now counts for more.
+        # The engine may have dropped an accepted start together with its process group: its report wins.
         if sent is not None and sent.again_at == float("inf") and self._can_join(status, sent.wave):
             del self._sent_starts[engine_id]
         self.number = max(self.number, status.wave)
@@ -67,28 +67,27 @@ class Wave:
             self._hinted = None
 
     def leave(self, engine_id: str) -> None:
-        """Forget an engine that is no member any more."""
         self._statuses.pop(engine_id, None)
         self._sent_starts.pop(engine_id, None)
         if self._hinted is not None and self._hinted[0] == engine_id:
             self._hinted = None
 
     def reconnect(self, engine_id: str) -> None:
-        """An engine has another session: what it was told by the one before may be lost."""
+        """An engine has another session: a start that was sent in the one before may be lost."""
         self._sent_starts.pop(engine_id, None)
 
     def hint(self, engine_id: str, wave: int) -> None:
-        """A frontend has sent a request to `engine_id` and believes that `wave` is the next.
+        """A frontend has sent a request to `engine_id` and assumes that `wave` is the next one.
 
-        A hint that is late is nothing to go by: the engine that got the request asks for itself.
+        A late hint is ignored: the engine that got the request requests the others itself.
         """
         if engine_id in self._statuses and wave >= self.number and not self.is_running:
             self._hinted = (engine_id, self.number)
 
     def answer(self, engine_id: str, wave: int, *, is_taken: bool) -> None:
-        """An engine has taken a start, or refused it, which its reports will give the reason for.
+        """An engine has accepted a start, or refused it; its reports give the reason.
 
-        One that refuses is told again: what kept it may have passed before its next report.
+        A refused start is sent again: the obstacle may be gone before the engine's next report.
         """
         sent = self._sent_starts.get(engine_id)
         if is_taken and sent is not None and sent.wave == wave:
@@ -97,7 +96,7 @@ class Wave:
             self._hinted = None
 
     def due(self, now: float) -> list[Start]:
-        """Who has to be told now, each once until a while has passed without an answer."""
+        """The starts to send now. An unanswered one is due again after `START_RETRY_S`."""
         wanted = self._wanted()
         if wanted is None:
             self._sent_starts.clear()
@@ -112,21 +111,20 @@ class Wave:
         return starts
 
     def next_at(self) -> float | None:
-        """When `due` should be asked again if nothing comes before; None: only when something comes."""
+        """When to call `due` if there is no event before; None: only after an event."""
         waiting = [sent.again_at for sent in self._sent_starts.values() if sent.again_at != float("inf")]
         return min(waiting, default=None)
 
     def _wanted(self) -> int | None:
-        """The wave that somebody waits for: an engine by its own word first."""
-        # The wave that they ask for, not `number`: what one asked for before it told of the end of that wave
-        # must not begin the next.
+        """The wave to start: one that an engine requests, else one that was hinted."""
+        # The requested wave, not `number`: a request for a wave that has ended since must not begin the next.
         asked = max((status.wave for status in self._statuses.values() if status.asks), default=None)
         if asked is not None:
             return asked
         return self._hinted[1] if self._hinted is not None else None
 
     def _missing(self, wanted: int) -> Collection[str]:
-        """Who could be in that wave and is not. Who was hinted at begins it by itself, after the others."""
+        """The engines that can join that wave and are not in it."""
         return [
             engine_id
             for engine_id, status in sorted(self._statuses.items())

@@ -1,3 +1,3 @@
-"""Who is alive and how loaded: registry, loads, topology, publisher, and the sessions of engines and
-frontends. Must not know tokens.
+"""Which engines are alive, and their load: registry, load table, topology, publisher, and the sessions of
+engines and frontends. Must not know tokens.
 """

@@ -1,4 +1,4 @@
-"""How loaded each engine is, and when frontends are told. Knows no gRPC, no protos and no membership."""
+"""The load of each engine, and when it is published to frontends. Knows no gRPC, protos or membership."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ MIN_PUBLISH_INTERVAL_S = 0.1
 MIN_MEMBERS_INTERVAL_S = 0.01
 MAX_PUBLISH_INTERVAL_S = 5.0
 _EARLY_S = 0.0005
-_MAX_BURST = 8  # messages that may follow each other at once
+_MAX_BURST = 8  # messages that may be sent without pacing
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What routing wants to know of an engine, as its latest report has it."""
+    """Load of an engine from its latest report, as far as routing needs it."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_tokens: int = 0  # prompt tokens of waiting requests that no cache holds
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests that are not cached
     num_used_blocks: int = 0
     num_total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load with its place in the order of its engine's reports."""
+    """A load with its position in the order of its engine's reports."""
 
     engine_epoch: int
     seq: int  # grows with each report of a session
@@ -48,10 +48,10 @@ class LoadTable:
         self._entries: dict[str, _Entry] = {}
 
     def put(self, engine_id: str, report: LoadReport) -> bool:
-        """Take a report unless a newer one is here already; returns whether it was taken.
+        """Store a report unless a newer one is stored already; returns whether it was stored.
 
-        Newer is judged within a session by (seq, step number). Another epoch is another process and always
-        newer: that it is the current one is the registry's to know.
+        Within a session, reports are ordered by (seq, step number). Another epoch is another process and
+        always counts as newer: the registry checks that it is the current one.
         """
         entry = self._entries.get(engine_id)
         if entry is not None and entry.report.engine_epoch == report.engine_epoch:
@@ -67,9 +67,9 @@ class LoadTable:
         return True
 
     def restart_order(self, engine_id: str) -> None:
-        """Let the order begin anew, for an engine that opens another session in the same epoch.
+        """Reset the report order of an engine that opens another session in the same epoch.
 
-        Steps too: a number that somebody has told by mistake must not hide what the engine says later.
+        The step number is reset as well: a wrong one must not make all later reports look stale.
         """
         entry = self._entries.get(engine_id)
         if entry is not None:
@@ -93,9 +93,9 @@ class LoadTable:
 class PublishTimer:
     """When one subscriber gets its next message: at once for members and waves, soon for loads, else rarely.
 
-    Loads go out at whole intervals of the clock, to all subscribers at the same moment: what is made for one
-    of them then serves the others. After a few messages at once members too are told together, every 10 ms:
-    a fleet that comes or goes as one changes them a thousand times.
+    Loads are sent at whole intervals of the clock, to all subscribers at the same moment, so that one delta
+    serves all of them. After a burst of messages, changes of members are batched as well, every 10 ms: a
+    fleet that starts or stops as one changes them a thousand times.
     """
 
     def __init__(self, now: float) -> None:
@@ -120,5 +120,5 @@ class PublishTimer:
 
 
 def _next_tick(now: float) -> float:
-    # A timer may be early by as much, and the tick it was for is not to come twice.
+    # A timer may fire this much early; the same tick must not be returned twice.
     return (math.floor((now + _EARLY_S) / MIN_PUBLISH_INTERVAL_S) + 1) * MIN_PUBLISH_INTERVAL_S

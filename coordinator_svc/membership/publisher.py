@@ -1,4 +1,4 @@
-"""Tells one frontend what changed, in its own time. Keeps no queue: a late reader gets the newest."""
+"""Publishes topology changes to one frontend at its own pace. Has no queue: a slow reader gets the newest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from coordinator_svc.membership.topology import Seen, Topology
 from service_kit.clock import Clock
 from triptych.coordinator.v1 import coordinator_pb2
 
-# A frontend that is slow to ack gets its next message after this all the same: acks pace, they do not guard.
+# A frontend that is slow to ack still gets its next message after this time: acks only pace the messages.
 _ACK_PATIENCE_S = 1.0
-# A frontend that refuses whatever it gets is sent a snapshot so often at most.
+# The least time between snapshots for a frontend that refuses every message.
 _SNAPSHOT_INTERVAL_S = 1.0
 
 
 class ChangeSignal:
-    """Wakes whoever waits for a change of the topology.
+    """Wakes tasks that wait for a change of the topology.
 
-    Loads change thousands of times a second, so they wake only those who have not heard yet that they did.
+    Loads change thousands of times a second, so a task that already knows of a change of loads can leave
+    those out of its wait.
     """
 
     def __init__(self) -> None:
@@ -28,13 +29,13 @@ class ChangeSignal:
         self._urgent = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake all who wait now."""
+        """Wake all waiting tasks."""
         self._urgent.set()
         self._urgent = asyncio.Event()
         self.notify_loads()
 
     def notify_loads(self) -> None:
-        """Wake those who wait for whatever changes: nothing but loads has."""
+        """Only loads have changed: wake the tasks that wait for any change."""
         self._any.set()
         self._any = asyncio.Event()
 
@@ -56,19 +57,19 @@ class Publisher:
         self._snapshot_at = 0.0
 
     def take_ack(self, nonce: int) -> None:
-        """Note that the frontend has taken in the message of that nonce."""
+        """The frontend has applied the message with that nonce."""
         self._acked = max(self._acked, nonce)
         self._ack_came.set()
 
     def take_nack(self, nonce: int) -> None:
-        """Note that the frontend could not take in that message, so that its next one is a snapshot."""
+        """The frontend could not apply the message with that nonce; its next message is a snapshot."""
         self._is_refused = True
         self.take_ack(nonce)
 
     async def run(
         self, write: Callable[[coordinator_pb2.FrontendSessionResponse], Awaitable[None]], *, delay_s: float
     ) -> None:
-        """Send the snapshot after `delay_s`, then whatever changes, until cancelled."""
+        """Send a snapshot after `delay_s`, then the changes, until cancelled."""
         await asyncio.sleep(delay_s)
         timer = PublishTimer(self._clock.now())
         seen: Seen | None = None

@@ -1,4 +1,4 @@
-"""Who is there: engines as members with a state and a lease. Knows no gRPC, no protos and no loads."""
+"""Registered engines as members with a state and a lease. Knows no gRPC, no protos and no loads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MAX_MEMBERS = 4096
 
 
 class MemberState(Enum):
-    """Where an engine stands in its life. A lost session is not a state: see `Member.is_reporting`."""
+    """Lifecycle of an engine. A lost session is not a state: see `Member.is_reporting`."""
 
     JOINING = "joining"  # registered, still loading
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes its requests, accepts no new ones
     GONE = "gone"
 
 
 _TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
     MemberState.JOINING: frozenset({MemberState.READY, MemberState.DRAINING, MemberState.GONE}),
     MemberState.READY: frozenset({MemberState.DRAINING, MemberState.GONE}),
-    # Back to READY where it was to leave a group, and that was taken back.
+    # Back to READY when a scale-down that included the engine was cancelled.
     MemberState.DRAINING: frozenset({MemberState.READY, MemberState.GONE}),
     MemberState.GONE: frozenset(),
 }
@@ -31,18 +31,18 @@ _TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What an engine says of itself when it registers."""
+    """What an engine declares when it registers."""
 
     engine_id: str
-    engine_epoch: int  # random at process start: tells a restarted engine from the one before
+    engine_epoch: int  # random at process start: distinguishes a restarted engine from the one before
     endpoint: str  # "host:port" that frontends dial
     dp_group: str = ""
     dp_rank: int = 0
     dp_size: int = 1
     is_lockstep: bool = False
-    parallel_config_hash: str = ""  # "": no lockstep, or not loaded so far that it is known
-    num_kv_blocks: int = 0  # 0: not loaded so far that it is known
-    facts: bytes = b""  # all of what it said, passed on to frontends unread
+    parallel_config_hash: str = ""  # "": no lockstep, or not known yet while the engine loads
+    num_kv_blocks: int = 0  # 0: not known yet while the engine loads
+    facts: bytes = b""  # the whole registration message, passed on to frontends unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Member:
     """One engine as the coordinator sees it now. Immutable: the registry replaces it on every change."""
 
     registration: Registration
-    session_id: int | None  # None: its session is lost, it is unreported but may well be alive
+    session_id: int | None  # None: the session is lost; the engine may still be alive
     version: int  # the registry's version when this member last changed
     state: MemberState = MemberState.JOINING
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a session is open; False is UNREPORTED, still routable for whoever reaches the engine."""
+        """Whether a session is open; False is UNREPORTED, which frontends may still route to."""
         return self.session_id is not None
 
     def move_to(self, state: MemberState, version: int) -> Member:
@@ -93,9 +93,9 @@ class EngineRegistry:
         """Enter an engine, or let one that lost its session continue, and start its lease.
 
         The same epoch is the same process: its newest session replaces an older one, which may be half open.
-        Another epoch takes the place of an engine whose session is lost, since that engine has restarted,
-        and is refused with AlreadyExists while the place is held by a live one. An engine that cannot step
-        together with the others of its group is refused with FailedPrecondition.
+        Another epoch replaces an engine whose session is lost, since that engine has restarted, and is
+        refused with AlreadyExists while the session of the earlier process is open. An engine whose parallel
+        configuration differs from that of its group is refused with FailedPrecondition.
         """
         rivals = self._rivals(registration)
         for rival in rivals:
@@ -145,7 +145,7 @@ class EngineRegistry:
         return moved
 
     def lose_session(self, engine_id: str, session_id: int) -> None:
-        """Note that a session ended without goodbye. Its engine stays a member until the lease ends."""
+        """A session ended without goodbye. Its engine stays a member until the lease ends."""
         member = self._members.get(engine_id)
         if member is not None and member.session_id == session_id:
             self.version += 1
@@ -159,7 +159,7 @@ class EngineRegistry:
             self._forget(engine_id)
 
     def evict(self, engine_id: str) -> Member | None:
-        """Forget an engine whatever it does, and return what it was; its next report is refused."""
+        """Forget an engine unconditionally and return its last state; its next report is refused."""
         member = self._members.get(engine_id)
         if member is not None:
             self.version += 1
@@ -169,8 +169,9 @@ class EngineRegistry:
     def expire(self) -> list[Member]:
         """Forget the members whose lease has ended, and return them as GONE.
 
-        To be called several times in a lease. When the last call lies half a lease back, the coordinator was
-        stopped, not the engines: their renewals wait unread, so every lease is longer by that gap.
+        To be called several times in a lease. When the last call is more than half a lease ago, the
+        coordinator was suspended, not the engines: their renewals are still unread, so every lease is
+        extended by that gap.
         """
         now = self.clock.now()
         gap_s = now - self._expired_at
@@ -187,7 +188,7 @@ class EngineRegistry:
         return gone
 
     def _rivals(self, registration: Registration) -> list[Member]:
-        """Members of another process that stand where this engine wants to."""
+        """Members of other processes that have the engine id or the rank of this registration."""
         return [
             member
             for member in self._members.values()
@@ -197,7 +198,7 @@ class EngineRegistry:
         ]
 
     def _check_parallel_config(self, registration: Registration, rivals: list[Member]) -> None:
-        """Raise FailedPrecondition where a member of the same group would compute something else."""
+        """Raise FailedPrecondition if a member of the same group has another parallel configuration."""
         for member in self._members.values():
             held = member.registration
             is_other = held.engine_id != registration.engine_id and member not in rivals
@@ -229,7 +230,7 @@ def _differ(held: Registration, registration: Registration) -> bool:
     if not held.is_lockstep and not registration.is_lockstep:
         return False
     if any(one.dp_size == 1 and not one.is_lockstep for one in (held, registration)):
-        # It stands alone, whatever group it names, or leaves unnamed.
+        # An engine with dp_size 1 and without lockstep is independent, whatever group it names.
         return False
     hashes = {held.parallel_config_hash, registration.parallel_config_hash}
     return held.is_lockstep != registration.is_lockstep or ("" not in hashes and len(hashes) == 2)

@@ -1,4 +1,7 @@
-"""The sessions of engines and frontends: streams in, topology out. Knows no rule of membership."""
+"""Sessions of engines and frontends: reads their streams, writes commands and topology changes.
+
+Knows no rule of membership.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,14 @@ TopologyResponse: TypeAlias = coordinator_pb2.GetTopologyResponse
 
 _HANDSHAKE_S = 10.0
 MAX_FRONTENDS = 1024
-# Groups are looked at so often even if nothing seems to be due.
+# Groups are stepped at least this often, even if nothing is due.
 _MAX_STEP_INTERVAL_S = 0.5
+MAX_MESSAGES_PER_S = 1000
+_BURST = 2 * MAX_MESSAGES_PER_S
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Takes in what engines report and tells frontends. All of its state lives in one event loop."""
+    """Applies engines' reports and publishes to frontends. All of its state lives in one event loop."""
 
     def __init__(
         self, topology: Topology, clock: Clock, *, lease_s: float, max_frontends: int = MAX_FRONTENDS
@@ -64,7 +69,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def EngineSession(
         self, request_iterator: AsyncIterator[EngineRequest], context: EngineContext
     ) -> None:
-        """An engine's membership, from its registration to the end of its stream."""
+        """One engine's membership, from its registration to the end of its stream."""
         await _first_to_end(self._serve_engine(request_iterator, context), self._until_closing())
 
     async def FrontendSession(
@@ -78,20 +83,19 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         request: TopologyRequest,
         context: grpc.aio.ServicerContext[TopologyRequest, TopologyResponse],
     ) -> TopologyResponse:
-        """Everything the coordinator knows now."""
         return TopologyResponse(topology=self._topology.snapshot())
 
     async def expire_leases(self) -> None:
-        """Forget engines whose lease has ended, for ever, several times a lease."""
+        """Forget engines whose lease has ended; checks several times a lease, until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 6)
             for member in self._topology.expire():
-                fields = {"engine_id": member.registration.engine_id, "cause": "lease ended"}
+                fields = {"engine_id": member.registration.engine_id, "cause": "lease expired"}
                 logger.warning("engine gone", extra=fields)
                 self.signal.notify()
 
     async def step_groups(self) -> None:
-        """Tell engines of lockstep groups what is due by time, for ever."""
+        """Step the lockstep groups when something is due, until cancelled."""
         while True:
             next_at = self._topology.groups.next_at()
             wait_s = _MAX_STEP_INTERVAL_S if next_at is None else next_at - self._clock.now()
@@ -101,7 +105,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             self._publish_changes(version)
 
     async def close(self) -> None:
-        """End all sessions, so that engines and frontends look for the next coordinator."""
+        """End all sessions, so that engines and frontends reconnect to the next coordinator."""
         self._closing.set()
 
     async def _serve_engine(self, requests: AsyncIterator[EngineRequest], context: EngineContext) -> None:
@@ -210,7 +214,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise FailedPrecondition(f"engine {engine_id} has reported FAILED and is no member any more")
 
     def _publish_changes(self, version: int) -> None:
-        """Wake those whom a change since that version of the topology concerns."""
+        """Wake the publishers if the topology has changed since `version`, and update the timer."""
         if self._topology.version != version:
             self.signal.notify()
         self._set_timer()
@@ -231,7 +235,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case "ack":
                     self._take_ack(session_id, request.ack, publisher)
                 case "in_flight":
-                    self._take_in_flight(session_id, request.in_flight)
+                    frontend = self._topology.frontends[session_id]
+                    frontend.num_in_flight = request.in_flight.num_requests
                 case "first_request_while_paused":
                     version = self._topology.version
                     check_hint(request.first_request_while_paused)
@@ -248,12 +253,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         logger.warning("message refused", extra={"frontend_id": frontend_id, "cause": ack.error.message})
         publisher.take_nack(ack.nonce)
 
-    def _take_in_flight(self, session_id: int, in_flight: coordinator_pb2.FrontendInFlight) -> None:
-        self._topology.frontends[session_id].num_in_flight = in_flight.num_requests
-
     def _wait_before_snapshot_s(self, register: coordinator_pb2.FrontendRegistration) -> float:
-        # A frontend that knew an earlier coordinator keeps what it knows until the engines have had the time
-        # of a lease to register here: a snapshot without them would look as if they were gone.
+        # A frontend that knew an earlier coordinator keeps its topology until the engines have had a lease to
+        # register here: in a snapshot without them they would seem to be gone.
         if register.known_coordinator_epoch in (0, self._topology.coordinator_epoch):
             return 0.0
         return max(0.0, self._rebuilt_at - self._clock.now())
@@ -263,8 +265,58 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         raise Unavailable("the coordinator stops")
 
 
+class EngineWriter:
+    """The only writer of an engine's session. Holds the latest answer; commands are queued in `Commands`."""
+
+    def __init__(self, commands: Commands, engine_id: str, session_id: int) -> None:
+        self._commands = commands
+        self._engine_id = engine_id
+        self._session_id = session_id
+        self._registered: coordinator_pb2.Registered | None = None
+        self._has_news = asyncio.Event()
+
+    def answer(self, registered: coordinator_pb2.Registered) -> None:
+        """Answer a registration; the answer is written before any command."""
+        self._registered = registered
+        self._has_news.set()
+
+    def wake(self) -> None:
+        self._has_news.set()
+
+    async def run(self, write: Callable[[coordinator_pb2.EngineSessionResponse], Awaitable[None]]) -> None:
+        """Write answers and commands until cancelled."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            registered, self._registered = self._registered, None
+            if registered is not None:
+                await write(coordinator_pb2.EngineSessionResponse(registered=registered))
+            for command in self._commands.take_unsent(self._engine_id, self._session_id):
+                await write(coordinator_pb2.EngineSessionResponse(command=command))
+
+
+class RateLimit:
+    """Ends a session that sends more than a thousand messages a second for longer than a burst."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_left = float(_BURST)
+        self._taken_at = clock.now()
+
+    def take(self) -> None:
+        """Count one message; raises ResourceExhausted when there were too many."""
+        now = self._clock.now()
+        self._num_left = min(_BURST, self._num_left + (now - self._taken_at) * MAX_MESSAGES_PER_S)
+        self._taken_at = now
+        if self._num_left < 1:
+            raise ResourceExhausted(
+                f"a session may send {MAX_MESSAGES_PER_S} messages a second", retry_after_ms=1000
+            )
+        self._num_left -= 1
+
+
 async def _first_to_end(*work: Coroutine[None, None, None]) -> None:
-    """Run `work` side by side until one of it ends, then end the rest. Raises what that one raised."""
+    """Run `work` concurrently until one part ends, then cancel the rest. Raises what that part raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -286,60 +338,5 @@ async def _first(requests: AsyncIterator[T]) -> T:
 
 
 def _log_ignored(kind: str | None) -> None:
-    # A message of a newer contract.
+    # A message of a newer protocol version.
     logger.info("message ignored", extra={"kind": kind or "unknown"})
-
-
-class EngineWriter:
-    """The one writer of a session. Keeps the newest answer and no queue: commands wait in `Commands`."""
-
-    def __init__(self, commands: Commands, engine_id: str, session_id: int) -> None:
-        self._commands = commands
-        self._engine_id = engine_id
-        self._session_id = session_id
-        self._registered: coordinator_pb2.Registered | None = None
-        self._has_news = asyncio.Event()
-
-    def answer(self, registered: coordinator_pb2.Registered) -> None:
-        """Answer a registration, before any command that comes after it."""
-        self._registered = registered
-        self._has_news.set()
-
-    def wake(self) -> None:
-        """There are commands to be sent."""
-        self._has_news.set()
-
-    async def run(self, write: Callable[[coordinator_pb2.EngineSessionResponse], Awaitable[None]]) -> None:
-        """Write what there is to write, until cancelled."""
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            registered, self._registered = self._registered, None
-            if registered is not None:
-                await write(coordinator_pb2.EngineSessionResponse(registered=registered))
-            for command in self._commands.take_unsent(self._engine_id, self._session_id):
-                await write(coordinator_pb2.EngineSessionResponse(command=command))
-
-
-MAX_MESSAGES_PER_S = 1000
-_BURST = 2 * MAX_MESSAGES_PER_S
-
-
-class RateLimit:
-    """Ends a session that floods: more than a thousand messages a second for longer than a burst."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._num_left = float(_BURST)
-        self._taken_at = clock.now()
-
-    def take(self) -> None:
-        """Count one message; raises ResourceExhausted when there were too many."""
-        now = self._clock.now()
-        self._num_left = min(_BURST, self._num_left + (now - self._taken_at) * MAX_MESSAGES_PER_S)
-        self._taken_at = now
-        if self._num_left < 1:
-            raise ResourceExhausted(
-                f"a session may send {MAX_MESSAGES_PER_S} messages a second", retry_after_ms=1000
-            )
-        self._num_left -= 1

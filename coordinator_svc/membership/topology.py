@@ -1,4 +1,4 @@
-"""Everything the coordinator knows, and what one frontend has not heard of it yet. Knows no streams."""
+"""All that the coordinator knows, and the delta that a frontend has not received. Knows no streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from coordinator_svc.data_parallel.commands import Commands
-from coordinator_svc.data_parallel.groups import Groups
+from coordinator_svc.data_parallel.lockstep_groups import LockstepGroups
 from coordinator_svc.membership.load import LoadTable
 from coordinator_svc.membership.registry import EngineRegistry, Member, MemberState
 from coordinator_svc.wire.convert import (
@@ -22,93 +22,21 @@ from coordinator_svc.wire.number_limits import check_report
 from service_kit.errors import FailedPrecondition
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
-MAX_REPORTS_PER_S = 2000
-MIN_INTERVAL_S = 0.1  # what engines do by themselves
-# So much room is left at each change, so that the next engine that comes or goes does not change it again.
-_ROOM = 1.25
-
-
-class ReportInterval:
-    """The interval for as many engines as there are. max_s: what it is never longer than, for the leases."""
-
-    def __init__(self, *, max_s: float) -> None:
-        self.seconds = MIN_INTERVAL_S
-        self._max_s = max(max_s, MIN_INTERVAL_S)
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is what engines do without being told."""
-        return self.seconds == MIN_INTERVAL_S
-
-    def follow(self, num_engines: int) -> bool:
-        """Note how many engines there are; returns whether they have to be told another interval."""
-        least_s = num_engines / MAX_REPORTS_PER_S
-        if least_s <= self.seconds < _ROOM * _ROOM * least_s:
-            return False
-        before, self.seconds = self.seconds, min(max(_ROOM * least_s, MIN_INTERVAL_S), self._max_s)
-        return self.seconds != before
-
-
 logger = logging.getLogger(__name__)
 
 MAX_NOTED = 4096
-
-
-class EpochCheck:
-    """Refuses those who have heard of a later coordinator; they come again until their claim has lapsed."""
-
-    def __init__(self, own_epoch: int) -> None:
-        self.num_refused = 0
-        self._own_epoch = own_epoch
-        self._noted: OrderedDict[str, int] = OrderedDict()  # with the epoch that each knew
-
-    def check(self, who: str, known: int) -> None:
-        """Raise FailedPrecondition where `who` knows of a later epoch than this coordinator's."""
-        if known <= self._own_epoch:
-            self._noted.pop(who, None)
-            return
-        self.num_refused += 1
-        # Once, as they ask every second.
-        if self._noted.get(who) != known:
-            self._note(who, known)
-            fields = {"who": who, "epoch": known, "own_epoch": self._own_epoch}
-            logger.error("a newer coordinator is known", extra=fields)
-        raise FailedPrecondition(
-            f"{who} knows coordinator epoch {known}, this coordinator has {self._own_epoch}: it is taken here"
-            " when it has not heard of the other one for the time of a lease",
-            reason="STALE_COORDINATOR",
-        )
-
-    def _note(self, who: str, known: int) -> None:
-        self._noted[who] = known
-        self._noted.move_to_end(who)
-        while len(self._noted) > MAX_NOTED:
-            self._noted.popitem(last=False)
-
-
 _MAX_EVICTED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a frontend was told last. The next delta is the difference to now, whatever came in between."""
-
-    engine_ids: frozenset[str]
-    members_version: int
-    waves_version: int
-    loads_version: int
-
-    @property
-    def versions(self) -> tuple[int, int, int]:
-        """What tells it from others of the same topology."""
-        return self.members_version, self.waves_version, self.loads_version
+MAX_REPORTS_PER_S = 2000
+MIN_INTERVAL_S = 0.1  # the engines' default
+# Headroom at each change, so that the next engine that joins or leaves does not change the interval again.
+_ROOM = 1.25
 
 
 class Topology:
-    """Members with their loads, their lockstep groups, and the frontends that listen.
+    """Members with their loads, their lockstep groups, and the connected frontends.
 
-    Soft state: registrations and reports refill it. coordinator_epoch: the time of the start in ns, so that
-    generations and command ids that are derived from it are above those of every coordinator before.
+    Soft state: registrations and reports rebuild it. coordinator_epoch: the start time in ns, so that
+    generations and command ids that are derived from it are above those of every earlier coordinator.
     """
 
     def __init__(self, registry: EngineRegistry, *, coordinator_epoch: int) -> None:
@@ -116,7 +44,7 @@ class Topology:
         self.epoch_check = EpochCheck(coordinator_epoch)
         self.frontends: dict[int, member_pb2.FrontendMember] = {}  # by session id
         self.commands = Commands(first_id=coordinator_epoch)
-        self.groups = Groups(
+        self.groups = LockstepGroups(
             self.commands,
             registry.clock,
             first_generation=max(1, coordinator_epoch // 1_000_000),
@@ -124,12 +52,12 @@ class Topology:
         )
         self._registry = registry
         self._loads = LoadTable()
-        # Whatever changes, an engine reports three times in a lease: two renewals may be lost.
+        # An engine reports at least three times in a lease, so that two renewals may be lost.
         self._report_interval = ReportInterval(max_s=registry.lease_s / 3)
         self._seen = Seen(frozenset(), 0, 0, 0)
-        # What has changed since somebody was told last; it holds for the present versions only.
+        # The delta from each earlier `Seen.versions` to the present versions; cleared when these change.
         self._deltas: dict[tuple[int, int, int], coordinator_pb2.TopologyDelta] = {}
-        self._evicted: OrderedDict[tuple[str, int], str] = OrderedDict()  # processes, with the reason
+        self._evicted: OrderedDict[tuple[str, int], str] = OrderedDict()  # reason by (engine id, epoch)
 
     @property
     def version(self) -> int:
@@ -152,7 +80,7 @@ class Topology:
         return self._loads.version
 
     def register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> Member:
-        """Enter an engine under a session, or note its new facts if the session has it already."""
+        """Register an engine under a session, or update its facts if the session has it already."""
         registration = to_registration(message)
         self._check_evicted(message)
         if message.lockstep:
@@ -168,24 +96,24 @@ class Topology:
         return member
 
     def greet(self, engine_id: str) -> None:
-        """An engine has a session, in which nothing was told yet: so far it reports as often as all may."""
+        """Send the report interval to an engine with a new session, unless it is the default."""
         if not self._report_interval.is_default:
             self.commands.put(engine_id, to_interval_command(self._report_interval.seconds))
         self._pace_reports()
 
     def join_group(self, message: member_pb2.EngineRegistration) -> None:
-        """Enter a registered engine into its lockstep group, if it says so."""
+        """Add a registered engine to its lockstep group; one without lockstep leaves any group."""
         if message.lockstep:
             self.groups.join(message)
         else:
             self.groups.leave(message.engine_id, has_ended=False)
 
     def take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> Member:
-        """Renew an engine's lease, note its state, and its load unless a newer one is known."""
+        """Renew an engine's lease and store its state, and its load unless a newer one is known."""
         before = self._registry.find(engine_id)
         if before is None:
             raise FailedPrecondition(
-                f"the lease of engine {engine_id} has ended: register again", reason="LEASE_ENDED"
+                f"the lease of engine {engine_id} has expired: register again", reason="LEASE_ENDED"
             )
         check_report(report)
         if before.registration.is_lockstep:
@@ -196,13 +124,13 @@ class Topology:
             self._forget(engine_id, has_ended=True)
             return member
         self.groups.report(engine_id, report)
-        # A load of another epoch was measured by another process.
+        # A load with another epoch was measured by another process.
         if report.load.engine_epoch == member.registration.engine_epoch:
             self._loads.put(engine_id, to_load_report(report))
         return member
 
     def lose_engine(self, engine_id: str, session_id: int) -> None:
-        """Note that an engine's session ended without goodbye."""
+        """An engine's session ended without goodbye."""
         member = self._registry.find(engine_id)
         if member is not None and member.session_id == session_id:
             self._registry.lose_session(engine_id, session_id)
@@ -215,7 +143,7 @@ class Topology:
             self._forget(engine_id, has_ended=True)
 
     def evict_engine(self, engine_id: str, reason: str) -> int:
-        """End a membership, for this process of that id for good; returns the version without it."""
+        """Remove an engine; its process cannot register again. Returns the version without it."""
         member = self._registry.evict(engine_id)
         if member is not None:
             self._evicted[(engine_id, member.registration.engine_epoch)] = reason
@@ -225,12 +153,12 @@ class Topology:
         return self.version
 
     def num_in_flight(self, engine_id: str) -> int:
-        """How many requests an engine has, by its newest report; 0 where it has told none."""
+        """How many requests an engine has, by its newest report; 0 without a report."""
         report = self._loads.find(engine_id)
         return 0 if report is None else report.load.num_running + report.load.num_waiting
 
     def take_result(self, engine_id: str, result: command_pb2.CommandResult) -> None:
-        """Take in an engine's answer to a command."""
+        """Apply an engine's answer to a command."""
         if self.commands.take_result(engine_id, result):
             self.groups.answered(engine_id)
 
@@ -238,7 +166,7 @@ class Topology:
         """Forget the members whose lease has ended, and return them."""
         gone = self._registry.expire()
         for member in gone:
-            # It is silent, which does not say for sure that it has ended.
+            # An expired lease does not mean that the process has ended.
             self._forget(member.registration.engine_id, has_ended=False)
         return gone
 
@@ -254,7 +182,7 @@ class Topology:
         )
 
     def seen(self) -> Seen:
-        """What somebody has seen who is told everything now."""
+        """The state of a frontend that has received everything up to now."""
         engine_ids = self._seen.engine_ids
         if self._seen.members_version != self.members_version:
             engine_ids = frozenset(member.registration.engine_id for member in self._registry.members())
@@ -265,11 +193,11 @@ class Topology:
         return self._seen
 
     def is_changed_since(self, seen: Seen) -> bool:
-        """Whether members or waves have changed, which nobody is to wait for."""
+        """Whether members or waves have changed; such changes are published without delay."""
         return (self.members_version, self.groups.version) != (seen.members_version, seen.waves_version)
 
     def delta(self, seen: Seen) -> coordinator_pb2.TopologyDelta:
-        """What changed since `seen`; the same message, not to be changed, for all who have seen the same."""
+        """What changed since `seen`. Shared by all frontends with equal `seen`: do not modify."""
         self.seen()
         if seen.versions not in self._deltas:
             self._deltas[seen.versions] = self._delta(seen)
@@ -329,9 +257,80 @@ class Topology:
                 self.commands.put(member.registration.engine_id, command)
 
     def _is_same_process(self, earlier: Member) -> bool:
-        """Whether the engine that `earlier` was is still the member of that id."""
+        """Whether the process of `earlier` is still the member of that id."""
         now = self._registry.find(earlier.registration.engine_id)
         return now is not None and now.registration.engine_epoch == earlier.registration.engine_epoch
 
     def _member(self, member: Member) -> member_pb2.EngineMember:
         return from_member(member, self._loads.find(member.registration.engine_id))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The versions that a frontend has received. Its next delta is the difference from these to now."""
+
+    engine_ids: frozenset[str]
+    members_version: int
+    waves_version: int
+    loads_version: int
+
+    @property
+    def versions(self) -> tuple[int, int, int]:
+        return self.members_version, self.waves_version, self.loads_version
+
+
+class ReportInterval:
+    """The report interval by number of engines. max_s: its upper limit, which the lease sets."""
+
+    def __init__(self, *, max_s: float) -> None:
+        self.seconds = MIN_INTERVAL_S
+        self._max_s = max(max_s, MIN_INTERVAL_S)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the engines' default, which needs no command."""
+        return self.seconds == MIN_INTERVAL_S
+
+    def follow(self, num_engines: int) -> bool:
+        """Adapt to the number of engines; returns whether the interval has changed."""
+        least_s = num_engines / MAX_REPORTS_PER_S
+        if least_s <= self.seconds < _ROOM * _ROOM * least_s:
+            return False
+        before, self.seconds = self.seconds, min(max(_ROOM * least_s, MIN_INTERVAL_S), self._max_s)
+        return self.seconds != before
+
+
+class EpochCheck:
+    """Refuses sessions of engines and frontends that know a later coordinator.
+
+    They retry until a lease has passed without contact with the other coordinator.
+    """
+
+    def __init__(self, own_epoch: int) -> None:
+        self.num_refused = 0
+        self._own_epoch = own_epoch
+        self._logged: OrderedDict[str, int] = OrderedDict()  # the logged epoch by sender
+
+    def check(self, sender: str, known: int) -> None:
+        """Raise FailedPrecondition if `sender` knows a later epoch than this coordinator's."""
+        if known <= self._own_epoch:
+            self._logged.pop(sender, None)
+            return
+        self.num_refused += 1
+        # Senders retry every second; log each epoch once.
+        if self._logged.get(sender) != known:
+            self._mark_logged(sender, known)
+            # The field `who` is an alias of `sender` for one release.
+            fields = {"sender": sender, "who": sender, "epoch": known, "own_epoch": self._own_epoch}
+            logger.error("a newer coordinator is known", extra=fields)
+        raise FailedPrecondition(
+            f"{sender} knows coordinator epoch {known}, this coordinator has {self._own_epoch}:"
+            " it is accepted here after a lease without contact with the other one",
+            reason="STALE_COORDINATOR",
+        )
+
+    def _mark_logged(self, sender: str, known: int) -> None:
+        self._logged[sender] = known
+        self._logged.move_to_end(sender)
+        while len(self._logged) > MAX_NOTED:
+            self._logged.popitem(last=False)

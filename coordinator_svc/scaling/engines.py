@@ -1,4 +1,4 @@
-"""The members as scaling sees them: groups out of the registry, commands to single engines."""
+"""The registry and topology as scaling needs them: snapshots of groups, and commands to single engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from coordinator_svc.data_parallel.formation import Formation, Phase
 from coordinator_svc.membership.registry import EngineRegistry, Member
 from coordinator_svc.membership.topology import Topology
-from coordinator_svc.scaling.group import Formed, Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from service_kit.errors import DeadlineExceeded, Unavailable
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import command_pb2
@@ -17,20 +17,19 @@ _ANSWER_S = 5.0
 
 
 class MemberEngines:
-    """What there is to know of the members, and what can be done to them."""
+    """Implements `Engines` of the scaling service on the registry and the topology."""
 
     def __init__(self, registry: EngineRegistry, topology: Topology) -> None:
         self._registry = registry
         self._topology = topology
-        self._waiting: dict[str, set[asyncio.Future[str]]] = {}  # who waits for that engine to take a drain
+        self._waiting: dict[str, set[asyncio.Future[str]]] = {}  # callers of `drain` by engine id
 
     def find(self, engine_id: str) -> GroupEngine | None:
-        """The engine of that id, or None."""
         member = self._registry.find(engine_id)
         return None if member is None else _engine(member)
 
     def groups(self) -> Mapping[str, Group]:
-        """Every group that has a member. One that stands alone is no rank of a lockstep group."""
+        """Every group that has a member. An independent engine is not a rank of a lockstep group."""
         members = self._registry.members()
         lockstep = {one.registration.dp_group for one in members if one.registration.is_lockstep}
         engines: dict[str, list[GroupEngine]] = {}
@@ -43,24 +42,24 @@ class MemberEngines:
         return {name: Group(name, tuple(ranks), formed.get(name)) for name, ranks in engines.items()}
 
     def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
-        """Have so many ranks of a lockstep group step together, without those that leave."""
+        """Set the wanted size of a lockstep group, and the engines that must leave it."""
         self._topology.groups.resize(group, size, leaving)
 
     def num_in_flight(self, engine_id: str) -> int:
-        """How many requests that engine has, by its newest report."""
+        """How many requests the engine has, by its newest report."""
         return self._topology.num_in_flight(engine_id)
 
     def evict(self, engine_id: str, reason: str) -> int:
-        """End a membership, for this process of that id for good; the version without it."""
+        """Remove an engine; its process cannot register again. Returns the topology version without it."""
         return self._topology.evict_engine(engine_id, reason)
 
     async def drain(self, engine_id: str, deadline_s: float) -> str:
-        """Tell an engine to drain; why it refuses, or nothing. Of several deadlines the latest told holds.
+        """Command an engine to drain; returns why it refuses, or "". The last deadline sent applies.
 
-        Raises Unavailable at once where it has no session, DeadlineExceeded where it does not answer.
+        Raises Unavailable at once if it has no session, DeadlineExceeded if it does not answer.
         """
         if not self._topology.commands.has_session(engine_id):
-            raise Unavailable(f"engine {engine_id} has no session: it cannot be told to drain")
+            raise Unavailable(f"engine {engine_id} has no session: it cannot be drained")
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(engine_id, set())
         waiting.add(answered)
@@ -77,15 +76,15 @@ class MemberEngines:
                 self._waiting.pop(engine_id, None)
 
     def _take_answer(self, engine_id: str, refusal: error_pb2.ErrorStatus | None) -> None:
-        # Whoever was told before has the same question, which only the latest command can answer.
+        # The latest command replaced earlier ones, so its answer is for all callers.
         for answered in self._waiting.get(engine_id, ()):
             if not answered.done():
                 answered.set_result("" if refusal is None else refusal.message or "without a reason")
 
 
 def _engine(member: Member) -> GroupEngine:
-    known = member.registration
-    return GroupEngine(known.engine_id, known.engine_epoch, known.dp_rank, member.state, known.num_kv_blocks)
+    facts = member.registration
+    return GroupEngine(facts.engine_id, facts.engine_epoch, facts.dp_rank, member.state, facts.num_kv_blocks)
 
 
 def _formed(formation: Formation) -> Formed:

@@ -1,4 +1,4 @@
-"""One change of a group's size, as people may follow it. Knows no rule of how it goes on."""
+"""State of one change of a group's size, as operators see it. The rules are in `scaling`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from service_kit.errors import InvalidTransition, ServiceError
 
 
 class OperationState(Enum):
-    """How far an operation is."""
+    """Progress of an operation."""
 
-    PREPARING = "preparing"  # waits for engines to be ready for the new size; can be taken back
-    COMMITTING = "committing"  # engines have been told to go, or to change over
+    PREPARING = "preparing"  # waits for engines to be ready for the new size; can be cancelled
+    COMMITTING = "committing"  # engines have been ordered to leave, or to change over
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -47,13 +47,13 @@ class Operation:
     is_lockstep: bool = False
     state: OperationState = OperationState.PREPARING
     generation: int = 0
-    num_ready: int = 0  # engines that have answered the present phase
+    num_ready: int = 0  # engines that have answered in the present phase
     num_needed: int = 0
     error: ServiceError | None = None
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing becomes of it any more."""
+        """Whether it is in a final state."""
         return not _TRANSITIONS[self.state]
 
     def move_to(self, state: OperationState, error: ServiceError | None = None) -> Operation:

@@ -1,7 +1,7 @@
-"""How many engines a group is to have, and the operations that change that. Knows no streams and no protos.
+"""The wanted size of each group, and the operations that change it. Knows no streams and no protos.
 
-All of it goes by what engines say of themselves: `look` is given who is there and moves the operations on. A
-group of `size` is its ranks 0..size-1. Engines are started by others, who follow the wanted size.
+The state of engines is what they report: `look` gets snapshots of the groups and advances the operations. A
+group of `size` has the ranks 0..size-1. Engines are started by supervisors, which follow the wanted size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import Group
+from coordinator_svc.scaling.group_snapshot import Group
 from coordinator_svc.scaling.operation import Operation, OperationState
 from service_kit.errors import (
     Aborted,
@@ -27,17 +27,17 @@ from service_kit.errors import (
 MAX_SIZE = 1024
 MAX_HISTORY = 64
 MAX_GROUPS = 1024
-# A lockstep group that has failed to change over so often in a row is not asked again.
+# An operation fails after so many failed attempts of its lockstep group in a row.
 MAX_FAILURES = 4
 DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 86_400.0
-# An engine that was told to drain and does not say that it does is told again.
+# The drain command is sent again if the engine does not report DRAINING by then.
 DRAIN_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The size that a group is to have, and the operation that says so."""
+    """The wanted size of a group, and the operation that set it."""
 
     size: int
     operation_id: str
@@ -45,15 +45,15 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Running:
-    """What an operation has to remember beside what others may see of it."""
+    """An operation that runs, with its private state."""
 
     operation: Operation
-    before: frozenset[tuple[str, int]]  # the processes that were there when it began
+    before: frozenset[tuple[str, int]]  # processes that were members when it began
     leaving: set[tuple[str, int]] = field(default_factory=set)
 
 
 class Scaling:
-    """The operations of all groups, one at a time in each, and who has to be told to drain."""
+    """The operations of all groups, at most one running in each, and the engines to be drained."""
 
     def __init__(self, *, id_prefix: str = "scale", max_history: int = MAX_HISTORY) -> None:
         self._id_prefix = id_prefix
@@ -61,13 +61,13 @@ class Scaling:
         self._running: dict[str, _Running] = {}  # by group
         self._ended: deque[Operation] = deque(maxlen=max_history)
         self._wanted: dict[str, Wanted] = {}
-        # Who is to go and does not say yet that it goes, and when it is told again.
+        # Processes that must leave and do not report DRAINING yet, with the time of the next drain command.
         self._leavers: dict[tuple[str, int], float] = {}
 
     def begin(self, group: Group, new_size: int, now: float, timeout_s: float = 0.0) -> Operation:
-        """Start to give a group another size; one that has it already is DONE. 0 s: the default limit.
+        """Begin to change the size of a group; DONE if it has that size already. 0 s: the default limit.
 
-        Raises InvalidArgument, or Aborted naming the operation that runs in that group.
+        Raises InvalidArgument, or Aborted with the id of the operation that runs in that group.
         """
         if not 1 <= new_size <= MAX_SIZE:
             raise InvalidArgument(f"new_size is {new_size}, the range is 1..{MAX_SIZE}", field="new_size")
@@ -93,16 +93,16 @@ class Scaling:
         self._wanted[group.name] = Wanted(new_size, operation.operation_id)
         running = _Running(operation, before=frozenset(engine.key for engine in group.engines))
         if operation.is_lockstep:
-            # The ranks that leave know it as soon as the others prepare to be without them.
+            # The leaving ranks get their order as soon as the others prepare the generation without them.
             running.leaving = {engine.key for engine in group.above(new_size)}
         self._running[group.name] = running
         self._go_on(group, now)
         return self.find(operation.operation_id)
 
     def cancel(self, operation_id: str, group: Group, now: float) -> Operation:
-        """Take an operation back where nobody has been told to go or to change over.
+        """Cancel an operation before any engine has been ordered to leave or to change over.
 
-        One that is CANCELLED already stays so. Raises NotFound, and FailedPrecondition where it is too late.
+        A CANCELLED one stays so. Raises NotFound, or FailedPrecondition if it is too late.
         """
         operation = self.find(operation_id)
         if operation.state is OperationState.CANCELLED:
@@ -111,15 +111,15 @@ class Scaling:
         is_preparing = operation.state is OperationState.PREPARING
         if running is None or not is_preparing or self._has_begun_leaving(running, group):
             raise FailedPrecondition(
-                f"operation {operation_id} is {operation.state.name} and cannot be taken back",
+                f"operation {operation_id} is {operation.state.name} and cannot be cancelled",
                 reason="TOO_LATE",
             )
-        error = Cancelled(f"operation {operation_id} was taken back")
+        error = Cancelled(f"operation {operation_id} was cancelled")
         self._roll_back(running, group, OperationState.CANCELLED, error, now)
         return self.find(operation_id)
 
     def find(self, operation_id: str) -> Operation:
-        """The operation of that id; raises NotFound where it never was or has been forgotten."""
+        """The operation with that id; raises NotFound if it never existed or has been forgotten."""
         for operation in self.operations():
             if operation.operation_id == operation_id:
                 return operation
@@ -131,23 +131,23 @@ class Scaling:
         )
 
     def operations(self) -> list[Operation]:
-        """Those that run, then those that have ended, the newest first."""
+        """Running operations, then ended ones, each newest first."""
         return [
             *reversed([running.operation for running in self._running.values()]),
             *reversed(self._ended),
         ]
 
     def wanted(self) -> Mapping[str, Wanted]:
-        """The size that each group is to have, where an operation has said so."""
+        """The wanted size of each group that has had an operation."""
         return self._wanted
 
     def members_wanted(self, group: Group) -> tuple[int, frozenset[str]]:
-        """How many ranks of a group with a wanted size are to step together, and who is to leave it."""
+        """The wanted number of members of a group, and the engines that must leave it."""
         wanted = self._wanted[group.name]
         return wanted.size, frozenset(engine.engine_id for engine in group.above(wanted.size))
 
     def refuse(self, engine_id: str, reason: str) -> None:
-        """An engine will not drain: the operation that wants it gone has failed."""
+        """An engine refuses to drain: the operation that needs it to leave fails."""
         for running in list(self._running.values()):
             if any(key[0] == engine_id for key in running.leaving):
                 error = FailedPrecondition(f"engine {engine_id} refuses to drain: {reason}")
@@ -156,13 +156,13 @@ class Scaling:
             del self._leavers[key]
 
     def acknowledge(self, engine_id: str) -> None:
-        """An engine has taken the order to drain, and need not be told again."""
+        """An engine has accepted the drain command: do not send it again."""
         for key in self._leavers:
             if key[0] == engine_id:
                 self._leavers[key] = float("inf")
 
     def look(self, groups: Mapping[str, Group], now: float) -> list[str]:
-        """Move operations on by who is there now; the ids of the engines that have to be told to drain."""
+        """Advance the operations; returns the ids of the engines to send a drain command to."""
         for name in list(self._running):
             self._go_on(groups.get(name, Group(name, ())), now)
         present = {engine.key: engine for group in groups.values() for engine in group.engines}
@@ -176,7 +176,7 @@ class Scaling:
         return to_drain
 
     def next_at(self) -> float | None:
-        """When `look` is due if nothing changes before; None: only when something does."""
+        """When to call `look` if there is no change before; None: only after a change."""
         limits = [running.operation.ends_by for running in self._running.values()]
         times = [at for at in (*limits, *self._leavers.values()) if at != float("inf")]
         return min(times, default=None)
@@ -196,7 +196,7 @@ class Scaling:
             self._give_up(running, group, now)
 
     def _settle(self, running: _Running, group: Group, now: float) -> None:
-        """One that is no lockstep group: the ranks that stay are ready first, then the others go."""
+        """A group without lockstep: first the ranks that stay must be ready, then the others leave."""
         new_size = running.operation.new_size
         if running.operation.state is OperationState.PREPARING:
             num_ready = sum(engine.state is MemberState.READY for engine in group.below(new_size))
@@ -208,7 +208,7 @@ class Scaling:
         self._drain_leavers(running, group, now)
 
     def _follow(self, running: _Running, group: Group, now: float) -> None:
-        """A lockstep group: its ranks change over together, and those that leave go when they have."""
+        """A lockstep group: its ranks change over together, and then the leaving ones drain."""
         formed, new_size = group.formed, running.operation.new_size
         if formed is None:
             return
@@ -223,11 +223,11 @@ class Scaling:
         )
         if formed.is_settled and formed.size == new_size:
             running.leaving |= {engine.key for engine in group.above(new_size)}
-            # Who was told to change over leaves by itself, in a moment.
+            # An engine that committed a generation without itself leaves on its own: drain it only later.
             self._drain_leavers(running, group, now + DRAIN_RETRY_S)
 
     def _drain_leavers(self, running: _Running, group: Group, drain_at: float) -> None:
-        """Have those go who have no place any more; when they are gone, all is done."""
+        """Drain the ranks beyond the new size; the operation is DONE when they have left."""
         present = {engine.key for engine in group.engines}
         for engine in group.above(running.operation.new_size):
             if engine.key in running.leaving:
@@ -238,7 +238,7 @@ class Scaling:
             self._end(running, OperationState.DONE)
 
     def _has_begun_leaving(self, running: _Running, group: Group) -> bool:
-        """Whether an engine that is to leave does so already: it does not come back from that."""
+        """Whether an engine that must leave is draining already, which cannot be undone."""
         staying = {engine.key for engine in group.staying}
         present = {engine.key for engine in group.engines}
         return bool(running.leaving & (present - staying))
@@ -259,7 +259,7 @@ class Scaling:
     def _roll_back(
         self, running: _Running, group: Group, state: OperationState, error: ServiceError, now: float
     ) -> None:
-        """The old size holds again; engines that came for the new one go."""
+        """Restore the old size; engines that joined for the new one are drained."""
         self._want_old_size(running)
         for engine, index in group.indexes().items():
             if index >= running.operation.old_size and engine.key not in running.before:

@@ -1,4 +1,7 @@
-"""Serves operators who change how many engines there are, and whoever starts engines. Knows no rule of it."""
+"""The scaling service, for operators that resize groups and supervisors that start engines.
+
+The rules are in `scaling`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import grpc.aio
 
 from coordinator_svc.membership.publisher import ChangeSignal
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import MAX_TIMEOUT_S, Scaling
 from service_kit.clock import Clock
@@ -28,6 +31,21 @@ from service_kit.errors import (
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
+_Watch: TypeAlias = (
+    "grpc.aio.ServicerContext[scaling_pb2.WatchOperationRequest, scaling_pb2.WatchOperationResponse]"
+)
+# Drain deadline of an engine that leaves; requests that still run then are moved to other engines.
+LEAVE_DEADLINE_S = 20.0
+# Changes within this time are handled together.
+_MIN_LOOK_INTERVAL_S = 0.02
+# The longest interval while an operation runs.
+_BUSY_LOOK_INTERVAL_S = 0.1
+_IDLE_LOOK_INTERVAL_S = 1.0
+# A stream without changes repeats its last message, so that a disconnected reader is noticed.
+_REPEAT_S = 5.0
+_MAX_WATCHERS = 256
 _STATES = {
     OperationState.PREPARING: scaling_pb2.OPERATION_STATE_PREPARING,
     OperationState.COMMITTING: scaling_pb2.OPERATION_STATE_COMMITTING,
@@ -37,74 +55,8 @@ _STATES = {
 }
 
 
-def from_operation(operation: Operation, now: float) -> scaling_pb2.Operation:
-    """An operation as operators get it."""
-    return scaling_pb2.Operation(
-        operation_id=operation.operation_id,
-        state=_STATES[operation.state],
-        dp_group=operation.group,
-        old_size=operation.old_size,
-        new_size=operation.new_size,
-        generation=operation.generation,
-        num_engines_ready=operation.num_ready,
-        num_engines_needed=operation.num_needed,
-        error=None if operation.error is None else _from_error(operation.error),
-        age_ms=int(max(0.0, now - operation.started_at) * 1000),
-    )
-
-
-def _from_error(error: ServiceError) -> error_pb2.ErrorStatus:
-    code, message, details = to_parts(error)
-    return error_pb2.ErrorStatus(code=code, message=message, details=details)
-
-
-logger = logging.getLogger(__name__)
-
-_Watch: TypeAlias = (
-    "grpc.aio.ServicerContext[scaling_pb2.WatchOperationRequest, scaling_pb2.WatchOperationResponse]"
-)
-# What a request has to end by itself on an engine that a smaller group has no place for; then it moves.
-LEAVE_DEADLINE_S = 20.0
-# Changes that come together are looked at once.
-_MIN_LOOK_INTERVAL_S = 0.02
-# While an operation runs, so often at least.
-_BUSY_LOOK_INTERVAL_S = 0.1
-_IDLE_LOOK_INTERVAL_S = 1.0
-# A stream without news says the same again, so that a reader that is gone is noticed.
-_REPEAT_S = 5.0
-_MAX_WATCHERS = 256
-
-
-class Engines(Protocol):
-    """What there is to know of the members, and what can be done to them."""
-
-    def groups(self) -> Mapping[str, Group]:
-        """Every group that has a member."""
-        ...
-
-    def find(self, engine_id: str) -> GroupEngine | None:
-        """The engine of that id, or None."""
-        ...
-
-    def num_in_flight(self, engine_id: str) -> int:
-        """How many requests that engine has, by its newest report."""
-        ...
-
-    def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None:
-        """Have so many ranks of a lockstep group step together, without those that leave."""
-        ...
-
-    async def drain(self, engine_id: str, deadline_s: float) -> str:
-        """Tell an engine to drain, within so many seconds, 0: without a limit; why it refuses, or nothing."""
-        ...
-
-    def evict(self, engine_id: str, reason: str) -> int:
-        """End a membership, for this process of that id for good; the version without it."""
-        ...
-
-
 class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
-    """Answers operators and moves operations on. `run` has to run beside it. Lives in one event loop.
+    """Serves operators and advances operations. `run` must run in the background. Lives in one event loop.
 
     rebuilt_at: until then a coordinator that has just started does not know all of its engines.
     """
@@ -126,13 +78,13 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         self._epoch = epoch
         self._rebuilt_at = rebuilt_at
         self._moved = ChangeSignal()
-        self._shown: tuple[object, ...] = ()  # what watchers were woken for last
+        self._shown: tuple[object, ...] = ()  # the state that watchers were last woken for
         self._num_watchers = 0
         self._drain_tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def run(self) -> None:
-        """Follow who is there and move operations on, for ever."""
+        """Follow the members and advance operations, until cancelled."""
         while True:
             self._look()
             busy = self._scaling.next_at() is not None
@@ -141,14 +93,14 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
             await asyncio.sleep(_MIN_LOOK_INTERVAL_S)
 
     def close(self) -> None:
-        """End all streams, so that who watches looks for the next coordinator."""
+        """End all streams, so that watchers reconnect to the next coordinator."""
         self._is_closing = True
         self._moved.notify()
 
     async def Scale(
         self, request: scaling_pb2.ScaleRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.ScaleResponse:
-        """Start to give a group another size."""
+        """Begin to change the size of a group."""
         if self._clock.now() < self._rebuilt_at:
             retry_after_ms = round((self._rebuilt_at - self._clock.now()) * 1000) + 1
             raise Unavailable(
@@ -166,13 +118,12 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
     async def GetOperation(
         self, request: scaling_pb2.GetOperationRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.GetOperationResponse:
-        """How far an operation is."""
         return scaling_pb2.GetOperationResponse(operation=self._operation(request.operation_id))
 
     async def WatchOperation(
         self, request: scaling_pb2.WatchOperationRequest, context: _Watch
     ) -> AsyncIterator[scaling_pb2.WatchOperationResponse]:
-        """How an operation goes on: now, on every change, and now and then; its end is the last message."""
+        """An operation's state: now, on every change, and every 5 s; the final state is the last message."""
         with self._watching():
             shown: Operation | None = None
             shown_at = 0.0
@@ -188,7 +139,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
     async def ListOperations(
         self, request: scaling_pb2.ListOperationsRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.ListOperationsResponse:
-        """The operations that run and the last that ended."""
+        """Running operations and the last ones that ended."""
         now = self._clock.now()
         return scaling_pb2.ListOperationsResponse(
             operations=[from_operation(operation, now) for operation in self._scaling.operations()]
@@ -197,7 +148,6 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
     async def CancelOperation(
         self, request: scaling_pb2.CancelOperationRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.CancelOperationResponse:
-        """Take an operation back where that is possible still."""
         name = self._scaling.find(request.operation_id).group
         group = self._engines.groups().get(name, Group(name, ()))
         self._scaling.cancel(request.operation_id, group, self._clock.now())
@@ -207,7 +157,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
     async def DrainEngine(
         self, request: scaling_pb2.DrainEngineRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.DrainEngineResponse:
-        """Tell one engine to drain; one that drains already is told its deadline, if there is one."""
+        """Drain one engine; for one that drains already, only a given deadline is sent."""
         if request.deadline_ms > MAX_TIMEOUT_S * 1000:
             raise InvalidArgument(
                 f"deadline_ms is {request.deadline_ms}, the limit is {MAX_TIMEOUT_S * 1000:.0f}",
@@ -218,13 +168,12 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
             refusal = await self._engines.drain(engine.engine_id, request.deadline_ms / 1000)
             if refusal:
                 raise FailedPrecondition(f"engine {engine.engine_id} refuses to drain: {refusal}")
-            logger.info("engine told to drain", extra={"engine_id": engine.engine_id})
+            logger.info("engine drains", extra={"engine_id": engine.engine_id})
         return scaling_pb2.DrainEngineResponse(num_in_flight=self._engines.num_in_flight(engine.engine_id))
 
     async def EvictEngine(
         self, request: scaling_pb2.EvictEngineRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.EvictEngineResponse:
-        """End the membership of one engine."""
         engine = self._engine_of(request.engine_id)
         version = self._engines.evict(engine.engine_id, request.reason)
         self._signal.notify()
@@ -235,7 +184,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         request: scaling_pb2.WatchGroupsRequest,
         context: grpc.aio.ServicerContext[scaling_pb2.WatchGroupsRequest, scaling_pb2.WatchGroupsResponse],
     ) -> AsyncIterator[scaling_pb2.WatchGroupsResponse]:
-        """How large the groups are and are to be: now, on every change, and now and then."""
+        """Actual and wanted sizes of all groups: now, on every change, and every 5 s."""
         with self._watching():
             shown, shown_at = None, 0.0
             while True:
@@ -246,7 +195,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
                 await self._until_moved()
 
     def _look(self) -> None:
-        """Move operations on by who is there now, and tell whom they want to go."""
+        """Advance the operations, send the drain commands that are due, and wake watchers of a change."""
         groups = self._engines.groups()
         for engine_id in self._scaling.look(groups, self._clock.now()):
             task = asyncio.ensure_future(self._send_drain(engine_id))
@@ -264,7 +213,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         try:
             refusal = await self._engines.drain(engine_id, LEAVE_DEADLINE_S)
         except ServiceError as error:
-            # It is told again: its session, or its answer, may only be late.
+            # The command is sent again: the session, or the answer, may only be late.
             logger.info("drain not delivered", extra={"engine_id": engine_id, "cause": str(error)})
             return
         if not refusal:
@@ -284,7 +233,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         known = ", ".join(repr(known) for known in sorted(groups)) or "none"
         if name or not groups:
             raise NotFound(
-                f"no engine of group {name!r} is there; groups: {known}",
+                f"group {name!r} has no engine; groups: {known}",
                 resource_type="group",
                 resource_name=name,
             )
@@ -296,7 +245,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         engine = self._engines.find(engine_id)
         if engine is None:
             raise NotFound(
-                f"engine {engine_id!r} is no member", resource_type="engine", resource_name=engine_id
+                f"engine {engine_id!r} is not a member", resource_type="engine", resource_name=engine_id
             )
         return engine
 
@@ -328,3 +277,42 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         await self._moved.wait(_REPEAT_S)
         if self._is_closing:
             raise Unavailable("the coordinator stops")
+
+
+class Engines(Protocol):
+    """Access to the members: snapshots, and commands to single engines."""
+
+    def groups(self) -> Mapping[str, Group]: ...
+
+    def find(self, engine_id: str) -> GroupEngine | None: ...
+
+    def num_in_flight(self, engine_id: str) -> int: ...
+
+    def want_members(self, group: str, size: int, leaving: frozenset[str]) -> None: ...
+
+    async def drain(self, engine_id: str, deadline_s: float) -> str:
+        """Command an engine to drain within `deadline_s`, 0: no limit. Returns why it refuses, or ""."""
+        ...
+
+    def evict(self, engine_id: str, reason: str) -> int: ...
+
+
+def from_operation(operation: Operation, now: float) -> scaling_pb2.Operation:
+    """An operation as operators get it."""
+    return scaling_pb2.Operation(
+        operation_id=operation.operation_id,
+        state=_STATES[operation.state],
+        dp_group=operation.group,
+        old_size=operation.old_size,
+        new_size=operation.new_size,
+        generation=operation.generation,
+        num_engines_ready=operation.num_ready,
+        num_engines_needed=operation.num_needed,
+        error=None if operation.error is None else _from_error(operation.error),
+        age_ms=int(max(0.0, now - operation.started_at) * 1000),
+    )
+
+
+def _from_error(error: ServiceError) -> error_pb2.ErrorStatus:
+    code, message, details = to_parts(error)
+    return error_pb2.ErrorStatus(code=code, message=message, details=details)

@@ -1,4 +1,4 @@
-"""Between the coordinator's protos and its own types; checks what comes in. Knows no sessions."""
+"""Conversion between the coordinator's protos and its own types, with validation. Knows no sessions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import math
 import re
 
-from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
+from coordinator_svc.data_parallel.formation import Abort, Commit, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
 from coordinator_svc.data_parallel.wave import Start, WaveStatus
 from coordinator_svc.membership.load import Load, LoadReport
@@ -39,7 +39,7 @@ _TO_STATE = {
 
 
 def to_registration(message: member_pb2.EngineRegistration) -> Registration:
-    """The registration of an engine; raises InvalidArgument naming every field that is wrong."""
+    """The registration of an engine; raises InvalidArgument that names every wrong field."""
     violations = [
         (f"register.{field}", f"{field} {problem}")
         for field, problem in (
@@ -90,7 +90,7 @@ def to_rank(message: member_pb2.EngineRegistration) -> Rank:
 
 
 def check_frontend(message: coordinator_pb2.FrontendRegistration) -> None:
-    """Raise InvalidArgument if a frontend is not to be told of to others."""
+    """Raise InvalidArgument for a frontend's name or endpoint that must not be published."""
     for field, problem in (
         ("frontend_id", _wrong_name(message.frontend_id, least=1)),
         ("endpoint", _wrong_name(message.endpoint, most=_MAX_ENDPOINT)),
@@ -100,7 +100,7 @@ def check_frontend(message: coordinator_pb2.FrontendRegistration) -> None:
 
 
 def to_state(report: coordinator_pb2.EngineReport, before: MemberState) -> MemberState:
-    """The state a report tells; the one before if it tells none."""
+    """The state in a report; `before` if it has none."""
     if report.state == member_pb2.MEMBER_STATE_UNSPECIFIED:
         return before
     if report.state not in _FROM_REPORT:
@@ -112,7 +112,7 @@ def to_state(report: coordinator_pb2.EngineReport, before: MemberState) -> Membe
 
 
 def to_load_report(report: coordinator_pb2.EngineReport) -> LoadReport:
-    """The load of a report with its place in the order."""
+    """The load of a report with its position in the order."""
     load = report.load
     return LoadReport(
         engine_epoch=load.engine_epoch,
@@ -129,7 +129,7 @@ def to_load_report(report: coordinator_pb2.EngineReport) -> LoadReport:
 
 
 def to_wave_status(report: coordinator_pb2.EngineReport) -> WaveStatus:
-    """Where an engine of a lockstep group stands by its report."""
+    """The wave state in the report of an engine of a lockstep group."""
     return WaveStatus(
         wave=report.wave,
         is_running=not report.wave_complete and report.generation > 0,
@@ -139,7 +139,7 @@ def to_wave_status(report: coordinator_pb2.EngineReport) -> WaveStatus:
 
 
 def to_rank_report(report: coordinator_pb2.EngineReport) -> RankReport:
-    """What an engine of a lockstep group says of its membership."""
+    """The membership state in the report of an engine of a lockstep group."""
     is_ready = report.state == member_pb2.MEMBER_STATE_READY
     notice = report.scaling_notice.kind
     return RankReport(
@@ -151,7 +151,7 @@ def to_rank_report(report: coordinator_pb2.EngineReport) -> RankReport:
 
 
 def to_membership_command(order: Order, parallel_config_hash: str) -> command_pb2.Command:
-    """An order about a lockstep group's membership as an engine gets it."""
+    """The command for an order about a lockstep group's membership."""
     command = command_pb2.Command()
     match order:
         case Prepare():
@@ -171,7 +171,7 @@ def to_membership_command(order: Order, parallel_config_hash: str) -> command_pb
 
 
 def to_rendezvous(meeting: Prepare, parallel_config_hash: str) -> command_pb2.Rendezvous:
-    """Where the ranks of a generation meet."""
+    """Where the ranks of a generation connect."""
     return command_pb2.Rendezvous(
         master_address=meeting.host,
         store_port=meeting.store_port,
@@ -182,12 +182,12 @@ def to_rendezvous(meeting: Prepare, parallel_config_hash: str) -> command_pb2.Re
 
 
 def to_start_command(start: Start) -> command_pb2.Command:
-    """What begins a wave."""
+    """The command that begins a wave."""
     return command_pb2.Command(start_wave=command_pb2.StartWave(wave=start.wave, exclude=list(start.exclude)))
 
 
 def to_interval_command(interval_s: float) -> command_pb2.Command:
-    """How often an engine is to report changes."""
+    """The command that sets how often an engine reports changes."""
     return command_pb2.Command(
         update_interval=command_pb2.UpdateInterval(interval_ms=math.ceil(interval_s * 1000))
     )
@@ -208,7 +208,7 @@ def from_load(engine_id: str, report: LoadReport) -> member_pb2.EngineLoad:
 
 
 def from_member(member: Member, load: LoadReport | None) -> member_pb2.EngineMember:
-    """A member as frontends get it: an open session shows its state, a lost one UNREPORTED."""
+    """A member as frontends get it: its state while its session is open, else UNREPORTED."""
     state = _TO_STATE[member.state] if member.is_reporting else member_pb2.MEMBER_STATE_UNREPORTED
     return member_pb2.EngineMember(
         registration=member_pb2.EngineRegistration.FromString(member.registration.facts),
@@ -218,7 +218,7 @@ def from_member(member: Member, load: LoadReport | None) -> member_pb2.EngineMem
 
 
 def _wrong_name(name: str, *, least: int = 0, most: int = _MAX_CHARACTERS) -> str:
-    """What others are told, and people read in lines."""
+    """What is wrong with a name that is published and logged; "" if nothing is."""
     if not least <= len(name) <= most:
         return f"has {len(name)} characters, the range is {least}..{most}"
     return "" if name.isprintable() else "has characters that cannot be printed"
@@ -239,7 +239,7 @@ def _wrong_endpoint(endpoint: str) -> str:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that is written there, an IPv6 one in brackets; None for anything else."""
+    """The IP address in `host`, IPv6 in brackets; None for anything else."""
     try:
         if not (host.startswith("[") and host.endswith("]")):
             return ipaddress.IPv4Address(host)
@@ -264,7 +264,7 @@ def _wrong_dp_rank(message: member_pb2.EngineRegistration) -> str:
 
 
 def _wrong_host(host: str) -> str:
-    """Others meet at it, so it has to be a name or an address; none is that of the endpoint."""
+    """Other ranks connect to it, so it must be a name or an address; empty means the endpoint's host."""
     address = _address(f"[{host}]" if ":" in host else host)
     if not host or (address is None and _is_name(host)):
         return ""

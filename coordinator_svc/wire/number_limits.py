@@ -1,4 +1,4 @@
-"""How large the numbers may be that others send: what is counted on from them must have room. Pure."""
+"""Limits of received numbers, so that counting on from them cannot overflow. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import coordinator_pb2
 
 MAX_NUMBER = 2**62
-# Beyond any wave or generation that comes about by counting; far below where numbers end.
+# Above any wave or generation that counting can reach; far below overflow.
 _COUNTED_MAX = 2**48
-# More than a group gets on by in years.
+# More than a group advances in years.
 _MAX_AHEAD = 2**40
 
 
 def excess(value: int, limit: int = MAX_NUMBER) -> str:
-    """What is wrong with a number, in words that follow its name; empty if nothing is."""
+    """What is wrong with a number, to follow its name in a message; empty if nothing is."""
     return f"is {value}, the limit is {limit}" if value > limit else ""
 
 
 def check_report(report: coordinator_pb2.EngineReport) -> None:
-    """Raise InvalidArgument naming every number of a report that is too large."""
+    """Raise InvalidArgument that names every number of a report that is too large."""
     numbers = {
         "seq": report.seq,
         "wave": report.wave,
@@ -40,10 +40,10 @@ def check_hint(hint: coordinator_pb2.FirstRequestWhilePaused) -> None:
 
 
 def check_ahead(field: str, value: int, known: int) -> None:
-    """Raise InvalidArgument if a number that the others of a group count on from is far beyond `known`.
+    """Raise InvalidArgument if a number from which a group counts on is far beyond `known`.
 
-    So that one engine that says nonsense cannot take a group to where numbers end. A coordinator that has
-    just started knows none, and takes what the one before could have taken from a single engine.
+    A single faulty engine must not drive a group's numbers to overflow. A coordinator that has just started
+    knows no number; it accepts up to what one engine could have caused at the coordinator before.
     """
     problem = excess(value, max(known, _COUNTED_MAX) + _MAX_AHEAD)
     if problem:

@@ -11,7 +11,7 @@ PROMPTS = ["Once upon a time", "The owl is in the", "Tell me about the fox."]
 
 
 def main() -> None:
-    """Continue every prompt twice, in one batch, in the order they were given."""
+    """Complete every prompt twice, in one batch."""
     model = sys.argv[1] if len(sys.argv) > 1 else str(embedded_model())
     with LLM(model) as llm:
         params = SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=40)

@@ -13,11 +13,11 @@ PROMPT = "Once upon a time"
 
 
 class Surprise(Exception):
-    """The server did something that this example does not expect."""
+    """The server's behaviour differs from what this example expects."""
 
 
 def expect(condition: bool, what: str) -> None:
-    """Give up unless `condition` holds."""
+    """Fail unless `condition` is true."""
     if not condition:
         raise Surprise(what)
 
@@ -37,7 +37,7 @@ def look_around(client: Client) -> None:
     say(3, "models", ", ".join(f"{model.name} (up to {model.max_model_len} tokens)" for model in models))
 
     info = client.server_info()
-    expect(bool(info.version), "the server tells no version")
+    expect(bool(info.version), "the server returns no version")
     say(4, "server", f"version {info.version}, {len(info.engines)} engine(s)")
 
 
@@ -53,7 +53,7 @@ def tokens_and_back(client: Client) -> None:
 
 
 def whole_and_streamed(client: Client) -> str:
-    """Steps 7 and 8: one answer, whole and as it is sampled. Returns its text."""
+    """Steps 7 and 8: one answer, complete and streamed. Returns its text."""
     completion = client.generate_unary(PROMPT, temperature=0, max_tokens=24)
     output = completion.outputs[0]
     expect(output.reason in ("stop", "length"), f"finish reason {output.reason}")
@@ -89,7 +89,7 @@ def stop_string(client: Client, text: str) -> None:
 
 
 def cancel(client: Client) -> None:
-    """Step 11: leave a stream early; the frontend has nothing in flight soon after."""
+    """Step 11: close a stream early; soon after, the frontend has no request in flight."""
     with client.generate(PROMPT, ignore_eos=True) as stream:
         for event in stream:
             expect(not isinstance(event, Finished), "ended before it was cancelled")
@@ -103,7 +103,7 @@ def cancel(client: Client) -> None:
 
 
 def refusal(client: Client) -> None:
-    """Step 12: a temperature that no server takes."""
+    """Step 12: an invalid temperature, which the server refuses."""
     try:
         client.generate_unary(PROMPT, temperature=99)
     except TriptychError as error:
@@ -116,7 +116,7 @@ def refusal(client: Client) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Take all steps against the address in `arguments`."""
+    """Run all steps against the address in `arguments`."""
     target = arguments[0] if arguments else "127.0.0.1:50051"
     try:
         with Client(target) as client:

@@ -1,1 +1,1 @@
-"""Load generators of the command line: what `triptych bench` runs and how it counts."""
+"""Benchmarks of `triptych bench`: load generator, metrics and reports."""

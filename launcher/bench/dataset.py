@@ -1,4 +1,4 @@
-"""What a load asks: conversations of token ids and lengths, all from one seed. Knows no server."""
+"""Prompts of a load: conversations of token ids and lengths, all from one seed. Knows no server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launcher.bench.config import BenchServeConfig
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn adds to the conversation, and how many tokens are asked for."""
+    """The tokens that a turn adds to the conversation, and how many tokens to generate."""
 
     token_ids: Sequence[int]
     num_output_tokens: int
 
 
-# Turns of one conversation are asked one after another; a prompt is all that was said before it and the turn.
+# Turns of a conversation are sent one after another; a prompt is the conversation so far and the turn.
 Conversation = Sequence[Turn]
 
 
@@ -36,7 +36,7 @@ def draw_conversations(
 
 
 def draw_warmup(config: BenchServeConfig, vocab_size: int, *, left_out: Sequence[int] = ()) -> list[Turn]:
-    """Turns like the first ones of the run but with other ids, so that no cache knows a prompt of the run."""
+    """Turns like the first ones of the run but with other ids, so that no prompt of the run is cached."""
     draw = _IdSource(random.Random(f"warmup-{config.seed}"), vocab_size, left_out)
     num_tokens = {
         "random": config.input_len,
@@ -47,7 +47,7 @@ def draw_warmup(config: BenchServeConfig, vocab_size: int, *, left_out: Sequence
 
 
 def check_lengths(conversations: Sequence[Conversation], max_model_len: int) -> None:
-    """Refuse, before anything is sent, what the model would refuse for its length. Raises DatasetError."""
+    """Raise DatasetError, before anything is sent, for prompts that are too long for the model."""
     longest = max(
         sum(len(turn.token_ids) + turn.num_output_tokens for turn in each) for each in conversations
     )

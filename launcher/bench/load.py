@@ -1,7 +1,7 @@
-"""Sends conversations when they are due and notes when their tokens come. Knows no data set and no figures.
+"""Sends conversations when they are due and records when their tokens arrive. Computes no statistics.
 
-What it measures must not wait for it: requests are built before they are due, and what comes is only stamped,
-counted and, where the next turn needs it, kept. How late it was itself stands in every timeline.
+It must not delay what it measures: requests are built before they are due, and answers are only timestamped,
+counted and, if the next turn needs them, stored. Every timeline has the generator's own delay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triptych.common.v1 import output_pb2, sampling_pb2
 
 _METHOD = "/triptych.api.v1.InferenceService/Generate"
 
-# An output that ended otherwise is none: the server gave it up.
+# Any other end is a failure: the server gave up the output.
 _COMPLETE = frozenset(
     {
         output_pb2.FINISH_REASON_STOP,
@@ -31,7 +31,7 @@ _COMPLETE = frozenset(
 
 
 class RequestBuilder:
-    """Makes the bytes of requests that differ in prompt, length and seed alone."""
+    """Serializes requests that differ only in prompt, length and seed."""
 
     def __init__(self, model: str, sampling: sampling_pb2.SamplingParams, seed: int) -> None:
         self._model = model
@@ -39,7 +39,7 @@ class RequestBuilder:
         self._seed = seed
 
     def build(self, token_ids: Sequence[int], num_output_tokens: int, index: int) -> bytes:
-        """A serialized GenerateRequest; `index` makes its seed."""
+        """A serialized GenerateRequest; its seed is derived from `index`."""
         request = generate_pb2.GenerateRequest(
             model=self._model, token_ids=generate_pb2.TokenIds(ids=token_ids), sampling=self._sampling
         )
@@ -49,10 +49,10 @@ class RequestBuilder:
 
 
 class LoadGenerator:
-    """Runs a load once over the given channels, which it uses in turns.
+    """Runs a load once over the given channels, used in turns.
 
-    `timelines` has every request that was sent, in order of sending, also while it runs and after it was
-    cancelled; what had not ended then has an empty code.
+    `timelines` has every request sent so far, in order of sending, also during the run and after it was
+    cancelled; a request that has not ended has an empty code.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LoadGenerator:
         concurrency: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        # A request is bytes already, so that serializing it does not delay another one's token.
+        # Requests are serialized beforehand, so that this does not delay the timestamps of others.
         self._calls = [
             channel.unary_stream(_METHOD, bytes, generate_pb2.GenerateResponse.FromString)
             for channel in channels
@@ -74,10 +74,10 @@ class LoadGenerator:
         self._slots = _Slots(concurrency)
         self._timeout_s = timeout_s
         self.timelines: list[Timeline] = []
-        self.num_unsent = 0  # turns that had nothing to go on from, because one before them failed
+        self.num_unsent = 0  # turns not sent, because an earlier turn of the conversation failed
 
     async def run(self, conversations: Sequence[Conversation], offsets: Sequence[float]) -> None:
-        """Begin each conversation at its offset in s from now, and wait for all to end."""
+        """Begin each conversation at its offset in s from now, and wait for all of them."""
         indexes = _first_indexes(conversations)
         requests = [
             self._builder.build(turns[0].token_ids, turns[0].num_output_tokens, index)
@@ -87,12 +87,12 @@ class LoadGenerator:
         async with asyncio.TaskGroup() as tasks:
             for turns, request, offset, index in zip(conversations, requests, offsets, indexes, strict=True):
                 due_at = began_at + offset
-                # Also where it is late: what was begun must get out before the next one is begun.
+                # Even if it is late: the event loop must send the last request before the next one is begun.
                 await asyncio.sleep(max(0.0, due_at - self._clock.now()))
                 tasks.create_task(self._converse(turns, request, due_at, index))
 
     async def send_one(self, turn: Turn, index: int) -> Timeline:
-        """Send one request now, and wait for its end; it is not among `timelines`."""
+        """Send one request now, and wait for its end; it is not in `timelines`."""
         timeline = Timeline(self._clock.now(), self._clock.now(), len(turn.token_ids))
         request = self._builder.build(turn.token_ids, turn.num_output_tokens, index)
         await self._generate(request, timeline, index, None)
@@ -155,7 +155,7 @@ class LoadGenerator:
 
 
 class _Slots:
-    """So many requests at once, first come first served; 0 is any number."""
+    """A limit of requests in flight, first come first served; 0 is no limit."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
@@ -163,7 +163,7 @@ class _Slots:
         self._waiting: deque[asyncio.Future[float]] = deque()
 
     async def take(self) -> float:
-        """Wait for a slot. Returns when it got free, or minus infinity if it was free already."""
+        """Wait for a slot. Returns when it became free, or minus infinity if it was free already."""
         if not self._is_limited:
             return float("-inf")
         if self._num_free:
@@ -174,7 +174,7 @@ class _Slots:
         return await future
 
     def give(self, now: float) -> None:
-        """Hand a slot on."""
+        """Release a slot."""
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():

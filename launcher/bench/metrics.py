@@ -1,4 +1,4 @@
-"""From instants to figures: latencies, their distributions, throughput, goodput. Knows no server."""
+"""Computes metrics from timestamps: latencies, their distributions, throughput, goodput. Knows no server."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 @dataclass(slots=True)
 class Timeline:
-    """What was seen of one request: instants in seconds of one monotonic clock.
+    """Timestamps of one request, in seconds of one monotonic clock.
 
     `token_times[i]` is when a message with `token_counts[i]` > 0 tokens came. `code` is the name of a status,
-    OK only for an output that ended as it should, and empty while it has not ended.
+    OK only for a complete output, and empty while the request has not ended.
     """
 
     due_at: float
@@ -33,12 +33,12 @@ class Timeline:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came."""
+        """The number of tokens received."""
         return sum(self.token_counts)
 
     @property
     def lateness_ms(self) -> float:
-        """How long after it was due the request was sent: the load generator's own fault."""
+        """How late the request was sent, which is the load generator's own delay."""
         return max(0.0, (self.sent_at - self.due_at) * 1000)
 
     @property
@@ -67,7 +67,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """Bounds that a good request keeps; None is no bound."""
+    """Latency bounds of a good request; None is no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -75,7 +75,7 @@ class ServiceLevel:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Self:
-        """Read `ttft_ms=200` and its like; raises ValueError."""
+        """Parse bounds such as `ttft_ms=200`; raises ValueError."""
         bounds: dict[str, float] = {}
         for text in texts:
             name, equals, value = text.partition("=")
@@ -94,7 +94,7 @@ class ServiceLevel:
         return cls(**bounds)
 
     def is_met(self, timeline: Timeline) -> bool:
-        """Whether a completed request kept every bound; one token has no time per token to break one."""
+        """Whether a completed request met every bound; a single token has no time per token to check."""
         seen = (timeline.ttft_ms, timeline.tpot_ms, timeline.e2e_ms)
         bounds = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
         return all(
@@ -105,7 +105,7 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Figures of one quantity; percentiles are linear between neighbours, `std` is the population's."""
+    """Statistics of one quantity; percentiles are interpolated linearly, `std` is the population's."""
 
     mean: float
     median: float
@@ -117,7 +117,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """The distribution of values; None of none."""
+        """The distribution of values; None without values."""
         if not values:
             return None
         ordered = sorted(values)
@@ -134,7 +134,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. Rates count completed requests over `duration_s`, first sending to last end."""
+    """Results of a run. Rates count completed requests over `duration_s`, from first sending to last end."""
 
     num_completed: int
     num_failed: int
@@ -148,7 +148,7 @@ class Summary:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    goodput_requests_per_s: float | None  # None where no level was asked for
+    goodput_requests_per_s: float | None  # None without bounds
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -157,7 +157,7 @@ class Summary:
 
 
 def summarize(timelines: Sequence[Timeline], level: ServiceLevel | None = None) -> Summary:
-    """The figures of all requests that were sent."""
+    """The metrics of all requests that were sent."""
     done = [each for each in timelines if each.code == OK]
     failures = Counter(each.code for each in timelines if each.code not in ("", OK))
     ends = [each.ended_at for each in timelines if not math.isnan(each.ended_at)]
@@ -193,7 +193,7 @@ def summarize(timelines: Sequence[Timeline], level: ServiceLevel | None = None) 
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value that so many percent of the ascending `ordered` do not exceed, linear between neighbours."""
+    """The percentile of the ascending `ordered`, interpolated linearly."""
     position = (len(ordered) - 1) * percent / 100
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)

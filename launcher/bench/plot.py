@@ -1,4 +1,4 @@
-"""A run as a picture: how latencies are distributed, and what happened when. Only `draw` needs matplotlib."""
+"""Plots a run: latency distributions and activity over time. Only `draw` needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from pathlib import Path
 
 from launcher.bench.metrics import OK, Timeline
 
-# Fewer would hide bursts, more would be wider than the picture's dots.
+# Fewer would hide bursts, more would exceed the resolution of the plot.
 _NUM_BINS = 100
 _EXTRA = "triptych[bench]"
 
 
 class PlotError(RuntimeError):
-    """There is nothing to draw with."""
+    """matplotlib is not installed."""
 
 
 def check_can_plot() -> None:
-    """Raise PlotError, before anything is sent, where matplotlib is not installed."""
+    """Raise PlotError, before anything is sent, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError(f"--plot needs matplotlib, which is not installed: pip install '{_EXTRA}'")
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of a line."""
-
     x: list[float]
     y: list[float]
 
 
 def cumulative_share(values: Sequence[float]) -> Series:
-    """For each value the share of values that do not exceed it."""
+    """The cumulative distribution: for each value the share of values that do not exceed it."""
     ordered = sorted(values)
     return Series(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
 
@@ -52,7 +50,7 @@ def in_flight(timelines: Sequence[Timeline]) -> Series:
 
 
 def token_rate(timelines: Sequence[Timeline], num_bins: int = _NUM_BINS) -> Series:
-    """Tokens a second in equal spans of the run, by seconds since the first sending to a span's middle."""
+    """Tokens per second in equal intervals of the run, at the middle of each, in s from the first sending."""
     began_at = min(each.sent_at for each in timelines)
     arrivals = [
         (at - began_at, count)
@@ -72,7 +70,7 @@ def token_rate(timelines: Sequence[Timeline], num_bins: int = _NUM_BINS) -> Seri
 
 
 def draw(timelines: Sequence[Timeline], title: str, path: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the plot as PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

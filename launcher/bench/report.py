@@ -1,4 +1,4 @@
-"""A run as a table for people and as JSON for programs. Knows no clock and no server."""
+"""Reports a run as tables and as JSON. Knows no clock and no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.bench.metrics import Summary, Timeline
 from service_kit.loop_lag import LagSummary
 from service_kit.version import installed_version
 
-# Later than a loop's timers are coarse, and near what a first token takes.
+# Above the resolution of a loop's timers, and close to the time of a first token.
 MAX_LATENESS_MS = 10.0
 _LATENCIES = {
     "time to first token": "ttft_ms",
@@ -39,10 +39,10 @@ class Result:
 
 
 def warnings_of(result: Result) -> list[str]:
-    """Why the figures may say more about the load generator than about the server."""
+    """Warnings that the results may be limited by the load generator instead of the server."""
     lateness, lag = result.summary.lateness_ms, result.client_lag
     lines = []
-    # At an infinite rate all is due at once, and how long that takes to send is no fault.
+    # At an infinite rate all requests are due at once, so late sending is expected.
     if lateness is not None and math.isfinite(result.config.rate) and lateness.p99 > MAX_LATENESS_MS:
         lines.append(
             f"requests were sent late: p99 {lateness.p99:.1f} ms, more than {MAX_LATENESS_MS:g} ms;"
@@ -57,7 +57,7 @@ def warnings_of(result: Result) -> list[str]:
 
 
 def print_result(result: Result, console: Console) -> None:
-    """Print the tables and, after them, what to beware of."""
+    """Print the tables and then the warnings."""
     console.print(_counts(result))
     console.print(_latencies(result.summary))
     for code, count in result.summary.failures.items():
@@ -68,7 +68,7 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def write_json(result: Result, path: Path) -> None:
-    """Write settings, figures and one record for each request that was sent."""
+    """Write settings, results and one record for each request that was sent."""
     record = {
         "benchmark": "serve",
         "version": installed_version(),
@@ -150,7 +150,7 @@ def _requests(timelines: Sequence[Timeline]) -> list[dict[str, str | int | float
 
 
 def _finite(value: object) -> object:
-    """The same with null for what JSON has no number for."""
+    """Replace numbers that JSON cannot represent by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):

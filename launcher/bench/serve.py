@@ -1,4 +1,4 @@
-"""The verb `bench serve`: a load on a running frontend from the first connection to the exit code."""
+"""The verb `bench serve`: puts a load on a running frontend and reports the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from launcher.bench.report import Result, print_result, write_json
 from launcher.verbs.complete import print_failure
 from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
-from service_kit.errors import InvalidArgument, ServiceError, Unavailable, from_rpc_error
+from service_kit.errors import InvalidArgument, ServiceError, Unavailable, rpc_errors_translated
 from service_kit.loop_lag import LoopLag
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -35,10 +35,10 @@ from triptych_client.channel_options import ChannelOptions
 
 
 def arrival_offsets(num_arrivals: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Offsets of arrivals in s, the first at 0: gaps are gamma distributed with mean 1 / rate.
+    """Arrival offsets in s, the first at 0: gaps are gamma distributed with mean 1 / rate.
 
-    `burstiness` is the shape: 1 is a Poisson process, below come bursts, above it gets regular. An infinite
-    rate is everything at 0.
+    `burstiness` is the shape: 1 is a Poisson process, less is burstier, more is more regular. At an infinite
+    rate all offsets are 0.
     """
     if math.isinf(rate):
         return [0.0] * num_arrivals
@@ -54,10 +54,10 @@ _INTERRUPTED = 130
 
 
 def run_bench_serve(config: BenchServeConfig) -> int:
-    """Run the load and show what it came to.
+    """Run the load and report the results.
 
-    Returns 0; 1 if the server cannot be asked or a request failed; 2 for what cannot be done; 130 after an
-    interrupt, which ends the run and shows what there is.
+    Returns 0; 1 if the server is not reached or a request failed; 2 for wrong options; 130 after an
+    interrupt, which ends the run and reports the results so far.
     """
     try:
         if config.plot is not None:
@@ -98,7 +98,7 @@ async def _bench(config: BenchServeConfig, address: str) -> int:
                 print(f"{timeline.code}: warm-up: {timeline.message}", file=sys.stderr)
                 return 1
         lag = LoopLag(clock)
-        # What was built is not looked through by every collection of garbage during the run.
+        # Garbage collections during the run need not traverse the prebuilt requests.
         gc.collect()
         gc.freeze()
         lag.start()
@@ -138,10 +138,8 @@ async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
 
 async def _model(channel: grpc.aio.Channel, name: str | None) -> model_pb2.Model:
     stub = model_pb2_grpc.ModelServiceStub(channel)
-    try:
+    with rpc_errors_translated():
         answer = await stub.GetModel(model_pb2.GetModelRequest(model=name or ""), timeout=_CALL_LIMIT_S)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
     model: model_pb2.Model = answer.model
     return model
 
@@ -161,8 +159,8 @@ def _sampling(config: BenchServeConfig) -> sampling_pb2.SamplingParams:
 
 @contextlib.asynccontextmanager
 async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
-    """Channels that are connected, each over a connection of its own."""
-    # A failed request is a figure here, and nothing tries it again; channels alike would share a connection.
+    """Connected channels, each with its own connection."""
+    # Failures are counted, so nothing is retried. Channels with equal options would share a connection.
     options = [*ChannelOptions().as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
         channels = [
@@ -178,6 +176,6 @@ async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequen
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise OSError, before anything is sent, where the figures could not be written after it."""
+    """Raise OSError, before anything is sent, if the results could not be written after the run."""
     if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
-        raise OSError(f"{path} is a folder, or its folder is not there or not writable")
+        raise OSError(f"{path} is a folder, or its folder does not exist or is not writable")

@@ -1,4 +1,4 @@
-"""Engines in other processes, for asyncio: a task per engine reads its stream into one bounded queue."""
+"""asyncio client of engines in other processes: a task per engine reads its stream into one bounded queue."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GOODBYE_S = 1.0
 
 
 class AsyncEngineClient:
-    """Requests into one or several engines, and their raw outputs. Handles are unique over all of them.
+    """Sends requests to one or several engines and returns raw outputs. Handles are unique over all engines.
 
-    When one engine is lost the client is dead, for every waiter and every later call.
+    If one engine is lost, the client is dead: waiting and later calls raise EngineDead.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class AsyncEngineClient:
     ) -> None:
         self._links = [_EngineLink(address, connect, clock or MonotonicClock()) for address in addresses]
         self._max_unread = max_unread
-        self._owners: dict[int, _EngineLink] = {}  # of requests whose end nobody has read, by handle
+        self._owners: dict[
+            int, _EngineLink
+        ] = {}  # by handle, of requests whose last output has not been read
         self._handles = itertools.count(1)
         self._unread: deque[CoreOutput] = deque()
         self._changed = asyncio.Event()
@@ -48,11 +50,11 @@ class AsyncEngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose end has not been read."""
+        """The number of requests whose last output has not been read."""
         return len(self._owners)
 
     async def start(self, *, timeout_s: float = 600.0) -> None:
-        """Connect to every engine and wait until all are ready. EngineDead, or TimeoutError."""
+        """Connect to every engine and wait until all are ready. Raises EngineDead or TimeoutError."""
         for link in self._links:
             reader = asyncio.ensure_future(self._read(link))
             reader.add_done_callback(self._look_at_end)
@@ -73,7 +75,7 @@ class AsyncEngineClient:
         return entry.handle
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
-        """End requests: one message to each engine that has some of them."""
+        """Abort requests: one message to each engine that has some of them."""
         self._ensure_alive()
         owned: defaultdict[_EngineLink, list[int]] = defaultdict(list)
         for handle in handles:
@@ -83,22 +85,22 @@ class AsyncEngineClient:
             link.send(engine_pb2.ConnectRequest(abort=engine_pb2.Abort(handles=its_handles, reason=reason)))
 
     async def get_output(self) -> CoreOutput:
-        """The next outputs. Any number may wait; what breaks the client is raised in all of them."""
+        """The next outputs. Any number of tasks may wait; a fatal error is raised in all of them."""
         while not self._unread:
             self._ensure_alive()
             await self._wait()
         output = self._unread.popleft()
-        # Not when it came: whoever reads while something is in flight would miss what nobody has read yet.
+        # Removed when it is read, not when it arrives: `num_unfinished` must count unread outputs.
         for handle in _ended(output):
             self._owners.pop(handle, None)
         return output
 
     def mark_dead(self, why: str) -> None:
-        """Let every waiter and every later call raise EngineDead, e.g. as the engine's process has ended."""
+        """Make waiting and later calls raise EngineDead, e.g. because the engine's process has ended."""
         self._die(why)
 
     async def close(self) -> None:
-        """Say goodbye to every engine, and end what waits."""
+        """Close every session, and end waiting calls."""
         self._die("closed")
         for link in self._links:
             link.say_goodbye()
@@ -141,11 +143,11 @@ class AsyncEngineClient:
     def _look_at_end(self, reader: asyncio.Task[None]) -> None:
         error = None if reader.cancelled() else reader.exception()
         if error is not None:
-            # A bug of ours; nobody may wait for ever because of it.
+            # An internal bug; no caller may wait for ever because of it.
             self._die(f"internal error ({type(error).__name__}: {error})")
 
     def _die(self, why: str) -> None:
-        # The first cause is the one to tell.
+        # The first cause is reported.
         self._cause_of_death = self._cause_of_death or why
         self._wake()
 
@@ -166,14 +168,14 @@ class _EngineLink:
 
     def __init__(self, address: str, connect: Callable[[str], grpc.aio.Channel], clock: Clock) -> None:
         self.address = address
-        self.num_running = 0  # requests whose end has not come, whether or not it was read
+        self.num_running = 0  # requests whose last output has not arrived
         self.is_ready = False
         self._connect = connect
         self._clock = clock
         self._stream: EngineStream | None = None
 
     async def run(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
-        """Hand over every message of one session; ends with StreamLost."""
+        """Pass on every message of one session; ends with StreamLost."""
         async with self._connect(self.address) as channel:
             stream = EngineStream(engine_pb2_grpc.EngineCoreServiceStub(channel), self._clock)
             await stream.open(_hello())
@@ -181,18 +183,16 @@ class _EngineLink:
             await stream.receive(on_message)
 
     def send(self, message: engine_pb2.ConnectRequest) -> None:
-        """Queue a message."""
         assert self._stream is not None, "requests go to engines that are ready"
         self._stream.send(message)
 
     def say_goodbye(self) -> None:
-        """End the session, if there is one."""
         if self._stream is not None:
             self._stream.close(engine_pb2.Goodbye(reason="the client closes"))
 
 
 def _ended(output: CoreOutput) -> list[int]:
-    """The requests of which nothing more comes."""
+    """Handles of the requests that have ended."""
     return [*(output.columns.handles[row] for row in output.columns.endings), *output.rejected]
 
 

@@ -1,4 +1,4 @@
-"""An engine as a child process of this one: started, awaited, watched for its end, stopped."""
+"""An engine as a child process: started, awaited, monitored, stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOP_S = 10.0
 
 
 class ChildEngine:
-    """One engine process on a port of the kernel's choice. `on_death` is told how it ended by itself."""
+    """One engine process on a free port. `on_death` is called with the reason if it ends by itself."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class ChildEngine:
 
     @property
     def pid(self) -> int:
-        """Its process id; there once it is started."""
+        """Its process id, once it is started."""
         assert self._child is not None, "the engine is started first"
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it and wait until it takes requests. EngineDead, with its last lines, where it does not."""
+        """Start it and wait until it is ready. EngineDead, with its last log lines, if it fails."""
         plan = ProcessPlan("engine", 0, command_of("engine", os.getpid()))
         self._child, pipe_fd = await spawn(plan, flags_of(self._config), self._environment, quiet=True)
         try:
@@ -59,11 +59,10 @@ class ChildEngine:
         self._monitor = asyncio.ensure_future(self._watch(self._child))
 
     def connect(self, address: str) -> grpc.aio.Channel:
-        """A channel to the engine at `address`."""
         return open_channel(address)
 
     async def close(self) -> None:
-        """End the process, by force where it takes too long."""
+        """Stop the process, with SIGKILL after a timeout."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait({self._monitor})
@@ -89,7 +88,7 @@ class ChildEngine:
 
 
 def flags_of(config: EngineConfig) -> list[str]:
-    """The command line that says what `config` says, but for where to listen."""
+    """The flags that reproduce `config`, except for the address."""
     flags = [config.model, "--port=0"]
     values = dataclasses.asdict(config)
     for field in dataclasses.fields(config):

@@ -1,4 +1,4 @@
-"""What clients of an engine's core have in common: the shape of outputs, and what a dead engine raises."""
+"""Shared by clients of an engine's core: the output type, and the error of a dead engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service_kit.errors import ServiceError, Unavailable
 
 
 class EngineDead(Unavailable):
-    """The engine behind this client has ended, for good. Every call after that raises it at once."""
+    """The engine of this client has ended for good. Every later call raises this at once."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the engine is dead: {why}", reason="ENGINE_DEAD")
@@ -18,12 +18,11 @@ class EngineDead(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class CoreOutput:
-    """What an engine yields at once: rows of one step, and requests that it refused, by handle."""
+    """Output of one step: its rows, and refused requests by handle."""
 
     columns: StepColumns
     rejected: Mapping[int, ServiceError] = field(default_factory=dict)
 
 
 def no_rows() -> StepColumns:
-    """Columns without a row."""
     return StepColumns((), (), [], {}, {})

@@ -1,4 +1,4 @@
-"""Which client of an engine's core there is for what a caller needs."""
+"""Chooses the client of an engine's core for a caller's needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from launcher.engines.sync_client import SyncEngineClient
 def make_engine_client(
     *, is_async: bool, addresses: Sequence[str] = (), config: EngineConfig | None = None
 ) -> InProcessClient | SyncEngineClient | AsyncEngineClient:
-    """The client for the engines at `addresses`, or without any, for one of `config` in this process.
+    """The client for the engines at `addresses`, or else for a new engine of `config` in this process.
 
-    NotImplementedError for an asyncio client of an engine without a process of its own: it would have to step
-    the model in the event loop. An `AsyncEngineClient` is still to be started.
+    NotImplementedError for an asyncio client of an engine in this process: it would have to step the model
+    in the event loop. The caller must start an `AsyncEngineClient`.
     """
     if addresses and config is not None:
         raise ValueError("either addresses of engines or the configuration of one, not both")
     if addresses:
         return AsyncEngineClient(addresses) if is_async else SyncEngineClient(addresses)
     if is_async:
-        raise NotImplementedError("an asyncio client needs an engine in a process of its own")
+        raise NotImplementedError("an asyncio client needs an engine in another process")
     if config is None:
         raise ValueError("neither addresses of engines nor the configuration of one")
     return load_in_process(config)

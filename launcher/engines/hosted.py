@@ -1,4 +1,4 @@
-"""A whole engine in this process, as its service would run it, behind a channel without sockets."""
+"""A whole engine service in this process, behind a channel without sockets."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from launcher.engines.core_client import EngineDead
 from launcher.engines.local_channel import LocalChannel, LocalServer
 from service_kit.server import Registration
 
-# A step cannot be interrupted; the longest ones are those of large prompts on a CPU.
+# A step cannot be interrupted; the longest steps are large prompts on a CPU.
 _THREAD_END_S = 30.0
 
 
 class HostedEngine:
     """One engine: its loop in a thread, its servicer in the event loop that `start` is called in.
 
-    `on_death` is told, in words, when the engine has ended by itself.
+    `on_death` is called with the reason if the engine ends by itself.
     """
 
-    # What a frontend calls an engine that has no address; nobody ever dials it.
+    # The frontend needs an address as a name for the engine; it is never connected to.
     address = "in-process:1"
 
     def __init__(self, config: EngineConfig, *, on_death: Callable[[str], None]) -> None:
@@ -46,12 +46,12 @@ class HostedEngine:
 
     @property
     def served(self) -> ServedEngine:
-        """The engine as its sessions see it; there once it is started."""
+        """The engine as its sessions see it, once it is started."""
         assert self._served is not None, "the engine is started first"
         return self._served
 
     async def start(self) -> None:
-        """Load the model and wait until requests are taken. EngineDead where that fails."""
+        """Load the model and wait until requests are accepted. EngineDead if it fails."""
         config = await asyncio.get_running_loop().run_in_executor(None, _with_folder, self._config)
         self._served = served = build_served_engine(config)
         self._servicer = EngineCoreServicer(served)
@@ -72,7 +72,7 @@ class HostedEngine:
         return LocalChannel(self._server)
 
     async def close(self) -> None:
-        """End the loop, and free the model with this object."""
+        """Stop the loop; the model is freed with this object."""
         if self._servicer is not None and self._served is not None:
             lifecycle = self._served.lifecycle
             if lifecycle.state is EngineState.READY:
@@ -105,7 +105,7 @@ def _engine_thread(config: EngineConfig, served: ServedEngine) -> EngineThread:
 
 
 def _with_folder(config: EngineConfig) -> EngineConfig:
-    """The configuration with a folder of this machine as its model; a name is fetched from the hub."""
+    """The configuration with a local folder as its model; a hub name is downloaded."""
     folder: Path = find_model(config.model, revision=config.revision, progress=_ignore_progress)
     if str(folder) == config.model:
         return config
@@ -115,4 +115,4 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:
-    """Whoever asked waits for the end."""
+    """The caller waits for the download without a display."""

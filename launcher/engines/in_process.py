@@ -1,4 +1,4 @@
-"""An engine in this process that is stepped by whoever reads its outputs: no thread, no socket."""
+"""An engine in this process that is stepped by the caller of `get_output`: no thread, no socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service_kit.clock import Clock
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from triptych.engine.v1 import add_pb2, engine_pb2
 
-# Where requests wait and none can run, a step is tried so often.
+# Interval of attempts to step while requests wait and none can run.
 _BLOCKED_WAIT_S = 0.001
 
 
@@ -33,7 +33,7 @@ class _InFlight:
 
 
 class InProcessClient:
-    """The client that is the engine's thread itself: `get_output` steps. Used by one thread."""
+    """A client whose `get_output` steps the engine. Used by one thread."""
 
     def __init__(self, engine: Engine, core: LoadedCore, *, inbox: Inbox, clock: Clock) -> None:
         self._engine = engine
@@ -47,11 +47,11 @@ class InProcessClient:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose end has not been read."""
+        """The number of requests whose last output has not been read."""
         return len(self._in_flight)
 
     def add(self, entry: add_pb2.AddEntry) -> int:
-        """Queue a request; returns its handle. Raises what is wrong with it, or EngineDead."""
+        """Queue a request; returns its handle. Raises the reason if it is invalid, or EngineDead."""
         self._ensure_alive()
         if len(self._in_flight) >= MAX_INFLIGHT_ADDS:
             raise ResourceExhausted(
@@ -72,16 +72,16 @@ class InProcessClient:
         return entry.handle
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
-        """End requests; their last outputs come as those of any other."""
+        """Abort requests; their last outputs are returned as usual."""
         self._ensure_alive()
         for handle in handles:
             if handle in self._in_flight:
                 self._inbox.put(Abort(self._in_flight[handle].request_id, messages.to_abort_cause(reason)))
 
     def get_output(self) -> CoreOutput:
-        """Step until something comes; without rows where nothing is in flight.
+        """Step until there is output; returns no rows if nothing is in flight.
 
-        An error in a step is raised as it is; the engine is dead from there on.
+        An error in a step is raised unchanged; the engine is dead after it.
         """
         self._ensure_alive()
         while True:
@@ -97,7 +97,7 @@ class InProcessClient:
                 self._inbox.wait(_BLOCKED_WAIT_S)
 
     def close(self) -> None:
-        """Drop what runs, and free the device."""
+        """Drop all requests, and free the device."""
         if self._cause_of_death != "closed":
             self._cause_of_death = "closed"
             self._in_flight.clear()
@@ -105,7 +105,7 @@ class InProcessClient:
             self._engine.close()
 
     def _turn(self) -> bool:
-        # Said beforehand: whatever leaves the step in its middle leaves an engine that cannot go on.
+        # Set before the step: an exception in the middle of it leaves an unusable engine.
         self._cause_of_death = "a step was broken off"
         has_stepped = self._engine.turn()
         self._cause_of_death = ""
@@ -125,18 +125,18 @@ class InProcessClient:
 
 
 def load_in_process(config: EngineConfig) -> InProcessClient:
-    """Load the model of `config` here and now. ValueError or OSError, in words for people, where it fails."""
+    """Load the model of `config`. Raises ValueError or OSError with a readable message."""
     served = build_served_engine(config)
     engine, core = build_engine(config, served, progress=_ignore_progress, defer=_at_once)
     return InProcessClient(engine, core, inbox=served.inbox, clock=served.clock)
 
 
 def _ignore_wake() -> None:
-    """The reader steps by itself, so nothing has to wake it."""
+    """No wake-up is needed, as the reader steps itself."""
 
 
 def _ignore_progress(progress: LoadProgress) -> None:
-    """Whoever loads waits for the end."""
+    """The caller waits without a display."""
 
 
 def _at_once(call: Callable[[], None]) -> None:

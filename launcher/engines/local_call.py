@@ -1,4 +1,4 @@
-"""One call of a `LocalChannel`: a handler in a task, a pipe each way, how it ended. Knows no service."""
+"""One call of a `LocalChannel`: a handler task, a pipe in each direction, and a status. Knows no service."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 Pairs = tuple[tuple[str, str | bytes], ...]
 FindHandler = Callable[[str, Pairs], Awaitable[Any]]
 
-# As few as HTTP/2's flow control would let through: a writer must feel that its reader is slow.
+# As few as HTTP/2 flow control would allow, so that a slow reader blocks its writer.
 _MAX_UNREAD = 16
 
 
 class LocalCall:
-    """A call as its client sees it: with the methods of every kind of grpc.aio call that stubs return.
+    """Client side of a call, with the methods of every kind of grpc.aio call that stubs return.
 
-    Messages are handed over as they are, so neither side may change one afterwards. `parse` makes messages of
-    answers that come as bytes.
+    Messages are passed by reference, so neither side may modify them afterwards. `parse` converts answers
+    that are bytes to messages.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class LocalCall:
         self._task.add_done_callback(self._end)
 
     async def write(self, request: Any) -> None:
-        """Send one more message; raises where the call has ended."""
+        """Send one more message; raises if the call has ended."""
         if not await self._requests.put(request):
             raise asyncio.InvalidStateError("the call has ended")
 
     async def done_writing(self) -> None:
-        """Tell the handler that no more messages come."""
+        """End the stream of messages to the handler."""
         self._requests.close()
 
     async def read(self) -> Any:
-        """The next answer, or EOF after the last; AioRpcError where the call ended with another status."""
+        """The next answer, or EOF after the last; AioRpcError if the status is not OK."""
         response = await self._responses.get()
         if response is EOF:
             await self._raise_unless_ok()
@@ -63,35 +63,33 @@ class LocalCall:
         return response
 
     async def initial_metadata(self) -> grpc.aio.Metadata:
-        """What the handler sent before its first answer; waits for it."""
+        """Waits for the handler's first answer."""
         await self._context.has_begun.wait()
         return grpc.aio.Metadata(*self._context.initial_metadata)
 
     async def trailing_metadata(self) -> grpc.aio.Metadata:
-        """What came with the status; waits for the end."""
+        """Waits for the end of the call."""
         await self._ended.wait()
         return grpc.aio.Metadata(*self._context.trailing_metadata)
 
     async def code(self) -> grpc.StatusCode:
-        """The status; waits for the end."""
+        """Waits for the end of the call."""
         await self._ended.wait()
         return self._context.code()
 
     async def details(self) -> str:
-        """The text of the status; waits for the end."""
+        """Waits for the end of the call."""
         await self._ended.wait()
         return self._context.details
 
     def cancel(self) -> bool:
-        """End the call; False where it has ended already."""
+        """Cancel the call; False if it has ended already."""
         return self._task.cancel()
 
     def done(self) -> bool:
-        """Whether the call has ended."""
         return self._task.done()
 
     def add_done_callback(self, callback: Callable[[LocalCall], object]) -> None:
-        """Call `callback` when the call has ended."""
         self._task.add_done_callback(lambda _: callback(self))
 
     async def wait_closed(self) -> None:
@@ -99,11 +97,11 @@ class LocalCall:
         await asyncio.wait({self._task})
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """The answer of a method that has one; giving up waiting cancels the call."""
+        """The answer of a unary response; cancelling the wait cancels the call."""
         return self._only_answer().__await__()
 
     async def __aiter__(self) -> AsyncGenerator[Any, None]:
-        """The answers of a method that has many; giving up iterating cancels the call."""
+        """The answers of a streaming response; abandoning the iteration cancels the call."""
         try:
             while (response := await self.read()) is not EOF:
                 yield response
@@ -149,7 +147,7 @@ class LocalCall:
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            # Here and not in the task, which never runs when it is cancelled at once.
+            # Not in the task, which never runs if it is cancelled at once.
             self._context.end_with(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
         elif (error := task.exception()) is not None:
             self._context.end_with(grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__})")
@@ -160,7 +158,7 @@ class LocalCall:
 
 
 class LocalContext:
-    """A call as its handler sees it: as much of grpc's context as our interceptors and servicers use."""
+    """Server side of a call: the part of grpc's context that our interceptors and servicers use."""
 
     def __init__(self, responses: _Pipe, metadata: Pairs, timeout_s: float | None) -> None:
         self._responses = responses
@@ -173,20 +171,18 @@ class LocalContext:
         self.has_begun = asyncio.Event()
 
     def invocation_metadata(self) -> Pairs:
-        """The headers of the call."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline, never below 0; None: there is none."""
+        """Seconds until the deadline, at least 0; None without a deadline."""
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def send_initial_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Answer the headers."""
         self.initial_metadata = tuple(metadata)
         self.has_begun.set()
 
     async def write(self, response: Any) -> None:
-        """Send an answer; waits while the client has many unread."""
+        """Send an answer; waits while the client has too many unread."""
         await self._responses.put(response)
 
     async def abort_with_status(self, status: grpc.Status) -> None:
@@ -196,16 +192,14 @@ class LocalContext:
         raise grpc.aio.AbortError(status.details)
 
     def end_with(self, code: grpc.StatusCode, details: str) -> None:
-        """Note the status of the call."""
         self._code, self.details = code, details
 
     def code(self) -> grpc.StatusCode:
-        """The status noted so far."""
         return self._code
 
 
 class _Pipe:
-    """Messages from one writer to one reader, a bounded number unread; closed by the writer or at the end."""
+    """Bounded queue from one writer to one reader; closed by the writer or at the end of the call."""
 
     def __init__(self) -> None:
         self._unread: deque[Any] = deque()
@@ -213,7 +207,7 @@ class _Pipe:
         self._is_closed = False
 
     async def put(self, message: Any) -> bool:
-        """Hand over `message`, waiting for room; False where nobody will read it."""
+        """Put `message`, waiting for space; False if it will not be read."""
         while len(self._unread) >= _MAX_UNREAD and not self._is_closed:
             await self._changed.wait()
         if self._is_closed:
@@ -237,18 +231,18 @@ class _Pipe:
             yield message
 
     def close(self) -> None:
-        """Nothing more comes; what is unread stays readable."""
+        """No more messages follow; unread ones can still be read."""
         self._is_closed = True
         self._wake()
 
     def _wake(self) -> None:
-        # Whoever waits looks again; a set event that nobody waits for would make a later wait a busy one.
+        # Waiters check again. An event that stays set would turn a later wait into a busy loop.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 def function_of(handler: Any) -> Callable[[Any, Any], Awaitable[Any]]:
-    """The function of a method handler, whatever its kind."""
+    """The function of a method handler of any kind."""
     functions = {
         (False, False): handler.unary_unary,
         (False, True): handler.unary_stream,

@@ -1,4 +1,4 @@
-"""A grpc.aio channel to servicers of the same event loop: generated stubs, our interceptors, no sockets."""
+"""A grpc.aio channel to servicers in the same event loop: generated stubs, our interceptors, no sockets."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _MAKE_HANDLER: dict[tuple[bool, bool], Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _CallDetails:
-    """What interceptors are told of a call."""
+    """The call details that interceptors get."""
 
     method: str
     invocation_metadata: Pairs
 
 
 class LocalServer:
-    """The methods of `registrations`, behind the interceptors that every server of ours has."""
+    """The methods of `registrations`, behind the interceptors of all our servers."""
 
     def __init__(self, registrations: Sequence[Registration], *, service: str) -> None:
         self._interceptors = server_interceptors(service)
         self._handlers: dict[str, Any] = {}
         for registration in registrations:
-            # To generated code, a server is what has the two methods below.
+            # Generated code needs only the two methods below of a server.
             registration.add(cast(grpc.aio.Server, self))
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """Nothing: generated code gives every method to the other one as well."""
+        """Ignored: generated code passes every method to the other one as well."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Take the methods of one service."""
+        """Add the methods of one service."""
         self._handlers |= {
             f"/{service}/{name}": _without_bytes(handler) for name, handler in handlers.items()
         }
 
     async def find_handler(self, method: str, metadata: Pairs) -> Any:
-        """The handler of a method, with interceptors around; one that refuses where there is none."""
+        """The intercepted handler of a method; one that answers UNIMPLEMENTED for an unknown method."""
         find = self._find
         for interceptor in reversed(self._interceptors):
             find = functools.partial(interceptor.intercept_service, find)
@@ -64,7 +64,7 @@ class LocalServer:
 
 
 class LocalChannel(grpc.aio.Channel):
-    """A channel to a `LocalServer`. Messages go over by reference; closing it ends every call."""
+    """A channel to a `LocalServer`. Messages are passed by reference; closing it ends every call."""
 
     def __init__(self, server: LocalServer) -> None:
         self._server = server
@@ -72,7 +72,7 @@ class LocalChannel(grpc.aio.Channel):
         self._is_closed = False
 
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """A method with one message each way."""
+        """A method with one request and one answer."""
         return functools.partial(self._open, method)
 
     def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
@@ -90,11 +90,11 @@ class LocalChannel(grpc.aio.Channel):
         response_deserializer: Callable[[bytes], Any] | None = None,
         **options: Any,
     ) -> Any:
-        """A method with many messages each way; those that its handler has serialized itself are parsed."""
+        """A method with many messages in both directions; answers that are bytes are parsed."""
         return functools.partial(self._open, method, parse=response_deserializer)
 
     async def close(self, grace: float | None = None) -> None:
-        """End every call, after `grace` seconds at most, and take no more."""
+        """End every call after at most `grace` seconds, and refuse new ones."""
         self._is_closed = True
         running = [asyncio.ensure_future(call.wait_closed()) for call in self._calls]
         if running and grace:
@@ -108,21 +108,19 @@ class LocalChannel(grpc.aio.Channel):
         return grpc.ChannelConnectivity.SHUTDOWN if self._is_closed else grpc.ChannelConnectivity.READY
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Return where the state is another one; there is nothing to wait for."""
+        """Return if the state differs from the given one; it never changes later."""
         if last_observed_state is self.get_state():
             raise grpc.aio.UsageError("the state of a local channel changes by `close` alone")
 
     async def channel_ready(self) -> None:
-        """Return at once: there is nothing to connect to."""
+        """There is nothing to connect to."""
 
     async def __aenter__(self) -> Self:
-        """Close the channel at the end of the block."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the channel."""
         await self.close()
 
     def _open(
@@ -151,6 +149,6 @@ class LocalChannel(grpc.aio.Channel):
 
 
 def _without_bytes(handler: Any) -> Any:
-    """The handler for messages that are not serialized."""
+    """The handler without serialization."""
     make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
     return make(function_of(handler), None, None)

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that block."""
+"""An event loop in a background thread, for blocking callers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from service_kit.errors import Cancelled
 
 _T = TypeVar("_T")
 
-# How long an interrupted call gets to take back what it has begun.
+# Time for an interrupted call to clean up.
 _CANCEL_S = 5.0
 
 
 class LoopThread:
-    """Runs coroutines for other threads. Nothing of it is left after `close`."""
+    """Runs coroutines for other threads. `close` ends its tasks and its thread."""
 
     def __init__(self, name: str) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -29,17 +29,17 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether calls are still taken."""
+        """Whether calls are still accepted."""
         return self._loop is not None
 
     def call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` and wait for it; what interrupts the waiting, e.g. Ctrl-C, cancels the work first."""
+        """Run `work` and wait for it; an interrupt of the wait, e.g. Ctrl-C, cancels the work first."""
         if self._loop is None:
             work.close()
             raise Cancelled("closed")
         loop, handed = self._loop, _Handed(work)
         try:
-            # Inside of the block: an interrupt may come as soon as the loop has it.
+            # Inside the block: an interrupt may come as soon as the work is submitted.
             loop.call_soon_threadsafe(handed.begin)
             return handed.answer.result()
         except concurrent.futures.CancelledError as error:
@@ -51,14 +51,14 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread."""
+        """Cancel running work and end the thread."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
 
     def _run(self) -> None:
-        # The runner cancels the tasks that are left, and ends the loop's executor.
+        # The runner cancels remaining tasks, and shuts down the loop's executor.
         with asyncio.Runner() as runner:
             runner.run(self._until_stopped())
 
@@ -69,7 +69,7 @@ class LoopThread:
 
 
 class _Handed(Generic[_T]):
-    """Work on its way into the loop: it can be cancelled from the moment on when there is one of these."""
+    """Work submitted to the loop; it can be cancelled even before it has begun."""
 
     def __init__(self, work: Coroutine[Any, Any, _T]) -> None:
         self.answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
@@ -83,7 +83,7 @@ class _Handed(Generic[_T]):
         self._task.add_done_callback(self._end)
 
     def cancel(self) -> None:
-        """End the work, whether it has begun or not."""
+        """Cancel the work, whether or not it has begun."""
         if self._task is None:
             self._work.close()
             self.is_over.set()

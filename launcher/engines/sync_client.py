@@ -1,4 +1,4 @@
-"""Engines in other processes, for a caller that blocks: a thread reads, calls wait for what it has read."""
+"""Blocking client of engines in other processes: a background thread reads, calls wait for its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class SyncEngineClient:
-    """An `AsyncEngineClient` in a background thread. What goes wrong there is raised in the caller."""
+    """An `AsyncEngineClient` in a background thread. Its errors are raised in the caller."""
 
     def __init__(self, addresses: Sequence[str], *, start_timeout_s: float = 600.0) -> None:
         """Connect, and wait until every engine is ready."""
@@ -32,15 +32,15 @@ class SyncEngineClient:
         return self._thread.call(_now(self._client.add, entry))
 
     def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
-        """End requests: one message to each engine that has some of them."""
+        """Abort requests: one message to each engine that has some of them."""
         self._thread.call(_now(self._client.abort, handles, reason))
 
     def get_output(self, timeout_s: float | None = None) -> CoreOutput:
-        """The next outputs. TimeoutError where none come in time."""
+        """The next outputs. TimeoutError if there are none in time."""
         return self._thread.call(asyncio.wait_for(self._client.get_output(), timeout_s))
 
     def close(self) -> None:
-        """Say goodbye to every engine, and end the thread."""
+        """Close every session, and end the thread."""
         if self._thread.is_running:
             self._thread.call(self._client.close())
             self._thread.close()

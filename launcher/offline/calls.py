@@ -1,4 +1,4 @@
-"""The calls behind the offline facade, in its event loop: one road for every transport."""
+"""API calls of `LLM`, in its event loop; the same for every transport."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from triptych.api.v1 import (
 
 _T = TypeVar("_T")
 
-# Enough to keep the largest batches full; the engine queues what it cannot run.
+# Enough to keep the largest batches full; the engine queues requests that it cannot run yet.
 MAX_IN_FLIGHT = 1024
 _MAX_TOKENIZING = 64
 
 
 class LLMCalls:
-    """The public API over `channel`, for one model; "" is the only one that is served."""
+    """The public API over `channel`, for one model; "" means the only one that is served."""
 
     def __init__(self, channel: grpc.aio.Channel, model: str, *, timeout_s: float | None) -> None:
         self._model = model
@@ -45,19 +45,17 @@ class LLMCalls:
         self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
-        # Frontends are shared, and an id may be in flight once.
+        # Request ids must be unique among all clients of a frontend.
         self._prefix = f"llm-{secrets.token_hex(6)}"
         self._numbers = itertools.count(1)
 
     async def describe(self) -> model_pb2.Model:
-        """The model, as it is served now."""
         response: model_pb2.GetModelResponse = await self._call(
             self._models.GetModel, model_pb2.GetModelRequest(model=self._model)
         )
         return response.model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a text."""
         request = tokenize_pb2.TokenizeRequest(
             model=self._model, text=text, add_special_tokens=add_special_tokens
         )
@@ -65,7 +63,6 @@ class LLMCalls:
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ids."""
         request = tokenize_pb2.DetokenizeRequest(
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
@@ -75,7 +72,7 @@ class LLMCalls:
     async def prompt_ids(
         self, prompts: Sequence[GivenPrompt], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The ids of every prompt, none of which the model would refuse."""
+        """The ids of every prompt, checked against the model's limits."""
         model = await self.describe()
 
         async def ids_of(prompt: GivenPrompt) -> list[int]:
@@ -99,7 +96,7 @@ class LLMCalls:
         requests: Sequence[generate_pb2.GenerateRequest],
         on_answer: Callable[[inference_pb2.GenerateUnaryResponse], None],
     ) -> list[inference_pb2.GenerateUnaryResponse]:
-        """The outputs of each request, in their order."""
+        """The responses in order of the requests."""
         calls: list[Callable[[], Awaitable[inference_pb2.GenerateUnaryResponse]]] = []
         for request in requests:
             request.model, request.request_id = self._model, self._next_id()
@@ -114,7 +111,7 @@ class LLMCalls:
         requests: Sequence[chat_message_pb2.ChatRequest],
         on_answer: Callable[[chat_pb2.ChatUnaryResponse], None],
     ) -> list[chat_pb2.ChatUnaryResponse]:
-        """The answers to each conversation, in their order."""
+        """The responses in order of the conversations."""
         calls: list[Callable[[], Awaitable[chat_pb2.ChatUnaryResponse]]] = []
         for request in requests:
             request.model, request.request_id = self._model, self._next_id()
@@ -126,19 +123,16 @@ class LLMCalls:
         return await run_all(calls, window=window, field="conversations", on_answer=on_answer)
 
     async def embed(self, request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
-        """Vectors of texts."""
         request.model, request.request_id = self._model, self._next_id()
         response: embedding_pb2.EmbedResponse = await self._call(self._embedding.Embed, request)
         return response
 
     async def classify(self, request: embedding_pb2.ClassifyRequest) -> embedding_pb2.ClassifyResponse:
-        """Classes of texts."""
         request.model, request.request_id = self._model, self._next_id()
         response: embedding_pb2.ClassifyResponse = await self._call(self._embedding.Classify, request)
         return response
 
     async def score(self, request: embedding_pb2.ScoreRequest) -> embedding_pb2.ScoreResponse:
-        """Scores of pairs of texts."""
         request.model, request.request_id = self._model, self._next_id()
         response: embedding_pb2.ScoreResponse = await self._call(self._embedding.Score, request)
         return response
@@ -151,9 +145,9 @@ class LLMCalls:
 
 
 def _window(widths: Iterable[int]) -> int:
-    """How many requests at once, where each has so many outputs."""
+    """How many requests may be in flight, given the number of outputs of each."""
     return max(1, MAX_IN_FLIGHT // max(1, max(widths, default=1)))
 
 
 def _ignore_answer(answer: object) -> None:
-    """Tokenizing shows no progress: it is over in no time."""
+    """Tokenizing is too quick to show progress."""

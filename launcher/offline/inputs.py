@@ -1,6 +1,6 @@
-"""What the offline facade accepts as prompts, conversations and tools, and what they are on the wire.
+"""Prompts, conversations and tools that `LLM` accepts, and their conversion to protos.
 
-Everything is checked before anything is sent; what is wrong is named by its index.
+All inputs are checked before any is sent; errors name the input by its index.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from service_kit.errors import InvalidArgument
-from triptych.api.v1 import chat_message_pb2
+from triptych.api.v1 import chat_message_pb2, embedding_pb2, generate_pb2
 
 # A text, its token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -37,14 +37,14 @@ _MESSAGE_KEYS = {"role", "content", "name", "reasoning", "tool_calls", "tool_cal
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """One prompt as it was given: a text, or ids."""
+    """One prompt as it was given: a text, or token ids."""
 
     text: str | None
     token_ids: tuple[int, ...] = ()
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> list[GivenPrompt]:
-    """One prompt, or several, each looked at. InvalidArgument names the first that is none."""
+    """Read one prompt or several. Raises InvalidArgument for the first invalid one."""
     if isinstance(prompts, (str, Mapping)):
         return [_read_prompt(prompts, f"{field}[0]")]
     if not isinstance(prompts, Sequence):
@@ -55,7 +55,7 @@ def read_prompts(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> 
 
 
 def check_ids(token_ids: Sequence[int], field: str, *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse a prompt that the model cannot take."""
+    """Raise InvalidArgument for a prompt that the model would refuse."""
     if not token_ids:
         raise InvalidArgument(f"{field} has no tokens, it needs at least 1", field=field)
     outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
@@ -67,6 +67,12 @@ def check_ids(token_ids: Sequence[int], field: str, *, vocab_size: int, max_mode
         raise InvalidArgument(
             f"{field} has {len(token_ids)} tokens, the model takes {max_model_len - 1}", field=field
         )
+
+
+def pooling_input(prompt: GivenPrompt) -> embedding_pb2.PoolingInput:
+    if prompt.text is not None:
+        return embedding_pb2.PoolingInput(prompt=prompt.text)
+    return embedding_pb2.PoolingInput(token_ids=generate_pb2.TokenIds(ids=prompt.token_ids))
 
 
 def per_prompt(value: _T | Sequence[_T | None] | None, num_prompts: int, default: _T, field: str) -> list[_T]:
@@ -83,7 +89,7 @@ def per_prompt(value: _T | Sequence[_T | None] | None, num_prompts: int, default
 def read_conversations(
     conversations: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[list[chat_message_pb2.ChatMessage]]:
-    """One conversation, or several."""
+    """Read one conversation or several."""
     if not isinstance(conversations, Sequence) or isinstance(conversations, str):
         raise _wrong("conversations", conversations, "a list of messages, or a list of such lists")
     if conversations and isinstance(conversations[0], Mapping):

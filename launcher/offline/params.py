@@ -1,4 +1,4 @@
-"""How the offline facade's parameters look, and what they are on the wire. Limits are the server's matter."""
+"""Parameters of `LLM` and their conversion to protos. The server checks the limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WITH_TRUTH_VALUES = frozenset({"structured_output"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
-    """Ends an output whose tail is one token pattern again and again."""
+    """Ends an output whose tail repeats one token pattern."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -26,7 +26,7 @@ class RepetitionDetection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """Constrains an output to a grammar; exactly one of the first six is given."""
+    """Constrains an output to a grammar; exactly one of the first six fields must be set."""
 
     json_schema: str | None = None
     json_object: bool | None = None
@@ -42,9 +42,9 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and shown, field by field as in `triptych.common.v1.SamplingParams`.
+    """How tokens are sampled and returned; the fields are those of `triptych.common.v1.SamplingParams`.
 
-    None, and an empty list, is what the wire calls unset: the model's or the server's default.
+    None, or an empty list, means unset: the model's or the server's default.
     """
 
     temperature: float | None = None
@@ -77,7 +77,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
-        """The message. InvalidArgument for a value that is not of its field's type or range."""
+        """Convert to proto. Raises InvalidArgument for a value of a wrong type or range."""
         values = asdict(self)
         values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         message = sampling_pb2.SamplingParams()
@@ -93,7 +93,7 @@ class SamplingParams:
 
 
 def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """The parameters that a message of plain numbers sets, as a model's defaults are."""
+    """Parameters from a message of plain numbers, such as a model's defaults."""
     return SamplingParams(**{descriptor.name: value for descriptor, value in message.ListFields()})
 
 
@@ -112,10 +112,10 @@ def _on_the_wire(name: str, value: Any) -> Any:
 
 
 def _refuse_truth_values(name: str, value: Any) -> None:
-    # To Python, and so to protobuf, True is the number 1; to who writes it it is a mistake.
+    # Python and protobuf accept True as the number 1, but it is a mistake of the caller.
     if name in _WITH_TRUTH_VALUES or _FIELDS[name].type == FieldDescriptor.TYPE_BOOL:
         return
     parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
     for part in parts if isinstance(parts, list | tuple) else (parts,):
         if isinstance(part, bool):
-            raise TypeError("a truth value is no number")
+            raise TypeError("a boolean is not a number")

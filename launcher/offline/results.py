@@ -1,18 +1,25 @@
-"""What the offline facade returns, and how it is made of the wire's answers."""
+"""Results of `LLM`, and their conversion from protos."""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
-from triptych.common.v1 import output_pb2
+from triptych.common.v1 import output_pb2, tensor_pb2
+
+# `struct` format character and size in bytes of an element.
+_ELEMENTS = {tensor_pb2.D_TYPE_FP32: ("f", 4), tensor_pb2.D_TYPE_FP16: ("e", 2)}
+
+Values = list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request took; completion tokens over all outputs."""
+    """Token counts of a request; completion tokens are summed over its outputs."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -23,14 +30,14 @@ class Usage:
 class TokenLogprob:
     """A token's natural log probability and its rank in the vocabulary, 1 for the most likely.
 
-    None where there is none, as for the first token of a prompt. `text` is empty without detokenizing.
+    Both are None for the first token of a prompt. `text` is empty without detokenization.
     """
 
     token_id: int
     logprob: float | None
     rank: int | None
     text: str
-    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at its place, best first
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at its position, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole output. `stop` is the string or token id that a `finish_reason` of stop stopped on.
+    """One complete output. `stop` is the matched string or token id if `finish_reason` is stop.
 
-    Of a conversation, `text` is the answer alone; reasoning and tool calls have been taken out of it.
+    For a conversation, `text` is only the answer, without reasoning and tool calls.
     """
 
     index: int
@@ -58,12 +65,12 @@ class Completion:
     stop: str | int | None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    error_message: str = ""  # where the reason is `error`
+    error_message: str = ""  # set if the reason is `error`
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """Everything about one prompt. `prompt` is None where it was given as ids or as a conversation."""
+    """The result of one prompt. `prompt` is None if it was given as token ids or as a conversation."""
 
     request_id: str
     prompt: str | None
@@ -81,37 +88,35 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """What a pooling model made of one prompt: numbers, or a list of them for each token."""
+    """The embedding of one prompt: a vector, or one vector per token."""
 
     index: int
-    values: list[float] | list[list[float]]
+    values: Values
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationResult:
-    """How likely each class is for one prompt. `labels` is empty where the model names none."""
+    """Class probabilities of one prompt. `labels` is empty if the model has no label names."""
 
     index: int
-    values: list[float] | list[list[float]]
+    values: Values
     labels: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """How well one pair of texts fits together."""
+    """The score of one pair of texts."""
 
     index: int
     score: float
 
 
 def to_result(response: inference_pb2.GenerateUnaryResponse, prompt: str | None) -> RequestResult:
-    """The result of a prompt."""
     outputs = tuple(_completion(output, output.text) for output in sorted(response.outputs, key=_index_of))
     return _result(response.started, outputs, response.usage, prompt)
 
 
 def to_chat_result(response: chat_pb2.ChatUnaryResponse) -> RequestResult:
-    """The result of a conversation."""
     outputs = tuple(
         _completion(
             output,
@@ -195,3 +200,30 @@ def _top(top: output_pb2.TopLogprobs) -> tuple[TokenLogprob, ...]:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def values_of(tensor: tensor_pb2.Tensor) -> Values:
+    """A vector as a list, a matrix as a list of rows. Raises Unimplemented for any other tensor."""
+    if tensor.WhichOneof("payload") != "inline" or len(tensor.shape) not in (1, 2):
+        raise Unimplemented("a result that is not an inline vector or matrix cannot be read")
+    numbers = _numbers(tensor)
+    if len(tensor.shape) == 1:
+        return numbers
+    width = tensor.shape[1]
+    return [numbers[start : start + width] for start in range(0, len(numbers), width)]
+
+
+def _numbers(tensor: tensor_pb2.Tensor) -> list[float]:
+    num_elements = math.prod(tensor.shape)
+    if tensor.dtype == tensor_pb2.D_TYPE_BF16:
+        # A bfloat16 is the upper half of a float32.
+        content = b"".join(b"\0\0" + tensor.inline[at : at + 2] for at in range(0, len(tensor.inline), 2))
+        letter, size = "f", 4
+    elif tensor.dtype in _ELEMENTS:
+        content = tensor.inline
+        letter, size = _ELEMENTS[tensor.dtype]
+    else:
+        raise Unimplemented(f"a result of {tensor_pb2.DType.Name(tensor.dtype)} cannot be read")
+    if len(content) != num_elements * size:
+        raise Unimplemented(f"a result of {len(content)} bytes does not have the shape {list(tensor.shape)}")
+    return list(struct.unpack(f"<{num_elements}{letter}", content))

@@ -1,4 +1,4 @@
-"""Many calls at once, a bounded number in flight, answers in order of submission. Knows no message."""
+"""Runs many calls with a bounded number in flight; answers in order of submission. Knows no message."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import grpc
-
-from service_kit.errors import ResourceExhausted, ServiceError, from_rpc_error
+from service_kit.errors import ResourceExhausted, ServiceError, rpc_errors_translated
 
 _T = TypeVar("_T")
 
@@ -25,21 +23,21 @@ async def run_all(
     field: str,
     on_answer: Callable[[_T], None],
 ) -> list[_T]:
-    """Make all calls, `window` at once, begun in their order; the answers in that order too.
+    """Make all calls, at most `window` at once, started in order; returns the answers in that order.
 
-    The first error cancels the others and is raised, with `field` and the index of its call put before its
-    message. `on_answer` gets each answer as it comes.
+    The first error cancels the others and is raised with the prefix `field[index]`. `on_answer` gets each
+    answer when it arrives.
     """
     answers: dict[int, _T] = {}
     turns = itertools.count()
 
     async def work() -> None:
-        # Each takes the next one where it stands, so that a hundred thousand calls are not as many tasks.
+        # Workers take calls from a shared counter, so that 100,000 calls do not need as many tasks.
         for index in turns:
             if index >= len(calls):
                 return
             try:
-                answers[index] = await _patiently(calls[index])
+                answers[index] = await _with_retry(calls[index])
             except ServiceError as error:
                 raise _at(f"{field}[{index}]", error) from error.__cause__
             on_answer(answers[index])
@@ -54,8 +52,8 @@ async def run_all(
     return [answers[index] for index in range(len(calls))]
 
 
-async def _patiently(call: Callable[[], Awaitable[_T]]) -> _T:
-    """One call, made again where a server that others use too is full just now and says when to come back."""
+async def _with_retry(call: Callable[[], Awaitable[_T]]) -> _T:
+    """Make a call; retry it while a shared server is at its limits and returns a retry delay."""
     for _ in range(_MAX_REFUSALS):
         try:
             return await translated(call())
@@ -67,11 +65,9 @@ async def _patiently(call: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def translated(answer: Awaitable[_T]) -> _T:
-    """The answer of an RPC; its failure as a ServiceError."""
-    try:
+    """The answer of an RPC; an RpcError becomes a ServiceError."""
+    with rpc_errors_translated():
         return await answer
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
 
 
 def _at(prefix: str, error: ServiceError) -> ServiceError:

@@ -1,4 +1,4 @@
-"""The three ways from the offline facade to an engine: each is a channel to the public API, and an end."""
+"""Transports of `LLM`: a channel to the public API of a local, child or remote engine."""
 
 from __future__ import annotations
 
@@ -19,53 +19,45 @@ from launcher.engines.local_channel import LocalChannel, LocalServer
 from service_kit.channel import open_channel
 from service_kit.errors import Unavailable
 
-# What bounds the requests of the facade is its own window, so the frontend's queue has to be no limit.
+# `LLM` limits its requests in flight itself, so the frontend's queue must not add a limit.
 _NO_LIMIT = 2**31 - 1
 _LOOK_S = 0.01
-# An engine's end is seen on its stream first; its own word comes within this time.
+# The end of an engine is seen on its stream first; the reason follows within this time.
 _DEATH_REASON_WAIT_S = 1.0
 
 
 class OwnEngine(Protocol):
-    """An engine that lives and ends with its transport."""
+    """An engine that its transport starts and closes."""
 
     @property
-    def address(self) -> str:
-        """What the frontend calls it."""
-        ...
+    def address(self) -> str: ...
 
     async def start(self) -> None:
-        """Load; returns once requests are taken, or raises EngineDead."""
+        """Load; returns once requests are accepted, or raises EngineDead."""
         ...
 
-    def connect(self, address: str) -> grpc.aio.Channel:
-        """A channel to it."""
-        ...
+    def connect(self, address: str) -> grpc.aio.Channel: ...
 
-    async def close(self) -> None:
-        """End it."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """A frontend, wherever it is. Used in one event loop."""
+    """Access to a local or remote frontend. Used in one event loop."""
 
     @property
     def death(self) -> asyncio.Future[str]:
-        """Resolves, to why, when nothing can be answered any more."""
+        """Resolves to the reason when the transport has failed for good."""
         ...
 
     async def start(self) -> grpc.aio.Channel:
-        """Begin; returns the channel to the public API once a model is served."""
+        """Returns the channel to the public API once a model is served."""
         ...
 
-    async def close(self) -> None:
-        """End everything that `start` began."""
-        ...
+    async def close(self) -> None: ...
 
 
 class RemoteTransport:
-    """A frontend that somebody else runs. It may come back, so it is never dead."""
+    """A frontend elsewhere. It may come back, so `death` never resolves."""
 
     def __init__(self, address: str, *, start_timeout_s: float) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -74,7 +66,6 @@ class RemoteTransport:
         self._start_timeout_s = start_timeout_s
 
     async def start(self) -> grpc.aio.Channel:
-        """Wait for the connection."""
         try:
             await asyncio.wait_for(self._channel.channel_ready(), self._start_timeout_s)
         except TimeoutError as error:
@@ -84,12 +75,11 @@ class RemoteTransport:
         return self._channel
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._channel.close(None)
 
 
 class LocalTransport:
-    """An engine of our own behind the frontend's core in this process, without servers."""
+    """A local engine and a frontend in this process, without servers."""
 
     def __init__(
         self,
@@ -108,7 +98,7 @@ class LocalTransport:
         self._channel: LocalChannel | None = None
 
     async def start(self) -> grpc.aio.Channel:
-        """Load the engine, then have the frontend connect to it."""
+        """Load the engine, then connect the frontend to it."""
         await self._engine.start()
         config = FrontendConfig(
             engine=(self._engine.address,),
@@ -137,14 +127,14 @@ class LocalTransport:
             if self.death.done():
                 raise EngineDead(self.death.result())
             for client in frontend.directory.clients():
-                # The engine is there, so what brought this down, e.g. a missing tokenizer, will do so again.
+                # The engine runs, so a retry would fail for the same reason, e.g. a missing tokenizer.
                 if client.state is EngineState.DOWN and client.down_reason:
                     raise Unavailable(client.down_reason)
             await asyncio.sleep(_LOOK_S)
 
-    def _die(self, why: str) -> None:
+    def _die(self, reason: str) -> None:
         if not self.death.done():
-            self.death.set_result(why)
+            self.death.set_result(reason)
 
 
 def make_transport(
@@ -156,7 +146,7 @@ def make_transport(
     tokenizer: str | None,
     start_timeout_s: float,
 ) -> Transport:
-    """The transport of that kind: remote, child or in-process. Called in its event loop."""
+    """The transport of `kind`: remote, child or in-process. Called in its event loop."""
     if kind == "remote":
         assert address is not None, "checked by the facade"
         return RemoteTransport(address, start_timeout_s=start_timeout_s)
@@ -176,6 +166,6 @@ def make_transport(
 
 
 async def death_reason(transport: Transport) -> str:
-    """Why the transport is dead, waiting a second for it; empty where it is not."""
+    """Why the transport is dead, waiting up to a second for it; "" if it is alive."""
     done, _ = await asyncio.wait({transport.death}, timeout=_DEATH_REASON_WAIT_S)
     return transport.death.result() if done else ""

@@ -1,7 +1,7 @@
-"""The actor: one engine's process, on the node and with the devices that Ray has chosen. Needs Ray.
+"""Ray actor that runs one engine process, on the node and with the devices that Ray assigns. Needs Ray.
 
-The engine is a process of its own, not code in Ray's worker: it has its own signals, event loop and gRPC, it
-ends as it always does, with an exit code, and the kernel ends it with its actor.
+The engine is a separate process, not code in Ray's worker: it has its own signals, event loop and gRPC, it
+ends with an exit code as usual, and the kernel kills it when its actor dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service_kit.process import process_environment
 
 
 class EngineActor:
-    """Starts, follows and drains one engine; an asynchronous actor, so calls do not wait for each other."""
+    """Starts, monitors and drains one engine; an asynchronous actor, so calls do not block each other."""
 
     def __init__(self, name: str, index: int) -> None:
         self._name = name
@@ -25,9 +25,9 @@ class EngineActor:
         self._child: ChildProcess | None = None
 
     async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement | str:
-        """Start the engine on this node's address; where it listens, or in words why it does not.
+        """Start the engine on this node's address; returns its addresses, or an error text.
 
-        Words, because an exception that crosses Ray has to be rebuilt from its arguments.
+        A text, because Ray reconstructs an exception from its arguments.
         """
         if self._child is not None and self._child.is_running:
             return f"{self._name} runs already, with pid {self._child.pid}"
@@ -47,13 +47,13 @@ class EngineActor:
         return EnginePlacement(announced.address, announced.admin_address, node_id, announced.pid, devices)
 
     async def ended(self) -> int:
-        """Wait for the engine's end; its exit status, a signal's number negative."""
+        """Wait for the engine's end; returns its exit code, a signal as a negative number."""
         child = self._started()
         await child.wait()
         return _status(child)
 
     async def drain(self, limit_s: float) -> int:
-        """SIGTERM, then SIGKILL after `limit_s`; the exit status. A second call meanwhile cuts the drain."""
+        """SIGTERM, then SIGKILL after `limit_s`; returns the exit code. A second call cuts the drain."""
         child = self._started()
         await child.stop(limit_s)
         return _status(child)
@@ -65,12 +65,11 @@ class EngineActor:
 
 
 def _devices() -> str:
-    """The GPUs that Ray has assigned to this actor, as CUDA_VISIBLE_DEVICES names them; "" hides all."""
+    """The GPUs that Ray has assigned to this actor, for CUDA_VISIBLE_DEVICES; "" hides all."""
     return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 
 def _node_address() -> str:
-    """The address by which other nodes reach this one."""
     return str(ray.util.get_node_ip_address())
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for engines: actors made, found again by name, and let go. Needs Ray."""
+"""Runs engines as actors of a Ray cluster: creates them, finds them by name, terminates them. Needs Ray."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from launcher.ray.placement import EngineDied, EnginePlacement, HostLost
 
 T = TypeVar("T")
 
-# Names of actors are looked up in it by whoever drains an engine.
+# `triptych ray drain` finds actors by name in this namespace.
 _NAMESPACE = "triptych"
-# Ray's words for "over many nodes" and "on few".
+# Ray's names of the strategies.
 _STRATEGIES = {"spread": "SPREAD", "pack": "DEFAULT"}
 
 
 class ClusterAway(Exception):
-    """There is no Ray cluster at that address, or it does not let us in."""
+    """There is no Ray cluster at that address, or it refuses the connection."""
 
 
 def connect(address: str) -> None:
-    """Join the cluster as a driver; what our actors write is shown here. Raises ClusterAway."""
+    """Join the cluster as a driver; the output of our actors is shown here. Raises ClusterAway."""
     try:
         ray.init(address=address, namespace=_NAMESPACE, logging_level="warning", log_to_driver=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -34,12 +34,12 @@ def connect(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster; actors of this driver end with it."""
+    """Leave the cluster; this ends the driver's actors."""
     ray.shutdown()
 
 
 def find_host(name: str) -> RayHost:
-    """The host of the engine of that name, whoever placed it. Raises HostLost if there is none."""
+    """The host of the engine of that name, also if another driver placed it. Raises HostLost if none."""
     try:
         return RayHost(ray.get_actor(name, namespace=_NAMESPACE))
     except ValueError as error:
@@ -47,13 +47,13 @@ def find_host(name: str) -> RayHost:
 
 
 class RayCluster:
-    """Makes an actor for each engine. Ray itself restarts none: the placement's rule does, with a pause."""
+    """Creates an actor for each engine. Ray itself restarts none: `Placement` does, with backoff."""
 
     def __init__(self, config: RayPlaceConfig) -> None:
         self._config = config
 
     async def provide(self, name: str, index: int) -> RayHost:
-        """A host for the engine of this name. Raises EngineDied where an actor has that name already."""
+        """A host for the engine of this name. Raises EngineDied if an actor has that name already."""
         options = {
             "name": name,
             "num_cpus": self._config.num_cpus,
@@ -69,28 +69,25 @@ class RayCluster:
 
 
 class RayHost:
-    """An actor, spoken to over Ray."""
+    """An `EngineActor`, called over Ray."""
 
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
 
     async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement:
-        """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
         answer: EnginePlacement | str = await _answer(self._actor.start.remote(flags, environment))
         if isinstance(answer, str):
             raise EngineDied(answer)
         return answer
 
     async def ended(self) -> int:
-        """Wait for the engine's end; its exit status."""
         return await _answer(self._actor.ended.remote())
 
     async def drain(self, limit_s: float) -> int:
-        """Ask the engine to end, and end it after `limit_s`; its exit status."""
         return await _answer(self._actor.drain.remote(limit_s))
 
     async def dismiss(self) -> None:
-        """End the actor once it has answered who asks it now; the kernel ends an engine that still runs."""
+        """Terminate the actor after its pending calls; the kernel kills an engine that still runs."""
         self._actor.__ray_terminate__.remote()
 
 

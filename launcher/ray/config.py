@@ -12,7 +12,7 @@ from launcher.flags import split_flags
 from launcher.services import config_of
 from service_kit.config import ConfigError, load_config, option
 
-# What the placement tells each engine itself; typed by a user, these would contradict it.
+# Flags that the placement sets for each engine; a user's value would contradict it.
 RESERVED = frozenset(
     {
         "--announce-fd",
@@ -25,7 +25,7 @@ RESERVED = frozenset(
     }
 )
 _MAX_ENGINES = 1024
-# Set from what Ray assigns; a value of the user's would name devices that belong to others.
+# Set from Ray's assignment; a user's value could select devices of others.
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -56,7 +56,6 @@ class RayPlaceConfig:
     drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if not 1 <= self.num_engines <= _MAX_ENGINES:
             raise ValueError(f"num_engines is {self.num_engines}, the range is 1..{_MAX_ENGINES}")
         for name in ("num_cpus", "num_gpus", "first_rank", "drain_deadline_s"):
@@ -76,18 +75,18 @@ class RayPlaceConfig:
             )
         if self.startup_timeout_s <= 0:
             raise ValueError("startup_timeout_s must be above 0")
-        # Refused here, not when the first engine starts on some node.
+        # Checked here, not when the first engine starts on some node.
         self.environment()
 
     @property
     def group_size(self) -> int:
-        """Engines of the group, wherever they are placed."""
+        """The size of the group, including engines placed elsewhere."""
         if self.data_parallel_size is None:
             return self.first_rank + self.num_engines
         return self.data_parallel_size
 
     def environment(self) -> dict[str, str]:
-        """What `--env` says, by name. Raises ValueError for an entry without a name."""
+        """The variables of `--env` by name. Raises ValueError for an entry without a name."""
         entries: dict[str, str] = {}
         for entry in self.env:
             name, equals, value = entry.partition("=")
@@ -101,17 +100,17 @@ class RayPlaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """What to place: the verb's own options, and the arguments all engines have."""
+    """Parsed arguments: the verb's own options, and the flags of all engines."""
 
     config: RayPlaceConfig
     engine_flags: tuple[str, ...]
 
     def name_of(self, index: int) -> str:
-        """How the engine at this place, 0 the first, and its actor are called."""
+        """The name of the engine with this index, and of its actor."""
         return f"{self.config.name}-{self.config.first_rank + index}"
 
     def flags_of(self, index: int, port: int = 0) -> list[str]:
-        """The arguments of one engine, but for its host. `port` 0: the configured one, or a free one."""
+        """The arguments of one engine, without its host. `port` 0: the configured one, or a free one."""
         config = self.config
         configured = config.base_port + index if config.base_port else 0
         return [
@@ -132,16 +131,16 @@ def parse_place(argv: Sequence[str]) -> Placing:
     for argument in argv:
         spelling = argument.partition("=")[0]
         if spelling in RESERVED:
-            raise ConfigError(f"{spelling} is what the placement tells each engine itself")
+            raise ConfigError(f"{spelling} is set by the placement for each engine")
     own, flags = split_flags(argv, RayPlaceConfig, {"engine": config_of("engine")}, reserved=RESERVED)
     config = load_config(RayPlaceConfig, own, service="ray").config
-    # Actors run in another folder.
+    # Actors run in another working directory.
     model = os.path.abspath(config.model) if config.model and os.path.isdir(config.model) else config.model
     engine = with_model([*([model] if model else []), *flags["engine"]])
-    # What is wrong is said now: an engine would say so too, on some node, minutes later.
+    # Checked here, because an engine on some node would report it only minutes later.
     fixed_flags = (f"--data-parallel-size={config.group_size}",)
     origins = load_config(config_of("engine"), [*engine, *fixed_flags], service="engine").origins
     if origins["num_threads"] == "default":
-        # An engine counts the machine's CPUs; those that Ray has set aside are fewer.
+        # An engine would use all CPUs of the machine, not only those that Ray has reserved.
         engine.append(f"--num-threads={max(1, int(config.num_cpus))}")
     return Placing(config, tuple(engine))

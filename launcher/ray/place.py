@@ -16,9 +16,9 @@ _USAGE_ERROR = 2
 
 
 def run_place(placing: Placing) -> int:
-    """Place engines and keep them running until a signal, or until all were drained: 0.
+    """Place engines and keep them running until a signal, or until all are drained. Returns 0;
 
-    Returns 1 if one cannot be started or keeps dying, 2 if there is no cluster.
+    1 if an engine cannot be started or keeps dying; 2 if there is no cluster.
     """
     config = placing.config
     remove_ready_file(config.ready_file)
@@ -34,7 +34,7 @@ def run_place(placing: Placing) -> int:
 
 
 def run_drain(address: str, names: list[str], limit_s: float) -> int:
-    """Drain engines by name and print how each ended; 1 unless all with 0, 2 if there is no cluster."""
+    """Drain engines by name, print how each ended. Returns 0; 1 if an exit code is not 0; 2 if no cluster."""
     try:
         connect(address)
     except ClusterAway as error:

@@ -1,6 +1,6 @@
-"""Keeps engines running on hosts that somebody else provides: placed, followed, restarted, drained.
+"""Supervises engines on the hosts of a cluster: places, monitors, restarts and drains them.
 
-Knows no Ray: a cluster is whatever has `Cluster`'s one method.
+Knows no Ray: a cluster is any implementation of `Cluster`.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from launcher.ray.config import Placing
 from launcher.serve.restarts import until_ready
 from launcher.serve.supervisor import AwaitReady, StartTimeout, SupervisorLimits
 
-# Beyond an engine's own drain: it still has to tear down.
+# Added to an engine's drain time, for its shutdown.
 _TEARDOWN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """Where an engine listens, told when it has bound its port and before it loads anything."""
+    """Addresses of an engine, known once it has bound its port and before it loads anything."""
 
     address: str
     admin_address: str  # on the node's loopback
     node_id: str
     pid: int
-    devices: str  # as CUDA_VISIBLE_DEVICES has them; "" is none
+    devices: str  # in the format of CUDA_VISIBLE_DEVICES; "" is none
 
 
 class HostLost(Exception):
-    """The host went away with its engine: the node died, or the actor was killed."""
+    """The host was lost with its engine: the node died, or the actor was killed."""
 
 
 class EngineDied(Exception):
-    """An engine ended that should not have, and is not started again. The message says which and how."""
+    """An engine ended unexpectedly and is not restarted. The message has its name and how it ended."""
 
 
 class EngineHost(Protocol):
-    """A place on the cluster that runs one engine at a time. Every call may raise HostLost."""
+    """Runs one engine at a time on some node. Every call may raise HostLost."""
 
     async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement:
         """Start the engine and wait until it listens. Raises EngineDied if it ends before that."""
 
     async def ended(self) -> int:
-        """Wait for the engine's end; its exit status, a signal's number negative."""
+        """Wait for the engine's end; returns its exit code, a signal as a negative number."""
 
     async def drain(self, limit_s: float) -> int:
-        """SIGTERM, and SIGKILL after `limit_s`; the exit status. A second call meanwhile cuts the drain."""
+        """SIGTERM, then SIGKILL after `limit_s`; returns the exit code. A second call cuts the drain."""
 
     async def dismiss(self) -> None:
-        """Give the place back. What still runs there is killed."""
+        """Release the host. An engine that still runs is killed."""
 
 
 class Cluster(Protocol):
-    """Where places are to be had."""
+    """Provides hosts for engines."""
 
     async def provide(self, name: str, index: int) -> EngineHost:
-        """A host for the engine of this name and number, which starts once the cluster has room for it."""
+        """A host for an engine, by name and index; it starts once the cluster has room for it."""
 
 
 class Placement:
-    """Engines of one placing: `start`, `keep_running`, then `stop`; `report` gets a line on each event."""
+    """Engines of one command: `start`, `keep_running`, then `stop`; `report` gets a line for each event."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Placement:
         self._on_change()
 
     async def keep_running(self) -> None:
-        """Restart what dies until every engine was drained; raises EngineDied for one that keeps dying."""
+        """Restart engines that die, until all are drained; raises EngineDied for one that keeps dying."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(self._placing.config.num_engines):
@@ -118,7 +118,7 @@ class Placement:
             raise failures.exceptions[0] from failures
 
     async def stop(self) -> None:
-        """Drain every engine at the same time, say how each ended, and give the places back."""
+        """Drain all engines concurrently, report how each ended, and release the hosts."""
         self._is_stopping = True
         await asyncio.gather(*(self._end(name) for name in list(self._hosts)))
 
@@ -132,7 +132,7 @@ class Placement:
         if name not in self._hosts:
             self._hosts[name] = await self._cluster.provide(name, index)
         host = self._hosts[name]
-        # One that starts again on its host takes its old port, under which the others know it.
+        # An engine that restarts on its host takes its old port, which the others use.
         before = self.placements.get(name)
         port = int(before.address.rpartition(":")[2]) if before else 0
         flags = self._placing.flags_of(index, port)
@@ -155,9 +155,9 @@ class Placement:
             if self._is_stopping:
                 return
             if status == 0:
-                # Somebody asked it to go: an operator, or the coordinator.
+                # It was drained by an operator or the coordinator.
                 self._report(f"{name} {ending}; it was drained")
-                await self._give_back(name)
+                await self._release(name)
                 return
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
@@ -172,21 +172,21 @@ class Placement:
             async with asyncio.timeout(self._limits.startup_s):
                 await self._start(index)
         except (EngineDied, HostLost, TimeoutError) as error:
-            # `_keep` sees that nothing runs, and counts it.
+            # `_keep` notices that nothing runs, and counts it.
             self._report(f"{name} did not start: {error or 'it took too long'}")
-            await self._give_back(name)
+            await self._release(name)
             return
         self._on_change()
 
     async def _ending_of(self, name: str) -> tuple[str, int | None]:
-        """Wait for an engine's end; in words, and its exit status unless its host went with it."""
+        """Wait for an engine's end; returns a description, and its exit code unless its host was lost."""
         host = self._hosts.get(name)
         if host is None:
             return "is not running", None
         try:
             status = await host.ended()
         except HostLost as lost:
-            await self._give_back(name)
+            await self._release(name)
             return f"was lost with its host ({lost})", None
         return _ending(status), status
 
@@ -196,10 +196,10 @@ class Placement:
             self._report(f"{name} {_ending(status)}")
         except HostLost as lost:
             self._report(f"{name} was lost with its host ({lost})")
-        await self._give_back(name)
+        await self._release(name)
 
-    async def _give_back(self, name: str) -> None:
-        # What starts elsewhere starts on another port.
+    async def _release(self, name: str) -> None:
+        # On another host the engine gets another port.
         self.placements.pop(name, None)
         host = self._hosts.pop(name, None)
         if host is not None:
@@ -207,7 +207,7 @@ class Placement:
 
 
 def limits_of(placing: Placing) -> SupervisorLimits:
-    """How long and how often engines of a placing are started and stopped."""
+    """Timeouts and restart limits of a placement."""
     config = placing.config
     return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + _TEARDOWN_S)
 

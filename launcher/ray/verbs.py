@@ -48,9 +48,11 @@ def place(context: typer.Context) -> None:
 def drain(
     names: Annotated[list[str], typer.Argument(help="engines by their actors' names, e.g. engine-0")],
     ray_address: Annotated[str, typer.Option(help="host:port of the Ray cluster's head")] = "auto",
-    timeout_s: Annotated[float, typer.Option(min=0.0, help="kill what has not ended after so long")] = 25.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.0, help="kill engines that have not ended by then, in s")
+    ] = 25.0,
 ) -> None:
-    """Have engines finish their requests and end; prints each one's exit code, exits 1 if one is not 0."""
+    """Drain engines; prints the exit code of each, exits 1 if one is not 0."""
     _need_ray("drain")
     prepare_process("client")
     from launcher.ray.place import run_drain

@@ -1,1 +1,1 @@
-"""The verb `run-batch`: files of requests. Must not know the insides of a service."""
+"""The verb `run-batch`: files of requests. Must not know the internals of a service."""

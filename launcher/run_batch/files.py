@@ -1,4 +1,4 @@
-"""The two files of a batch: lines in, results out, and where to go on. Knows no request."""
+"""Input and output files of a batch, and where to resume. Knows no request."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-# Above what a server takes as a message, so that a line it could serve is never cut.
+# Above a server's message limit, so that a valid line is never truncated.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
 class BatchFileError(Exception):
-    """A file of a batch that cannot be used."""
+    """A batch file cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an output holds already."""
+    """The results that an output file has already."""
 
     custom_ids: Set[str]
-    unnamed_lines: Set[int]  # numbers of lines that had no id to be known by
+    unnamed_lines: Set[int]  # line numbers of results without a custom_id
     num_failed: int
 
 
 def count_lines(path: Path) -> int:
-    """How many requests a file has; empty lines are none."""
+    """The number of non-empty lines of a file."""
     return sum(1 for _ in read_lines(path))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers from 1; of one that is too long only the beginning.
+    """Non-empty lines with their numbers from 1; a line that is too long is truncated.
 
-    Such a beginning is no JSON and so becomes an error of its own. Raises BatchFileError.
+    A truncated line is not valid JSON, so it gets an error as its result. Raises BatchFileError.
     """
     try:
         with path.open("rb") as file:
@@ -50,16 +50,16 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def open_output(source: Path, path: Path, *, resume: bool) -> tuple[BinaryIO, Done]:
-    """The output to append to and what is in it; raises BatchFileError.
+    """Open the output to append to and read its results; raises BatchFileError.
 
-    Without `resume` a file with content is refused: hours of results are not overwritten by a slip. A last
-    line that was cut off by a crash is taken away.
+    Without `resume` a file with content is refused, so that results are not overwritten by mistake. A last
+    line that a crash has truncated is removed.
     """
     try:
         if path.exists() and path.samefile(source):
             raise BatchFileError(f"{path} is input and output at once")
         if not resume and path.exists() and path.stat().st_size:
-            raise BatchFileError(f"{path} has results already: --resume goes on, or choose another file")
+            raise BatchFileError(f"{path} has results already: --resume continues, or choose another file")
         output = path.open("ab+")
     except OSError as error:
         raise BatchFileError(f"cannot write {path}: {error.strerror or error}") from error

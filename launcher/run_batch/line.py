@@ -1,4 +1,4 @@
-"""A line of a batch: the request it means or what is wrong with it, and its result. Calls nobody."""
+"""A line of a batch: parsed to a request or an error, and its result line. Makes no calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPENAI_KEYS = frozenset({"custom_id", "method", "url", "body"})
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A line by its number from 1; `custom_id` is None where it has none that can be used."""
+    """A line by its number from 1; `custom_id` is None if it has no valid one."""
 
     number: int
     custom_id: str | None
@@ -34,7 +34,7 @@ class BatchLine:
 
 
 def read_line(number: int, text: bytes, default_model: str) -> BatchLine:
-    """What a line asks. What is wrong with it is its request; nothing is raised."""
+    """Parse a line. An error is returned as its request, not raised."""
     custom_id: str | None = None
     try:
         line = _object(text)
@@ -48,7 +48,7 @@ def read_line(number: int, text: bytes, default_model: str) -> BatchLine:
 
 
 def answer_record(line: BatchLine, answer: Answer) -> dict[str, Any]:
-    """The line of the output for an answer."""
+    """The output line for an answer."""
     response = json_format.MessageToDict(
         answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -56,7 +56,7 @@ def answer_record(line: BatchLine, answer: Answer) -> dict[str, Any]:
 
 
 def error_record(line: BatchLine, error: ServiceError) -> dict[str, Any]:
-    """The line of the output for a refusal."""
+    """The output line for an error."""
     violations = error.violations if isinstance(error, InvalidArgument) else []
     shown = {
         "code": error.code.name,

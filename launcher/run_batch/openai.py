@@ -1,4 +1,4 @@
-"""OpenAI's batch bodies as JSON forms of this API's requests; what has no counterpart is refused by name."""
+"""Converts OpenAI batch bodies to JSON of this API's requests; fields without a counterpart are refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from service_kit.errors import InvalidArgument
 
-# Which call answers a line of which URL.
+# The call by URL.
 OPENAI_URLS: Mapping[str, str] = {"/v1/completions": "generate", "/v1/chat/completions": "chat"}
 
-# What OpenAI's API samples where a completion does not say; a chat message may take what fits.
+# OpenAI's default for completions; a chat message has no such limit.
 _DEFAULT_COMPLETION_TOKENS = 16
 
 _SAME_NAME = frozenset(
@@ -22,7 +22,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 def from_openai(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON form of a GenerateRequest or ChatRequest; raises InvalidArgument with the field's name.
 
-    A field that is null counts as left out, as OpenAI's API has it.
+    A field that is null counts as unset, as in OpenAI's API.
     """
     given = {name: value for name, value in body.items() if value is not None}
     return _completion(given) if OPENAI_URLS[url] == "generate" else _chat(given)

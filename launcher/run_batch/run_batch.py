@@ -1,4 +1,4 @@
-"""The verb `run-batch`: a file of requests answered in order. Knows no form of a line."""
+"""The verb `run-batch`: answers a file of requests in order. Knows no line format."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from service_kit.errors import (
     ResourceExhausted,
     ServiceError,
     Unavailable,
-    from_rpc_error,
+    rpc_errors_translated,
 )
 from triptych.api.v1 import chat_pb2, chat_pb2_grpc, generate_pb2, inference_pb2, inference_pb2_grpc
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 _CONNECT_LIMIT_S = 10.0
-# Results that wait for an earlier one: so many times what is in flight, then no new request is begun.
+# Limit of results that wait for an earlier one, as a multiple of the requests in flight.
 _WINDOW = 4
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
@@ -39,12 +39,12 @@ _MAX_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to answer and how."""
+    """Options of a batch run."""
 
     input_file: str
     output_file: str
     url: str
-    model: str  # for lines that name none
+    model: str  # for lines without a model
     concurrency: int
     resume: bool
     max_attempts: int
@@ -52,9 +52,9 @@ class Batch:
 
 
 def run_batch(batch: Batch) -> int:
-    """Answer every line that is not answered yet.
+    """Answer every line that has no result yet.
 
-    Returns 0; 1 if a line failed, now or in the part that was there, or no server was reached; 2 for files or
+    Returns 0; 1 if a line failed, now or in an earlier run, or no server was reached; 2 for files or
     options that cannot be used; 130 after an interrupt.
     """
     try:
@@ -72,7 +72,7 @@ def run_batch(batch: Batch) -> int:
         print_failure(error)
         return 1
     except KeyboardInterrupt:
-        print("triptych run-batch: interrupted, --resume goes on", file=sys.stderr)
+        print("triptych run-batch: interrupted, --resume continues", file=sys.stderr)
         return _INTERRUPTED
     num_failed = tally.num_failed + done.num_failed
     counts = f"{tally.num_answered} answered, {tally.num_failed} failed, {tally.num_skipped} done before"
@@ -104,7 +104,7 @@ async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int) ->
 
 
 class _Runner:
-    """Keeps `concurrency` requests in flight and writes what is answered, in the order of the input."""
+    """Keeps `concurrency` requests in flight and writes the results in the order of the input."""
 
     def __init__(
         self, batch: Batch, channel: grpc.aio.Channel, output: BinaryIO, on_line: Callable[[], None]
@@ -144,7 +144,7 @@ class _Runner:
                 return error_record(line, error)
 
     async def _ask(self, request: Request) -> Answer:
-        """Ask, and again where all is busy or away just now; raises the last refusal."""
+        """Make the call, with retries while the server is busy or away; raises the last error."""
         backoff_s = _FIRST_BACKOFF_S
         for attempt in range(1, self._batch.max_attempts + 1):
             try:
@@ -158,7 +158,7 @@ class _Runner:
         raise AssertionError("there is at least one attempt")
 
     async def _ask_once(self, request: Request) -> Answer:
-        try:
+        with rpc_errors_translated():
             if isinstance(request, generate_pb2.GenerateRequest):
                 asked = inference_pb2.GenerateUnaryRequest(request=request)
                 completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateUnary(
@@ -169,12 +169,10 @@ class _Runner:
                 chat_pb2.ChatUnaryRequest(request=request), timeout=self._batch.timeout_s
             )
             return answer
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
 
     def _write(self, record: dict[str, Any]) -> None:
         self._output.write(json.dumps(record).encode() + b"\n")
-        # A crash must cost what was in flight, not what was answered.
+        # After a crash only requests in flight are lost, not results.
         self._output.flush()
         if record["error"] is None:
             self.tally.num_answered += 1
@@ -184,7 +182,7 @@ class _Runner:
 
 
 def _without_duplicate(line: BatchLine, seen: set[str]) -> BatchLine:
-    """The line, or an error where its id was used before: nobody could tell the two answers apart."""
+    """The line, or an error if its id was used before: the two results could not be distinguished."""
     if line.custom_id is None:
         return line
     if line.custom_id in seen:

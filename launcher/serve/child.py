@@ -14,7 +14,7 @@ from service_kit.process import die_with_parent, leave_process_group
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tie this process to its parent, then become the service."""
+    """Bind this process's life to its parent's, then run the service."""
     parent_pid, service, *arguments = argv
     die_with_parent(int(parent_pid))
     leave_process_group()

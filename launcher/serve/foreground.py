@@ -1,4 +1,4 @@
-"""A verb that works until a signal ends it: signals, exit code, and the file that says it is ready."""
+"""Runs a verb until a signal ends it: signal handling, exit code, and the ready file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ async def run_until_signal(
     failures: tuple[type[Exception], ...],
     report: Callable[[str], None],
 ) -> int:
-    """Do `work` until it ends, or until SIGTERM or SIGINT, then `stop`; the exit code.
+    """Run `work` until it ends, or until SIGTERM or SIGINT, then `stop`; returns the exit code.
 
-    A second signal does `hurry` while it stops. One of `failures` is reported and makes the code 1.
+    A second signal calls `hurry` during `stop`. One of `failures` is reported and makes the code 1.
     """
     hurrying: set[asyncio.Task[None]] = set()
     stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,13 +49,13 @@ async def run_until_signal(
 
 
 def remove_ready_file(path: str | None) -> None:
-    """Before anything starts, as a run that was killed leaves its own, and before anything stops."""
+    """Called before anything starts, since a killed run leaves its file, and before anything stops."""
     if path is not None:
         Path(path).unlink(missing_ok=True)
 
 
 def write_ready_file(path: str | None, record: Mapping[str, object]) -> None:
-    """Write where everything listens, if asked to, so that no reader ever sees half of it."""
+    """Write the addresses, if a path is given; atomically, so that no reader sees a partial file."""
     if path is None:
         return
     file = Path(path)

@@ -1,4 +1,4 @@
-"""Follows how many engines a group is to have, as its coordinator says. Starts and ends none itself."""
+"""Follows the wanted size of a group at its coordinator. Starts and stops no engines itself."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MAX_RETRY_S = 2.0
 
 
 class Want(Protocol):
-    """Takes how many engines there are to be, and whether those that have left are to come back."""
+    """Called with the wanted number of engines, and whether those that have left must be started again."""
 
     def __call__(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:
-        """Have so many from now on. num_kv_blocks: what those that are there have each; 0: not known."""
+        """num_kv_blocks: of each engine that runs; 0: not known."""
         ...
 
 
 async def follow_group(
     group: str, admin_address: Callable[[], str], want: Want, report: Callable[[str], None]
 ) -> None:
-    """Tell `want` the size of `group` on every change, for ever. An error in that is reported, once a try.
+    """Call `want` on every change of the wanted size of `group`, until cancelled. Errors are reported.
 
-    The coordinator may be away, and may come back elsewhere: `admin_address` is asked before each attempt,
-    and while it is away what it said last holds. One that has just started wants nothing until it is told to.
+    The coordinator may be away, and may return at another address: `admin_address` is called before each
+    attempt, and meanwhile its last size stays in force. A new coordinator has no wanted sizes at first.
     """
     retry_s = _MIN_RETRY_S
     while True:
@@ -38,14 +38,14 @@ async def follow_group(
         try:
             if address and await _follow_session(group, address, want):
                 retry_s = _MIN_RETRY_S
-        except Exception as error:  # noqa: BLE001  What runs goes on, and so does the size that is wanted.
+        except Exception as error:  # noqa: BLE001  Running engines must not be affected.
             report(f"the size of group {group!r} could not be followed: {type(error).__name__}: {error}")
         await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
         retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
 
 async def _follow_session(group: str, address: str, want: Want) -> bool:
-    """Follow one coordinator until its stream breaks; whether it had anything to say."""
+    """Follow one coordinator until its stream breaks; returns whether it has sent a message."""
     has_received = False
     async with open_channel(address) as channel:
         stub = scaling_pb2_grpc.ScalingServiceStub(channel)
@@ -54,7 +54,7 @@ async def _follow_session(group: str, address: str, want: Want) -> bool:
                 has_received = True
                 _forward(group, message.groups, want)
         except grpc.RpcError:
-            # It ends whenever the coordinator does; its own log says why.
+            # The stream ends with the coordinator, whose log has the reason.
             return has_received
     return has_received
 

@@ -1,7 +1,7 @@
-"""Brings the loopback interface up where it is down, as it is in a fresh network namespace (`unshare -n`).
+"""Brings up the loopback interface if it is down, as in a new network namespace (`unshare -n`).
 
-There, binding 127.0.0.1 works and connecting to it fails with "Network is unreachable". Whoever made the
-namespace may set the interface up with one ioctl, which spares every service a second transport.
+There, binding 127.0.0.1 works, but connecting to it fails with "Network is unreachable". The creator of the
+namespace may set the interface up with one ioctl, so that no service needs a second transport.
 """
 
 from __future__ import annotations

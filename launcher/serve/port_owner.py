@@ -1,4 +1,4 @@
-"""Names the process that holds a TCP port, from /proc. Knows nothing of services."""
+"""Finds the process that listens on a TCP port, from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTEN = "0A"
 
 @dataclass(frozen=True, slots=True)
 class PortOwner:
-    """A process that listens on a port, as far as this user may see it."""
+    """A process that listens on a port, as far as it is visible to this user."""
 
     pid: int | None
     command: str
@@ -23,9 +23,9 @@ class PortOwner:
 
 
 def find_port_owner(host: str, port: int) -> PortOwner | None:
-    """Who keeps `host:port` from being bound, or None if it is free. Port 0 is always free.
+    """The process that listens on `host:port`, or None if it is free. Port 0 is always free.
 
-    Raises OSError where it cannot be bound for another reason, such as a host that is not of this machine.
+    Raises OSError if it cannot be bound for another reason, such as a host that is not on this machine.
     """
     if _can_bind(host, port):
         return None
@@ -66,7 +66,7 @@ def _holds_any(folder: Path, inodes: set[str]) -> bool:
     try:
         entries = list(folder.iterdir())
     except OSError:
-        # The process ended meanwhile, or belongs to somebody else.
+        # The process has ended, or belongs to another user.
         return False
     return any(_target_of(entry) in wanted for entry in entries)
 

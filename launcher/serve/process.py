@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from service_kit.process import signal_child, signal_name
 
 _NUM_LAST_LINES = 20
-# One line of a child's log; a longer one is cut into pieces.
+# Limit of one line of a child's log.
 _MAX_LINE_BYTES = 64 * 1024
 
-# When a child died: before it could serve.
+# The time of death in messages of `ChildDied`.
 STARTING = "while it was starting"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """What to run: a service, its number, and its command without the flags that the supervisor adds."""
+    """A process to run: service, index, and command without the flags that the supervisor adds."""
 
     service: str
     index: int
@@ -31,13 +31,13 @@ class ProcessPlan:
 
     @property
     def name(self) -> str:
-        """How people and logs call it."""
+        """The name in messages and logs."""
         return f"{self.service}-{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Where a child listens, in its own words."""
+    """The addresses that a child has announced."""
 
     pid: int
     address: str
@@ -45,7 +45,7 @@ class Announcement:
 
 
 class ChildDied(Exception):
-    """A child ended that should not have. The message says which, how and, with `when`, at what moment."""
+    """A child ended unexpectedly. The message has its name, its end, its last log lines, and `when`."""
 
     def __init__(self, child: ChildProcess, when: str = "") -> None:
         words = [child.plan.name, child.ending, *([when] if when else [])]
@@ -56,7 +56,7 @@ class ChildDied(Exception):
 
 
 class ChildProcess:
-    """A running child. What it writes is copied to our stderr, unless quiet, and the last lines are kept."""
+    """A running child. Its output is copied to our stderr, unless quiet; the last lines are kept."""
 
     def __init__(self, plan: ProcessPlan, process: asyncio.subprocess.Process, *, quiet: bool) -> None:
         self.plan = plan
@@ -68,22 +68,20 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
         return self._process.returncode is None
 
     @property
     def exit_code(self) -> int | None:
-        """What it ended with, a signal's number negative; None while it runs."""
+        """The exit code, a signal as a negative number; None while it runs."""
         return self._process.returncode
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How it ended, for messages."""
         code = self._process.returncode
         if code is None:
             return f"(pid {self.pid}) is running"
@@ -94,11 +92,11 @@ class ChildProcess:
     async def wait(self) -> None:
         """Wait until it has ended and its last line is read."""
         await self._process.wait()
-        # Shielded: whoever gives up waiting must not end the copying.
+        # Shielded: cancelling this wait must not cancel the copying.
         await asyncio.shield(self._copying)
 
     async def announced(self, pipe_fd: int) -> Announcement:
-        """Wait for the line it writes into its pipe; raises ChildDied if it ends without one."""
+        """Wait for the announcement on its pipe; raises ChildDied if it ends without one."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -116,7 +114,7 @@ class ChildProcess:
         return self.announcement
 
     async def stop(self, limit_s: float) -> bool:
-        """Ask it to end and wait for that; kills it after `limit_s`. Returns whether it ended by itself."""
+        """SIGTERM, then SIGKILL after `limit_s`. Returns whether it ended by itself."""
         self.terminate()
         try:
             async with asyncio.timeout(limit_s):
@@ -133,7 +131,6 @@ class ChildProcess:
         self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
         signal_child(self._process, number)
 
     async def _copy_lines(self) -> None:
@@ -142,7 +139,7 @@ class ChildProcess:
             try:
                 line = await stream.readline()
             except ValueError:
-                # Longer than the limit: the reader has dropped it and goes on.
+                # Longer than the limit: the reader has dropped the line.
                 continue
             if not line:
                 return
@@ -155,7 +152,7 @@ class ChildProcess:
         try:
             print(f"[{self.plan.name}] {text}", file=sys.stderr, flush=True)
         except OSError:
-            # Nobody reads our stderr any more. The child must be read on, else it would stop at a full pipe.
+            # Our stderr is closed. The child's output must still be read, else it would block on a full pipe.
             self._quiet = True
 
 
@@ -164,7 +161,7 @@ async def spawn(
 ) -> tuple[ChildProcess, int]:
     """Start a child, which leaves our process group by itself (`launcher.serve.child`).
 
-    Returns it with the read end of the pipe in which it announces itself. Never forks Python: a copy of the
+    Returns it with the read end of its announcement pipe. Never forks Python: a copy of the
     state of gRPC's threads would not work.
     """
     read_fd, write_fd = os.pipe()

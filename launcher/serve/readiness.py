@@ -1,4 +1,4 @@
-"""Waits for, and asks about, the standard health service of a peer. Knows nothing of processes."""
+"""Client of the standard health service: waits until a service is ready, or checks it once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, from_rpc_error
 
 _RETRY_S = 0.1
-# It is not there yet; or it stops, whose end is seen by who started it.
+# Not started yet, or stopping; its supervisor notices the latter.
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 async def await_ready(service: str, address: str) -> None:
-    """Return once `service` at `address` is SERVING; waits for ever, so give it a limit."""
+    """Return once `service` at `address` is SERVING. Has no timeout of its own."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             call = stub.Watch(health_pb2.HealthCheckRequest(service=READINESS[service]))
             try:
-                # An iterator that is left before its end would keep the call, and the call its connection.
+                # Not `async for`: an unfinished iterator keeps the call open, and so the connection.
                 while (answer := await call.read()) is not EOF:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
@@ -35,7 +35,7 @@ async def await_ready(service: str, address: str) -> None:
 
 
 async def health_of(target: str, name: str, timeout_s: float) -> str:
-    """The health of the gRPC service `name` as a word: SERVING, NOT_SERVING, SERVICE_UNKNOWN.
+    """The health status of the gRPC service `name`: SERVING, NOT_SERVING, SERVICE_UNKNOWN.
 
     The empty name is the process as a whole.
     """

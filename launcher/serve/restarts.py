@@ -1,4 +1,4 @@
-"""When what died is started again, and how the end of it is told from its start. Knows no processes."""
+"""Restart policy with backoff, and a wait for readiness that also watches for the end. Knows no processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Restarts:
-    """Those of one process: at most so many within a window, each after twice the pause before."""
+    """Restarts of one process: at most `most` within a window, with a delay that doubles each time."""
 
     def __init__(self, *, most: int, window_s: float, delay_s: float) -> None:
         self._most = most
@@ -19,7 +19,7 @@ class Restarts:
         self._begun_at: list[float] = []  # within the window
 
     def begin(self, now: float) -> float | None:
-        """Count one more; how long to wait before it, or None where there were too many."""
+        """Count a restart; returns the delay before it, or None if there were too many."""
         self._begun_at = [at for at in self._begun_at if now - at < self._window_s]
         if len(self._begun_at) == self._most:
             return None
@@ -29,17 +29,17 @@ class Restarts:
 
     @property
     def count(self) -> str:
-        """How many there were of how many, in words."""
+        """The number of restarts and its limit, for messages."""
         return f"{len(self._begun_at)} of {self._most}"
 
     @property
     def tries(self) -> str:
-        """What there was of them when there were too many, in words."""
+        """The limit, for the message when it is exceeded."""
         return f"{self._most} restarts within {self._window_s:g} s"
 
 
 async def until_ready(ready: Awaitable[object], ended: Awaitable[T], died: Callable[[T], Exception]) -> None:
-    """Wait for `ready`; if `ended` comes before it, raise what `died` makes of that."""
+    """Wait for `ready`; if `ended` completes first, raise `died` of its result."""
     becoming_ready, ending = asyncio.ensure_future(ready), asyncio.ensure_future(ended)
     try:
         await asyncio.wait((becoming_ready, ending), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The verb `serve`: a whole stack on this machine, from its flags to its exit code."""
+"""The verb `serve`: runs a whole stack on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal ends it: 0. Returns 1 if a process keeps dying, 2 if the port cannot be had."""
+    """Serve until a signal. Returns 0; 1 if a process keeps dying; 2 if the port cannot be bound."""
     ensure_loopback()
     config = serving.config
     try:
@@ -42,7 +42,7 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
 
 
 def plan_stack(serving: Serving) -> StackPlan:
-    """The processes of a stack, with their flags but for what is known only once the coordinator runs."""
+    """The processes of a stack and their flags, except those that need the coordinator's address."""
     config = serving.config
     parent = os.getpid()
 
@@ -51,7 +51,7 @@ def plan_stack(serving: Serving) -> StackPlan:
 
     def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
         extra = _extra_flags(plan, config, num_engines)
-        # As many as the others have, so that it need not measure, and has room for the longest sequence.
+        # The other engines' number: no measurement is needed, and the longest sequence fits.
         if plan.service == "engine" and num_kv_blocks and not serving.sizes_cache:
             extra.append(f"--num-kv-blocks={num_kv_blocks}")
         return (*serving.flags.get(plan.service, ()), *extra)
@@ -66,8 +66,7 @@ def plan_stack(serving: Serving) -> StackPlan:
 
 
 def limits_of(config: ServeConfig) -> SupervisorLimits:
-    """The supervisor's limits under that configuration."""
-    # A service may drain to its deadline and then still has to tear down.
+    # After its drain deadline a service still needs time to shut down.
     return SupervisorLimits(
         startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0, max_engines=MAX_ENGINES
     )
@@ -78,7 +77,7 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
     if plan.service == "frontend":
         flags.append(f"--host={config.host}")
     if plan.service == "engine":
-        # Ranks that share experts stay ranks of a group even where a single one of them is wanted.
+        # Ranks that share experts stay ranks of a group even if only one of them is wanted.
         size = max(num_engines, config.data_parallel_size)
         flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={size}"]
     return flags
@@ -144,7 +143,7 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
 
 
 def banner(model: str, address: str) -> str:
-    """What people see once everything is ready."""
+    """The text printed once everything is ready."""
     return "\n".join(
         (
             f"triptych {installed_version()} serves {model}",

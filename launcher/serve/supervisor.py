@@ -1,4 +1,4 @@
-"""Keeps the services of a machine running: starts in order, restarts, stops in reverse. Knows no gRPC."""
+"""Supervises the services of one machine: starts in order, restarts, stops in reverse. Knows no gRPC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from launcher.serve.process import STARTING, ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.serve.restarts import Restarts, until_ready
 
-# Resolves once the service at that address is ready for work; told the service and "host:port".
+# Called with a service and its "host:port"; returns once it is ready.
 AwaitReady = Callable[[str, str], Awaitable[None]]
 
 _STOP_ORDER = ("frontend", "engine", "coordinator")
@@ -17,17 +17,17 @@ _STOP_ORDER = ("frontend", "engine", "coordinator")
 
 @dataclass(frozen=True, slots=True)
 class SupervisorLimits:
-    """How long and how often the supervisor tries."""
+    """Timeouts and restart limits of a supervisor."""
 
     startup_s: float = 600.0
     stop_s: float = 25.0  # for each of the three groups of services
     max_restarts: int = 3  # of one process within `restart_window_s`
     restart_window_s: float = 60.0
     restart_delay_s: float = 0.5  # doubles with each restart in the window
-    max_engines: int = 64  # whoever wants more of them has to start them elsewhere
+    max_engines: int = 64  # more must be started elsewhere
 
     def restarts(self) -> Restarts:
-        """The restarts of one process, none so far."""
+        """A restart policy for one process."""
         return Restarts(most=self.max_restarts, window_s=self.restart_window_s, delay_s=self.restart_delay_s)
 
 
@@ -37,14 +37,13 @@ class StackPlan:
 
     coordinator: ProcessPlan
     others: tuple[ProcessPlan, ...]  # engines and frontends: they start together
-    # Of a process, where so many engines are wanted, and those that are there have so many KV blocks each.
+    # Flags of a process, given the wanted number of engines and the KV blocks of each running engine.
     flags: Callable[[ProcessPlan, int, int], tuple[str, ...]]
     ports: Mapping[str, int]  # by process name; 0 lets the kernel choose
-    engine: Callable[[int], ProcessPlan] | None = None  # that of a rank; None: no engine is ever added
+    engine: Callable[[int], ProcessPlan] | None = None  # plan of a rank; None: no engine is ever added
 
     @property
     def num_engines(self) -> int:
-        """How many engines it starts with."""
         return sum(plan.service == "engine" for plan in self.others)
 
 
@@ -53,10 +52,10 @@ class StartTimeout(Exception):
 
 
 class Supervisor:
-    """One stack. `start` once, then `keep_running`, then `stop`; `report` gets a line on each event.
+    """One stack. Call `start`, then `keep_running`, then `stop`; `report` gets a line for each event.
 
-    While it keeps things running, `want` tells it how many engines there are to be. An engine that ends with
-    0 has left on purpose and is not started again.
+    During `keep_running`, `want` sets the number of engines. An engine that exits with code 0 has left on
+    purpose and is not started again.
     """
 
     def __init__(
@@ -74,23 +73,23 @@ class Supervisor:
         self._plan = plan
         self._num_wanted = plan.num_engines
         self._starts_missing = False  # also engines that have left
-        self._num_kv_blocks = 0  # of each engine that is there; 0: not known
+        self._num_kv_blocks = 0  # of each running engine; 0: not known
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._group: asyncio.TaskGroup | None = None  # of the keepers, while things are kept running
+        self._group: asyncio.TaskGroup | None = None  # of the keepers, during `keep_running`
         self._environment = environment
         self._await_ready = await_ready
         self._report = report
         self._on_change = on_change
         self._limits = limits
         self._quiet = quiet
-        # By process name. Kept while a process is down: it comes back where the others know it.
+        # By process name. Kept while a process is down, which restarts at the same address.
         self._addresses: dict[str, str] = {}
         self._ready: set[str] = set()
         self._all_are_ready = asyncio.Event()
         self._is_stopping = False
 
     async def start(self) -> None:
-        """Start everything and wait until all of it is ready; raises ChildDied or StartTimeout."""
+        """Start everything and wait until all are ready; raises ChildDied or StartTimeout."""
         try:
             async with asyncio.timeout(self._limits.startup_s):
                 await self._start(self._plan.coordinator)
@@ -102,17 +101,17 @@ class Supervisor:
             late = [plan.name for plan in self._plans() if plan.name not in self._ready]
             raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {', '.join(late)}") from error
         except ExceptionGroup as failures:
-            # The first to die is the cause; the others were cancelled for it or followed it.
+            # The first failure is the cause; the others were cancelled or followed from it.
             raise failures.exceptions[0] from failures
 
     async def keep_running(self) -> None:
-        """Restart what dies, until cancelled; raises ChildDied for a process that keeps dying."""
+        """Restart processes that die, until cancelled; raises ChildDied for one that keeps dying."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for plan in self._plans():
                     self._keepers[plan.name] = self._group.create_task(self._keep(plan))
                 self.want(self._num_wanted, starts_missing=self._starts_missing)
-                # Every engine may have left, and others may be wanted later.
+                # All engines may leave, and new ones may be wanted later.
                 await asyncio.Event().wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
@@ -120,10 +119,10 @@ class Supervisor:
             self._group = None
 
     def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int = 0) -> None:
-        """Have engines of ranks below `num_engines` alone, and now each of them, if `starts_missing`.
+        """Set the number of engines. With `starts_missing`, start every missing rank below it now.
 
-        Those above leave by themselves when they are told to drain; they are not started again, and are ended
-        where they were not ready yet. What starts from now on gets `num_kv_blocks`, unless 0.
+        Higher ranks leave by themselves when they get a drain command and are not started again; those that
+        are not ready yet are terminated. Engines started from now on get `num_kv_blocks`, unless it is 0.
         """
         most = self._limits.max_engines
         if num_engines > max(most, self._num_wanted):
@@ -141,7 +140,7 @@ class Supervisor:
                 child.terminate()
 
     async def stop(self) -> None:
-        """Stop frontends, then engines, then the coordinator, so that running requests can end."""
+        """Stop frontends, then engines, then the coordinator, so that running requests can finish."""
         self._is_stopping = True
         for service in _STOP_ORDER:
             group = [child for child in self.children.values() if child.plan.service == service]
@@ -158,11 +157,11 @@ class Supervisor:
             child.terminate()
 
     def address_of(self, name: str) -> str:
-        """Where a process listens, or will again once it has been restarted."""
+        """The address of a process, also while it is being restarted."""
         return self._addresses.get(name, "")
 
     def admin_address_of(self, name: str) -> str:
-        """Where operators reach a process; empty while it has not said so."""
+        """The admin address of a process; "" before it has announced it."""
         child = self.children.get(name)
         return (
             child.announcement.admin_address if child is not None and child.announcement is not None else ""
@@ -172,7 +171,7 @@ class Supervisor:
         return (self._plan.coordinator, *self._plan.others)
 
     async def _outlive_the_start(self, plan: ProcessPlan) -> None:
-        """Raise ChildDied for a process that was ready, and dies before all the others are."""
+        """Raise ChildDied if a process that was ready dies before all others are ready."""
         child = self.children[plan.name]
         ended = asyncio.ensure_future(child.wait())
         started = asyncio.ensure_future(self._all_are_ready.wait())
@@ -202,7 +201,7 @@ class Supervisor:
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
 
     def _flags_of(self, plan: ProcessPlan) -> list[str]:
-        # A process that starts again takes its old port, under which the others know it.
+        # A restarted process takes its old port, which the others use.
         before = self.address_of(plan.name)
         port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
         flags = [*self._plan.flags(plan, self._num_wanted, self._num_kv_blocks), f"--port={port}"]
@@ -214,7 +213,7 @@ class Supervisor:
         return plan.service != "engine" or plan.index < self._num_wanted
 
     async def _add(self, plan: ProcessPlan) -> None:
-        """Start an engine that joins the others, then keep it."""
+        """Start an engine that joins the group, then supervise it."""
         await self._restart(plan)
         await self._keep(plan)
 
@@ -248,7 +247,7 @@ class Supervisor:
         return not self._is_wanted(plan) or has_gone_for_good
 
     def _give_up(self, plan: ProcessPlan, child: ChildProcess | None, tries: str) -> None:
-        """A process keeps dying. Without one that came later the stack is what it was at its start."""
+        """A process keeps dying: fatal unless it is an engine that was added after the start."""
         if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
             raise ChildDied(child, tries)
         self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")
@@ -264,7 +263,7 @@ class Supervisor:
             async with asyncio.timeout(self._limits.startup_s):
                 await self._start(plan)
         except (ChildDied, OSError) as error:
-            # `_keep` sees the end of it and counts it.
+            # `_keep` notices the end and counts it.
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._report(f"{plan.name} cannot be started: {error.strerror or error}")
             if plan.name in self.children:

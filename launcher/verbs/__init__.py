@@ -1,3 +1,3 @@
 """The verbs of the command line that talk to a running server.
-Must not know the insides of a service.
+Must not know the internals of a service.
 """

@@ -1,4 +1,4 @@
-"""The verbs below `triptych admin ADDRESS`: what an operator asks of one service at its admin listener."""
+"""The verbs below `triptych admin ADDRESS`: operator calls to one service at its admin listener."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ admin = typer.Typer(
 def _address(
     context: typer.Context,
     address: Annotated[str, typer.Argument(help="host:port of an admin listener")],
-    timeout_s: Annotated[
-        float, typer.Option(min=0.001, max=_MAX_S, help="give up after so many seconds")
-    ] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=_MAX_S, help="timeout in s")] = 60.0,
 ) -> None:
     prepare_process("client")
     context.obj = (address, timeout_s)
@@ -36,7 +34,7 @@ def _address(
 
 @admin.command()
 def status(context: typer.Context) -> None:
-    """Print what the service says of itself, a line a value."""
+    """Print the status of the service, one value per line."""
     from launcher.verbs.admin import run_status
 
     address, timeout_s = context.obj
@@ -58,7 +56,7 @@ def pause(
 
 @admin.command()
 def resume(context: typer.Context) -> None:
-    """End a pause: what was held goes on."""
+    """End a pause: held requests continue."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(resume=utility_pb2.ResumeCall()))
@@ -70,7 +68,7 @@ def sleep(
     level: Annotated[int, typer.Option(min=0, max=2, help="0: no steps; 1: no KV cache; 2: no weights")] = 1,
     mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "abort",
 ) -> None:
-    """Have an engine give memory back until `wake`."""
+    """Make an engine release memory until `wake`."""
     from triptych.engine.v1 import utility_pb2
 
     call = utility_pb2.SleepCall(level=level, mode=_mode(mode))
@@ -84,7 +82,7 @@ def wake(
         list[str] | None, typer.Option("--tag", help="weights, kv_cache or scheduling; repeatable")
     ] = None,
 ) -> None:
-    """Have an engine take its memory again, all of it or some parts."""
+    """Make an engine reload its memory, all of it or some parts."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(wake=utility_pb2.WakeCall(tags=tags or [])))
@@ -94,10 +92,10 @@ def wake(
 def reset_prefix_cache(
     context: typer.Context,
     reset_running: Annotated[
-        bool, typer.Option("--reset-running", help="have running requests compute their tokens anew")
+        bool, typer.Option("--reset-running", help="recompute the tokens of running requests")
     ] = False,
 ) -> None:
-    """Have an engine forget what it has cached."""
+    """Clear an engine's caches."""
     from triptych.engine.v1 import utility_pb2
 
     call = utility_pb2.ResetPrefixCacheCall(reset_running=reset_running)
@@ -130,14 +128,14 @@ def config(context: typer.Context) -> None:
 @admin.command()
 def scale(
     context: typer.Context,
-    size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="engines that the group is to have")],
-    group: Annotated[str, typer.Option(help="the group; needed where there are several")] = "",
+    size: Annotated[int, typer.Argument(min=1, max=_MAX_SIZE, help="wanted number of engines")],
+    group: Annotated[str, typer.Option(help="the group; needed if there are several")] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.001, max=_MAX_S, help="take it back after so many seconds")
+        float, typer.Option(min=0.001, max=_MAX_S, help="cancel it after this time in s")
     ] = 600.0,
 ) -> None:
-    """Have a coordinator change how many engines there are; shows how that goes on, exits 1 if it fails."""
-    from launcher.verbs.admin_scaling import run_scale
+    """Change the number of engines of a group; shows the progress, exits 1 if it fails."""
+    from launcher.verbs.admin import run_scale
 
     address, timeout_s = context.obj
     raise typer.Exit(run_scale(address, group, size, timeout, timeout_s))
@@ -145,8 +143,8 @@ def scale(
 
 @admin.command()
 def operations(context: typer.Context) -> None:
-    """Print a coordinator's changes of size, those that run and the last that ended."""
-    from launcher.verbs.admin_scaling import run_operations
+    """Print a coordinator's scaling operations, running ones and the last that ended."""
+    from launcher.verbs.admin import run_operations
 
     raise typer.Exit(run_operations(*context.obj))
 
@@ -155,8 +153,8 @@ def operations(context: typer.Context) -> None:
 def cancel_operation(
     context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
 ) -> None:
-    """Take a change of size back, where no engine has been told to leave yet."""
-    from launcher.verbs.admin_scaling import run_cancel
+    """Cancel a scaling operation, if no engine has been ordered to leave yet."""
+    from launcher.verbs.admin import run_cancel
 
     address, timeout_s = context.obj
     raise typer.Exit(run_cancel(address, operation_id, timeout_s))
@@ -170,8 +168,8 @@ def drain_engine(
         float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
     ] = 0.0,
 ) -> None:
-    """Have a coordinator take one engine out of use; it ends when its requests are done or have moved."""
-    from launcher.verbs.admin_scaling import run_drain_engine
+    """Drain one engine through a coordinator; it ends when its requests are done or have moved."""
+    from launcher.verbs.admin import run_drain_engine
 
     address, timeout_s = context.obj
     raise typer.Exit(run_drain_engine(address, engine_id, deadline_s, timeout_s))
@@ -183,8 +181,8 @@ def evict_engine(
     engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
     reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
 ) -> None:
-    """Have a coordinator forget one engine at once, and not take that process again."""
-    from launcher.verbs.admin_scaling import run_evict_engine
+    """Evict one engine at a coordinator at once; its process cannot register again."""
+    from launcher.verbs.admin import run_evict_engine
 
     address, timeout_s = context.obj
     raise typer.Exit(run_evict_engine(address, engine_id, reason, timeout_s))

@@ -1,4 +1,4 @@
-"""The verb `chat`: a conversation with a running server, turn by turn, by the model's own chat template."""
+"""The verb `chat`: a conversation with a running server, turn by turn."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
-
 from launcher.verbs.chat_answer import ChatAnswer
 from launcher.verbs.complete import print_failure
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Whom to talk to, and how."""
+    """Options of a conversation."""
 
     url: str
     model: str
     sampling: sampling_pb2.SamplingParams
-    quick: str | None  # the only thing to say; without it, every line of stdin is a turn
+    quick: str | None  # the only message; None: every line of stdin is a turn
 
 
 def run_chat(chat: Chat) -> int:
-    """Talk until the input ends. Returns 0, or 1 after it has said on stderr what went wrong.
+    """Run the conversation until the input ends. Returns 0, or 1 with the error on stderr.
 
-    An interrupt ends the answer that is being given, and the conversation where none is.
+    An interrupt ends the running answer, or else the conversation.
     """
     messages: list[chat_message_pb2.ChatMessage] = []
     try:
@@ -69,20 +67,19 @@ def _user_message(text: str) -> chat_message_pb2.ChatMessage:
 async def _answer(
     chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]
 ) -> chat_message_pb2.ChatMessage:
-    """The next message, printed as it comes."""
+    """The next message, printed as it arrives."""
     request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
     answer = ChatAnswer(is_terminal=sys.stdout.isatty())
     async with open_channel(chat.url, profile="public") as channel:
         stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
         call = stub.Chat(request)
         try:
-            async for response in call:
-                print(answer.take(response.delta), end="", flush=True)
+            with rpc_errors_translated():
+                async for response in call:
+                    print(answer.take(response.delta), end="", flush=True)
             print(answer.end(), end="", flush=True)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
         finally:
-            # A terminal must not stay dim where the answer was interrupted.
+            # An interrupted answer must not leave the terminal dimmed.
             print(answer.brighten(), end="", flush=True)
             call.cancel()
     return answer.message()

@@ -1,4 +1,4 @@
-"""An assistant's message put together from its pieces, and what of them is shown. Knows no server."""
+"""Assembles an assistant's message from its deltas, and formats them for display. Knows no server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 class ChatAnswer:
-    """One answer as it grows.
+    """One answer while it is received.
 
-    Reasoning is shown dimmed on a terminal, and left out elsewhere: what is piped on is the answer alone.
+    Reasoning is shown dimmed on a terminal, and left out elsewhere, so that a pipe gets only the answer.
     """
 
     def __init__(self, *, is_terminal: bool) -> None:
@@ -21,7 +21,7 @@ class ChatAnswer:
         self._calls: dict[int, chat_message_pb2.ToolCall] = {}
 
     def take(self, delta: chat_message_pb2.ChatDelta) -> str:
-        """Add what is new; returns what of it is to be printed."""
+        """Add a delta; returns the text to print."""
         self._content += delta.content
         self._reasoning += delta.reasoning
         for piece in delta.tool_calls:
@@ -31,20 +31,20 @@ class ChatAnswer:
         return self._shown_reasoning(delta.reasoning) + self._shown_content(delta.content)
 
     def end(self) -> str:
-        """What is printed last: the end of the line, then the calls the model made, one a line."""
+        """The last text to print: the end of the line, then the tool calls, one per line."""
         calls = [f"{call.name}({call.arguments_json})" for _, call in sorted(self._calls.items())]
         is_empty = bool(calls) and not self._content
         return self.brighten() + ("" if is_empty else "\n") + "".join(f"{call}\n" for call in calls)
 
     def brighten(self) -> str:
-        """What ends the dimming, if there is any, wherever the answer stopped."""
+        """The escape sequence that ends the dimming, if it is active."""
         if not self._is_dim:
             return ""
         self._is_dim = False
         return _PLAIN + "\n"
 
     def message(self) -> chat_message_pb2.ChatMessage:
-        """The message with which the conversation goes on."""
+        """The message to append to the conversation."""
         message = chat_message_pb2.ChatMessage(
             role=chat_message_pb2.CHAT_ROLE_ASSISTANT,
             reasoning=self._reasoning,

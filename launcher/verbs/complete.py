@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from service_kit.errors import InvalidArgument, ServiceError
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 
-# Fields that take ids the way --prompt-token-ids does.
+# Fields that take ids in the format of --prompt-token-ids.
 _ID_LISTS = frozenset({"stop_token_ids", "allowed_token_ids"})
 
 SamplingValue = int | float | bool | list[str] | list[int]
@@ -23,7 +23,7 @@ SamplingValue = int | float | bool | list[str] | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What to ask for and how to show it. `sampling` has the API's field names; None is left unset."""
+    """Options of a completion. `sampling` has the API's field names; None is unset."""
 
     url: str
     prompt: str | None
@@ -37,17 +37,21 @@ class Completion:
 
 
 def run_complete(completion: Completion) -> int:
-    """Ask and show. Returns 0, or 1 after it has said on stderr why there is no answer."""
+    """Send the request and print the answer. Returns 0, or 1 with the error on stderr."""
+    return run_verb(_complete(completion))
+
+
+def run_verb(work: Coroutine[None, None, int]) -> int:
+    """Run `work`; returns its exit code, or 1 with the error on stderr."""
     try:
-        asyncio.run(_complete(completion, request_of(completion)))
+        return asyncio.run(work)
     except ServiceError as error:
         print_failure(error)
         return 1
-    return 0
 
 
 def request_of(completion: Completion) -> generate_pb2.GenerateRequest:
-    """The request; raises InvalidArgument for what cannot even be written into one."""
+    """The request; raises InvalidArgument for values that a message cannot hold."""
     request = generate_pb2.GenerateRequest(
         model=completion.model,
         request_id=completion.request_id,
@@ -67,7 +71,7 @@ def request_of(completion: Completion) -> generate_pb2.GenerateRequest:
 def sampling_of(values: Mapping[str, SamplingValue | None]) -> sampling_pb2.SamplingParams:
     """Sampling parameters from values by field name."""
     sampling = sampling_pb2.SamplingParams()
-    # Its constructor wants each field by name; which names there are is the command line's to know.
+    # The names come from the command line's options.
     one_field: Any = sampling_pb2.SamplingParams
     for name, value in values.items():
         if value is None:
@@ -82,19 +86,20 @@ def sampling_of(values: Mapping[str, SamplingValue | None]) -> sampling_pb2.Samp
 
 
 def print_failure(error: ServiceError) -> None:
-    """Say on stderr what a server, or the way to it, refused: status, message, fields."""
+    """Print an error of a server or of the connection on stderr: status, message, fields."""
     print(f"{error.code.name}: {error.message}", file=sys.stderr)
     if isinstance(error, InvalidArgument):
         for field, description in error.violations:
             print(f"  {field}: {description}", file=sys.stderr)
 
 
-async def _complete(completion: Completion, request: generate_pb2.GenerateRequest) -> None:
+async def _complete(completion: Completion) -> int:
+    request = request_of(completion)
     async with open_channel(completion.url, profile="public") as channel:
         generation = Generation(channel, request)
         async for response in generation.events(completion.timeout_s):
             if not completion.as_json:
-                # Several outputs come interleaved, of which the plain form shows the first.
+                # Several outputs arrive interleaved; the plain format shows only the first.
                 if response.delta.output_index == 0:
                     print(response.delta.text, end="", flush=True)
             elif completion.stream:
@@ -103,6 +108,7 @@ async def _complete(completion: Completion, request: generate_pb2.GenerateReques
         print()
     elif not completion.stream:
         print(json.dumps(asdict(generation.answer)))
+    return 0
 
 
 def _token_ids(text: str, *, field: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The verb `demo`: three processes, one answer, its trace, and everything stopped again."""
+"""The verb `demo`: starts three processes, prints one answer and its trace, and stops everything."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from launcher.arguments import Serving, embedded_engine
 from launcher.config import ServeConfig
 from launcher.serve.loopback import ensure_loopback
@@ -21,7 +19,7 @@ from launcher.serve.serve import limits_of, plan_stack
 from launcher.serve.supervisor import StartTimeout, Supervisor
 from launcher.verbs.generation import Answer, Generation
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -31,15 +29,19 @@ _MAX_TOKENS = 200
 _SPANS_LIMIT_S = 3.0
 _SPANS_RETRY_S = 0.05
 _TRACED = ("frontend-0", "engine-0")
+_WIDTH = 44
+_BLOCK = "█"
+# Shorter than one column.
+_SLIVER = "▏"
 
 
 class DemoFailed(Exception):
-    """The demo has shown that something does not work."""
+    """The demo has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An answer with the times a client sees."""
+    """An answer with its client-side latencies."""
 
     answer: Answer
     first_token_ms: float
@@ -47,7 +49,7 @@ class Measured:
 
 
 def run_demo(prompt: str, environment: Mapping[str, str]) -> int:
-    """Run the demo. Returns 0 and ends with a line that begins `OK:`, or 1 after saying what failed."""
+    """Run the demo. Returns 0 with a last line that begins `OK:`, or 1 with one that begins `FAILED:`."""
     ensure_loopback()
     try:
         asyncio.run(_demo(prompt, environment))
@@ -69,7 +71,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
 
     print("starting coordinator, engine and frontend as three processes", flush=True)
     config = ServeConfig(port=0, startup_timeout_s=120.0, drain_deadline_s=5.0)
-    # Nobody else has its address: there is no late request to wait for.
+    # No other client has its address, so no drain time is needed.
     flags = {"engine": embedded_engine(), "frontend": ("--drain-lag-s=0",)}
     supervisor = Supervisor(
         plan_stack(Serving(config, flags=flags)),
@@ -101,7 +103,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
 
 
 def _end_on_signals() -> None:
-    """Let a signal end the demo as a failure does: with everything stopped."""
+    """Make a signal end the demo like a failure, so that everything is stopped."""
     running = asyncio.current_task()
     if running is not None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,7 +112,7 @@ def _end_on_signals() -> None:
 
 async def _ask(address: str, prompt: str) -> Measured:
     request = generate_pb2.GenerateRequest(
-        # One turn in the form that the embedded model was trained on.
+        # One turn in the format that the embedded model was trained on.
         prompt=f"<|user|>{prompt.strip()}<|end|><|assistant|>",
         add_special_tokens=False,
         sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS),
@@ -142,7 +144,7 @@ def _print_statistics(measured: Measured, supervisor: Supervisor) -> None:
 
 
 async def _spans(supervisor: Supervisor, trace_id: str) -> list[admin_pb2.Span]:
-    """The request's spans from both processes, which know a span once it has ended."""
+    """The request's spans from both processes; waits, as a span is available only after its end."""
     deadline = time.monotonic() + _SPANS_LIMIT_S
     while True:
         found = [await _spans_of(supervisor, name, trace_id) for name in _TRACED]
@@ -157,10 +159,8 @@ async def _spans_of(supervisor: Supervisor, name: str, trace_id: str) -> list[ad
         return []
     async with open_channel(announcement.admin_address) as channel:
         stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        try:
+        with rpc_errors_translated():
             answer = await stub.GetTrace(admin_pb2.GetTraceRequest(trace_id=trace_id), timeout=5)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
     return list(answer.spans)
 
 
@@ -171,7 +171,7 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
     if not answer.text.strip():
         raise DemoFailed("the answer is empty")
     if answer.usage.get("num_completion_tokens") != len(answer.token_ids):
-        raise DemoFailed(f"usage says {answer.usage}, but {len(answer.token_ids)} tokens came")
+        raise DemoFailed(f"usage is {answer.usage}, but {len(answer.token_ids)} tokens were received")
     if len({span.pid for span in spans}) < len(_TRACED):
         raise DemoFailed("the trace does not have spans of frontend and engine")
     if {span.trace_id for span in spans} != {answer.trace_id}:
@@ -179,17 +179,11 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
 
 
 def _nothing() -> None:
-    """There is no ready file to write anew."""
-
-
-_WIDTH = 44
-_BLOCK = "█"
-# Smaller than one column, but there.
-_SLIVER = "▏"
+    """There is no ready file to update."""
 
 
 def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
-    """A line for each span: who, what, when on a common axis, how long; children below their parents."""
+    """A line for each span: service, name, position on a time axis, duration; children below parents."""
     ordered = _by_parent(list(spans))
     if not ordered:
         return []
@@ -209,7 +203,7 @@ def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
 
 
 def _by_parent(spans: list[admin_pb2.Span]) -> list[tuple[int, admin_pb2.Span]]:
-    """Depth first, siblings in order of their start. A span whose parent is not there is a root."""
+    """Depth first, siblings in order of their start. A span whose parent is missing is a root."""
     known = {span.span_id for span in spans}
     children: dict[str, list[admin_pb2.Span]] = {}
     for span in sorted(spans, key=lambda one: one.start_unix_ns):

@@ -1,4 +1,4 @@
-"""One Generate call as the command line makes it, and its answer as plain data. Knows no terminal."""
+"""One Generate call of the command line, and its answer as plain data. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from service_kit.errors import from_rpc_error
+from service_kit.errors import rpc_errors_translated
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 from triptych_client.events import stop_match_of
@@ -18,9 +18,9 @@ from triptych_client.logprobs import read_logprobs
 
 @dataclass(slots=True)
 class Answer:
-    """What a request came to; of several outputs the first one's text, ids, reason and probabilities.
+    """The answer to a request: text, ids, finish reason and logprobs of the first output.
 
-    `cumulative_logprob` is None and `logprobs` are empty where none were asked for.
+    `cumulative_logprob` is None and `logprobs` are empty if none were requested.
     """
 
     request_id: str = ""
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Generation:
-    """A request on its way: iterate its `events` once, then read its `answer`."""
+    """A running request: iterate its `events` once, then read its `answer`."""
 
     def __init__(self, channel: grpc.aio.Channel, request: generate_pb2.GenerateRequest) -> None:
         self.answer = Answer(trace_id=secrets.token_hex(16))
@@ -46,16 +46,15 @@ class Generation:
         self._request = request
 
     async def events(self, timeout_s: float | None = None) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        """Each message as it comes; raises the ServiceError the server answered with."""
-        # The command line is the root of the trace, and names it before anybody has recorded a span.
+        """Each message as it arrives; raises the server's error as ServiceError."""
+        # The command line creates the trace id, so that it can be printed before a span is recorded.
         traceparent = f"00-{self.answer.trace_id}-{secrets.token_hex(8)}-01"
         call = self._stub.Generate(self._request, timeout=timeout_s, metadata=(("traceparent", traceparent),))
         try:
-            async for response in call:
-                self._take(response)
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            with rpc_errors_translated():
+                async for response in call:
+                    self._take(response)
+                    yield response
         finally:
             call.cancel()
 
@@ -120,12 +119,12 @@ def reason_name(reason: output_pb2.FinishReason) -> str:
 
 
 def logprobs_of(columns: output_pb2.Logprobs) -> list[dict[str, Any]]:
-    """An object for each token, with those most likely in its place."""
+    """An object for each token, with the most likely tokens at its position."""
     return [asdict(token) for token in read_logprobs(columns)]
 
 
 def cumulative_of(finished: generate_pb2.Finished) -> float | None:
-    """The sum over an output's tokens, None where no log probabilities were asked for."""
+    """The sum over an output's tokens; None if no logprobs were requested."""
     return finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None
 
 

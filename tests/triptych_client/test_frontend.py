@@ -144,7 +144,7 @@ async def test_a_batch_goes_on_past_an_item_that_is_refused() -> None:
 async def test_texts_become_tokens_and_offsets_and_a_tokenizer_can_be_downloaded() -> None:
     async with serving(FakeEngine()) as (_, frontend), Client(frontend.address) as client:
         ids = await client.tokenize(TEXT)
-        tokens = await client.tokenize_with_places(TEXT)
+        tokens = await client.tokenize_with_offsets(TEXT)
         text = await client.detokenize(ids)
         files = await client.get_tokenizer()
     assert ids == TOKENIZER.encode(TEXT).ids == [token.token_id for token in tokens]

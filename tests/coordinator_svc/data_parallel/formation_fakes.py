@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_svc.data_parallel.formation import Formation, Limits, Phase
-from coordinator_svc.data_parallel.orders import Prepare
+from coordinator_svc.data_parallel.formation import Formation, Limits, Phase, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
 
 

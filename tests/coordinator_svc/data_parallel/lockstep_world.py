@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from coordinator_svc.data_parallel.formation import Formation
-from coordinator_svc.data_parallel.orders import Abort, Commit, Order, Prepare
+from coordinator_svc.data_parallel.formation import Abort, Commit, Formation, Order, Prepare
 from coordinator_svc.data_parallel.ranks import Rank, RankReport
 
 _LEASE_S = 3.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator_svc.data_parallel.formation import Phase
-from coordinator_svc.data_parallel.orders import Abort, Commit, Prepare
+from coordinator_svc.data_parallel.formation import Abort, Commit, Phase, Prepare
 from tests.coordinator_svc.data_parallel.formation_fakes import Group, formed
 from tests.coordinator_svc.data_parallel.lockstep_world import World
 

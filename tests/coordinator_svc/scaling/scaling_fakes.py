@@ -10,7 +10,7 @@ from functools import partial
 
 from coordinator_svc.membership.publisher import ChangeSignal
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import Formed, Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.channel import open_channel

@@ -14,7 +14,7 @@ from coordinator_svc.membership.publisher import ChangeSignal
 from coordinator_svc.membership.registry import EngineRegistry, MemberState
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.scaling.engines import MemberEngines
-from coordinator_svc.scaling.group import Formed, Group, GroupEngine
+from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
@@ -261,7 +261,7 @@ def test_a_lockstep_shrink_is_not_taken_back_once_a_rank_is_leaving() -> None:
     scaling = Scaling()
     begun = scaling.begin(lockstep(0, 1), 1, now=0.0, timeout_s=5.0)
     leaving = lockstep(0, engine(1, DRAINING), is_settled=False)
-    with pytest.raises(FailedPrecondition, match="cannot be taken back"):
+    with pytest.raises(FailedPrecondition, match="cannot be cancelled"):
         scaling.cancel(begun.operation_id, leaving, now=1.0)
     look(scaling, leaving, now=5.0)
     assert scaling.find(begun.operation_id).state is OperationState.FAILED
@@ -411,7 +411,7 @@ async def test_the_group_may_be_left_out_where_it_is_the_only_one_or_has_no_name
         error = await refused(stub.Scale(scaling_pb2.ScaleRequest(dp_group="c", new_size=1), timeout=_S))
         assert (error.code, error.message) == (
             grpc.StatusCode.NOT_FOUND,
-            "no engine of group 'c' is there; groups: 'a', 'b'",
+            "group 'c' has no engine; groups: 'a', 'b'",
         )
         del served.engines.members["b"]
         assert (await stub.Scale(scaling_pb2.ScaleRequest(new_size=1), timeout=_S)).operation.dp_group == "a"

@@ -13,9 +13,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launcher.llm import LLM, EngineDead, SamplingParams
+from launcher.llm import LLM, Bar, EngineDead, SamplingParams
 from launcher.offline.params import RepetitionDetection, StructuredOutput, from_proto
-from launcher.offline.progress import Bar
 from launcher.services import embedded_model
 from service_kit.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable, Unimplemented
 from tests.launcher.offline.llm_rig import VOCAB_SIZE, fake_frontend, frontend_process

@@ -202,7 +202,7 @@ async def test_an_interrupted_batch_goes_on_without_asking_again(tmp_path: Path)
     async with serving(frontend) as url:
         outcome = await files.run(url, "--concurrency=1", interrupt_when=frontend.hanging)
     assert outcome.exit_code == 130
-    assert "--resume goes on" in outcome.err
+    assert "--resume continues" in outcome.err
     assert files.texts() == ["a", "b"]
     files.input.write_text(files.input.read_text().replace("hang", "works"))
     again = EchoFrontend()

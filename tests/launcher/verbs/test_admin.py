@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator_svc.membership.registry import MemberState
-from coordinator_svc.scaling.group import GroupEngine
+from coordinator_svc.scaling.group_snapshot import GroupEngine
 from service_kit.admin import AdminServicer
 from service_kit.errors import FailedPrecondition
 from service_kit.server import ADMIN, Server
@@ -144,7 +144,7 @@ async def test_what_the_coordinator_refuses_is_said_and_exits_1() -> None:
         ]
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1, 1]
     assert outcomes[0].err.startswith("INVALID_ARGUMENT: dp_group is '', must be one of: 'a', 'b'\n")
-    assert outcomes[2].err == "NOT_FOUND: engine 'nobody' is no member\n"
+    assert outcomes[2].err == "NOT_FOUND: engine 'nobody' is not a member\n"
 
 
 async def test_single_engines_are_drained_and_evicted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator_svc.data_parallel.commands import Commands
-from coordinator_svc.data_parallel.groups import Groups
+from coordinator_svc.data_parallel.lockstep_groups import LockstepGroups
 from coordinator_svc.data_parallel.wave import START_RETRY_S, Start, Wave, WaveStatus
 from service_kit.clock import FakeClock
 from service_kit.errors import InvalidArgument
@@ -22,7 +22,7 @@ class Engines:
     def __init__(self, *engine_ids: str, first_generation: int = 1) -> None:
         self.clock = FakeClock(10.0)
         self.commands = Commands()
-        self.groups = Groups(self.commands, self.clock, first_generation=first_generation)
+        self.groups = LockstepGroups(self.commands, self.clock, first_generation=first_generation)
         self.engine_ids = engine_ids
         for rank, engine_id in enumerate(engine_ids):
             self.commands.open(engine_id, 1, lambda: None)
@@ -210,7 +210,7 @@ def test_no_engine_can_push_its_group_to_where_numbers_end(field: str) -> None:
     # Whoever counts on from there is heard, by this coordinator and by one that has just started.
     on = {**pushed, field: 2**48 + 1000}
     engines.groups.check_ahead("g", "report", **on)
-    Groups(Commands(), FakeClock()).check_ahead("g", "report", **on)
+    LockstepGroups(Commands(), FakeClock()).check_ahead("g", "report", **on)
 
 
 # The rules by which engines are told to begin a wave, one by one.

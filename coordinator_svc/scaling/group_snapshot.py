@@ -1,4 +1,7 @@
-"""Who is in a data-parallel group, and who has a place in it at which size. Knows no operations."""
+"""Snapshot of a data-parallel group: its engines, and which of them belong to it at a given size.
+
+Knows no operations.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from coordinator_svc.membership.registry import MemberState
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """How far the ranks of a lockstep group are with the size that is wanted of them."""
+    """How far a lockstep group has reached its wanted size."""
 
-    generation: int  # that they are in or change over to
-    size: int  # how many are in the one that stands
-    is_settled: bool = False  # nothing is being changed, and nothing is to be
+    generation: int  # the present one, or the one that is being formed
+    size: int  # members of the present generation
+    is_settled: bool = False  # no change is in progress or needed
     is_changing_over: bool = False
-    num_answered: int = 0  # who has answered what is being asked
-    num_asked: int = 0  # 0: nothing is being asked
+    num_answered: int = 0  # engines that have answered in the present phase
+    num_asked: int = 0  # engines that must answer in it; 0: no phase is in progress
     num_failures: int = 0  # in a row
     last_failure: str = ""
 
@@ -29,7 +32,7 @@ class GroupEngine:
     engine_epoch: int
     dp_rank: int
     state: MemberState
-    num_kv_blocks: int = 0  # 0: not told yet
+    num_kv_blocks: int = 0  # 0: not known yet
 
     @property
     def key(self) -> tuple[str, int]:
@@ -39,7 +42,7 @@ class GroupEngine:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Who is in a group now, in order of registration. `formed` is None where ranks do not step together."""
+    """The engines of a group, in order of registration. `formed` is None without lockstep."""
 
     name: str
     engines: tuple[GroupEngine, ...]
@@ -47,24 +50,24 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many engines it has that are not on their way out."""
+        """How many engines are not draining."""
         return len(self.staying)
 
     @property
     def staying(self) -> tuple[GroupEngine, ...]:
-        """The engines that are not on their way out."""
+        """The engines that are not draining."""
         return tuple(engine for engine in self.engines if engine.state is not MemberState.DRAINING)
 
     @property
     def num_kv_blocks(self) -> int:
-        """What each READY engine has at least; 0 where there is none."""
+        """The least number among READY engines; 0 if there is none."""
         ready = (one.num_kv_blocks for one in self.engines if one.state is MemberState.READY)
         return min((number for number in ready if number), default=0)
 
     def indexes(self) -> dict[GroupEngine, int]:
-        """Each engine that stays with its place: its rank, or the next free one where ranks repeat.
+        """The index of each engine that is not draining: its rank, or the next free index if ranks repeat.
 
-        Engines that were started one by one may all say rank 0.
+        Engines that were started one by one may all have rank 0.
         """
         indexes: dict[GroupEngine, int] = {}
         free = 0
@@ -74,9 +77,9 @@ class Group:
         return indexes
 
     def above(self, size: int) -> list[GroupEngine]:
-        """The engines that a group of that size has no place for."""
+        """The engines whose index is outside a group of that size."""
         return [engine for engine, index in self.indexes().items() if index >= size]
 
     def below(self, size: int) -> list[GroupEngine]:
-        """The engines that have their places in a group of that size."""
+        """The engines whose index is inside a group of that size."""
         return [engine for engine, index in self.indexes().items() if index < size]
