@@ -80,13 +80,11 @@ def stack() -> Iterator[Stack]:
 def streams(stack: Stack) -> Iterator[subprocess.Popen[str]]:
     """A client in a container of its own that goes through the published port."""
     port = stack.project["services"]["frontend"]["ports"][0].rsplit(":", 1)[0]
-    process = stack.engine.begin(
+    with stack.engine.running(
         "run", "--rm", "-i", "--network=host", f"--volume={_STREAMS}:/streams.py:ro",
         "--entrypoint=python", stack.image("frontend"), "/streams.py", port, str(NUM_STREAMS),
-    )  # fmt: skip
-    yield process
-    process.kill()
-    process.wait()
+    ) as process:  # fmt: skip
+        yield process
 
 
 def progress_of(process: subprocess.Popen[str]) -> dict[str, Any]:

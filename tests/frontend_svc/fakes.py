@@ -40,6 +40,8 @@ EOS_ID = id_of(TOKENIZER, EOS)
 HEARTBEAT_S = 0.2
 # Longer than anything takes here, however busy the machine: a test that runs into it has failed.
 WAIT_S = 60.0
+# What a frontend expects of an engine: on a busy machine heartbeats are late, which is no end of the stream.
+LONG_HEARTBEAT_S = WAIT_S
 MAX_MODEL_LEN = 512
 
 Script = Callable[["FakeEngine", "FakeRequest"], None]
@@ -237,6 +239,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
                 max_inflight_adds=self.max_inflight_adds,
                 ack_interval_messages=4,
+                ack_interval_ms=200,
                 features=self.features,
                 schema_revision=self.schema_revision,
                 min_peer_revision=self.min_peer_revision,
@@ -467,7 +470,11 @@ def make_request(prompt: str | Sequence[int] = "the cat", **fields) -> generate_
 
 @contextlib.asynccontextmanager
 async def serving(
-    *engines: FakeEngine, waits_ready: bool = True, start_engines: bool = True, **options
+    *engines: FakeEngine,
+    waits_ready: bool = True,
+    start_engines: bool = True,
+    heartbeat_s: float = LONG_HEARTBEAT_S,
+    **options,
 ) -> AsyncGenerator[tuple[Client, Frontend], None]:
     """A frontend that uses `engines`, and a client of it. On leaving nothing may be in flight."""
     for engine in engines:
@@ -483,7 +490,7 @@ async def serving(
             **options,
         }
     )
-    frontend = Frontend(config, heartbeat_s=HEARTBEAT_S)
+    frontend = Frontend(config, heartbeat_s=heartbeat_s)
     address = await frontend.public.start()
     frontend.connect(address)
     try:

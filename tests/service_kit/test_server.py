@@ -38,6 +38,7 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
+from tests.processes import START_LIMIT_S, running
 from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,29 +70,13 @@ class RunningProgram:
 @contextlib.asynccontextmanager
 async def program(drain_deadline_s: float, *manner: str) -> AsyncIterator[RunningProgram]:
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.service_kit.drain_program",
-            str(writer),
-            str(drain_deadline_s),
-            *manner,
-        ],
-        cwd=ROOT,
-        pass_fds=[writer],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(writer)
-    with process, os.fdopen(reader) as pipe:
-        line = await asyncio.to_thread(pipe.readline)
-        try:
-            async with open_channel(json.loads(line)["address"]) as channel:
-                yield RunningProgram(process, channel)
-        finally:
-            process.kill()
+    command = (sys.executable, "-m", "tests.service_kit.drain_program", str(writer), str(drain_deadline_s))
+    pipes = {"pass_fds": [writer], "stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with os.fdopen(reader) as pipe, running(*command, *manner, cwd=ROOT, text=True, **pipes) as process:
+        os.close(writer)
+        line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_LIMIT_S)
+        async with open_channel(json.loads(line)["address"]) as channel:
+            yield RunningProgram(process, channel)
 
 
 async def test_sigterm_lets_a_stream_finish_and_exits_0() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from service_kit import shared_memory
+from tests.processes import running
 
 OWNER = f"owner-{os.getpid()}"
 # Makes segments of 10 MB without end, and takes every other away again.
@@ -145,7 +146,7 @@ def test_fifty_senders_killed_at_random_points_leave_no_segment():
     choose, owner = random.Random(6), f"{OWNER}-killed"
     num_left = 0
     for _ in range(50):
-        with subprocess.Popen([sys.executable, "-c", SENDER, owner], stdout=subprocess.PIPE) as sender:
+        with running(sys.executable, "-c", SENDER, owner, stdout=subprocess.PIPE) as sender:
             assert sender.stdout is not None
             for _ in range(choose.randint(1, 6)):
                 assert sender.stdout.readline()

@@ -16,6 +16,7 @@ import pytest
 from engine_svc.tensors.source import TensorReceiver
 from service_kit import shared_memory
 from tests.engine_svc.session.service_rig import ServiceRig, make_facts
+from tests.processes import running_async
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
 
 pytestmark = pytest.mark.chaos
@@ -42,13 +43,6 @@ def left_of(frontend_ids: list[str]) -> list[str]:
 
 async def kill_senders(address: str, frontend_ids: list[str], choose: random.Random) -> None:
     """Start senders and kill each at a point of its own."""
-    senders = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.system.tensor_frontend", address, frontend_id,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for frontend_id in frontend_ids
-    ]  # fmt: skip
 
     async def strike(sender: asyncio.subprocess.Process) -> None:
         assert sender.stdout is not None
@@ -58,7 +52,14 @@ async def kill_senders(address: str, frontend_ids: list[str], choose: random.Ran
         sender.send_signal(signal.SIGKILL)
         await sender.wait()
 
-    async with asyncio.timeout(60):
+    command = (sys.executable, "-m", "tests.system.tensor_frontend", address)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+        senders = [
+            await stack.enter_async_context(
+                running_async(*command, frontend_id, stdout=asyncio.subprocess.PIPE)
+            )
+            for frontend_id in frontend_ids
+        ]
         await asyncio.gather(*map(strike, senders))
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from engine_svc.ranks.plan_codec import (
 from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.processes import running, source_environment
 
 MAX_NUM_SEQS = 12
 
@@ -406,14 +408,14 @@ def test_two_that_write_more_than_a_ring_to_each_other_both_arrive() -> None:
     back.close()
 
 
-def reading_process(channel: Channel, index: int) -> subprocess.Popen[bytes]:
+def reading_process(channel: Channel, index: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
     end = channel.readers[index]
     numbers = [str(number) for number in (*end.fds, end.capacity)]
-    return subprocess.Popen(
-        [sys.executable, "-c", READER, *numbers],
+    return running(
+        *(sys.executable, "-c", READER, *numbers),
         pass_fds=end.fds,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=source_environment(),
     )
 
 

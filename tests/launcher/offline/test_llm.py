@@ -435,15 +435,6 @@ def test_the_first_refusal_ends_the_others() -> None:
         assert frontend.was_cancelled.wait(10)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """With Python's own answer to SIGINT, which a shell's background jobs are started without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_aborts_what_runs_and_the_facade_goes_on() -> None:
     with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
         frontend.hangs_on = 1

@@ -20,7 +20,7 @@ from frontend_svc.text.preprocess import Prepared
 from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
-    HEARTBEAT_S,
+    LONG_HEARTBEAT_S,
     WAIT_S,
     Client,
     FakeEngine,
@@ -69,7 +69,7 @@ class Doomed:
 def another_frontend(*engines: FakeEngine) -> Frontend:
     addresses = tuple(engine.address for engine in engines)
     config = FrontendConfig(port=0, engine=addresses, text_workers=1, reconnect_window_s=0.2)
-    return Frontend(config, heartbeat_s=HEARTBEAT_S)
+    return Frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
 
 
 @contextlib.asynccontextmanager

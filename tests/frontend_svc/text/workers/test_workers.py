@@ -32,6 +32,7 @@ from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
+from tests.processes import running, source_environment
 
 # Limits are short where something is to run into them, and long where nothing may.
 SHORT_S = 1.0
@@ -318,9 +319,8 @@ asyncio.run(main())
 
 
 def test_the_death_of_a_frontend_ends_its_workers_busy_or_not():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
+    with running(
+        *(sys.executable, "-c", PARENT), env=source_environment(), stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         pidfds = [os.pidfd_open(int(process_id)) for process_id in parent.stdout.readline().split()]
