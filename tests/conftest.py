@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# An earlier test's event loop, closed while gRPC's poller had news for it, is told of in a later one's log.
+# An earlier test's event loop, closed while gRPC's poller had news for it, is reported in a later one's log.
 logging.getLogger("asyncio").addFilter(
     lambda record: "PollerCompletionQueue._handle_events" not in record.getMessage()
 )

@@ -31,7 +31,7 @@ async def cut(proxy: TcpProxy) -> int:
             while proxy.num_accepted == num_accepted:  # noqa: ASYNC110  The proxy only counts.
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise FaultMissed(f"{num_cut} connections were cut and nobody came back") from None
+        raise FaultMissed(f"{num_cut} connections were cut and none came back") from None
     return num_cut
 
 

@@ -1,4 +1,4 @@
-"""What a stack holds when nobody asks anything of it, and whether it holds more than before."""
+"""What a stack holds without any request, and whether it holds more than before."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_services_run_as_an_unprivileged_user_on_a_read_only_root(stack: Stack, 
 
 @pytest.mark.parametrize("service", ["frontend", "engine-0", "coordinator"])
 def test_an_image_runs_for_any_user(stack: Stack, service: str) -> None:
-    # As a cluster does it: a user nobody knows, of group 0, on a root that cannot be written.
+    # As a cluster does it: an unknown user, of group 0, on a root that cannot be written.
     kind = service.partition("-")[0]
     volume = "touch /models/probe && " if kind == "engine" else ""
     report = stack.engine.run(

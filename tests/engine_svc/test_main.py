@@ -28,7 +28,7 @@ from triptych.engine.v1 import engine_pb2_grpc
 
 _MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
 _PATIENCE_S = 120.0
-# Enough that they are not all there before a process that was told to drain has been asked for more.
+# Enough that they are not all there before a process that was asked to drain has been asked for more.
 _NUM_TOKENS = 1000
 
 

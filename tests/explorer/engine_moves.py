@@ -59,7 +59,7 @@ def _free_moves(world: World, index: int, rank: Rank, machine: WaveMachine) -> I
 
 
 def send_signal(world: World, index: int) -> None:
-    """Ring the doorbell in the group's store, as there is no coordinator that would tell the others."""
+    """Set the wake signal in the group's store, as there is no coordinator that would start the others."""
     rank = world.ranks[index]
     world.signals |= {(rank.group, _machine(rank).wave)}
 

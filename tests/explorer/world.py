@@ -70,7 +70,7 @@ class Rank:
 
     machine: WaveMachine | None = None  # None: dead
     mode: Mode = Mode.FREE
-    num_steps_left: int = 0  # what its requests still need and nobody has launched
+    num_steps_left: int = 0  # what its requests still need and was not launched
     flight: tuple[bool, ...] = ()  # steps in flight; whether each computes a request
     ballot: Vote | None = None  # its vote, or the verdict
     is_paused: bool = False  # by its operator

@@ -366,7 +366,7 @@ def _row_of(step: step_pb2.Step, handle: int) -> int | None:
 
 
 def _merged(rows: Sequence[tuple[step_pb2.Step, int | None]], handle: int) -> step_pb2.Step:
-    """One row of what a request has in steps, of which log probabilities are told only where it is alone."""
+    """One row of what a request has in steps, with log probabilities only where it is alone."""
     merged = step_pb2.Step(step_number=1, handles=array("I", [handle]).tobytes())
     counts = []
     for step, row in rows:
@@ -451,7 +451,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int] = "the cat", *, timeout: float = WAIT_S, metadata=(), **fields
     ):
-        """A Generate call with sampling fields and request fields told apart by name."""
+        """A Generate call with sampling fields and request fields distinguished by name."""
         return self.inference.Generate(make_request(prompt, **fields), timeout=timeout, metadata=metadata)
 
 

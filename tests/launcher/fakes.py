@@ -1,4 +1,4 @@
-"""A frontend without engines: it answers what it is told to, over real gRPC, and keeps what it was asked."""
+"""A frontend without engines: it sends scripted answers over real gRPC, and records its requests."""
 
 from __future__ import annotations
 

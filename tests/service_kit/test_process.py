@@ -166,7 +166,7 @@ def test_a_process_that_leaves_its_group_stays_in_its_session() -> None:
         "import os; from service_kit.process import leave_process_group; leave_process_group(); "
         "leave_process_group(); print(os.getpgrp() == os.getpid(), os.getsid(0))"
     )
-    # Whoever is in a session of its own is scheduled as a group against all others.
+    # A process in a session of its own is scheduled as a group against all others.
     with run(program) as process:
         assert process.communicate()[0] == f"True {os.getsid(0)}\n"
 

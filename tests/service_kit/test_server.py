@@ -237,7 +237,7 @@ async def test_what_runs_on_a_connection_that_is_too_old_may_end_and_the_next_ca
     async with serving([FakeService(stream=stream).register()], profile) as (_, channel):
         call = channel.unary_stream(STREAM)(b"")
         peer = await call.read()
-        # The server has told the connection to go: the channel leaves it, the stream stays on it.
+        # The server has asked the connection to go: the channel leaves it, the stream stays on it.
         await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 30)
         go_on.set()
         assert await call.read() == b"last"

@@ -47,7 +47,7 @@ def _print(report: Report) -> None:
         f"{report.num_seeds} seeds of {report.num_requests} requests in {summary['elapsed_s']} s, "
         f"{summary['cpu_ms_per_seed']} ms of a core each"
     )
-    print(f"  nobody was preempted more than {report.max_preemptions} times")
+    print(f"  no request was preempted more than {report.max_preemptions} times")
     for name, share in report.shares.items():
         print(f"  {name:24} in {100 * share:6.2f} % of the seeds, {report.totals[name]} in all")
     for fault in report.faults:

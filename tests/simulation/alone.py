@@ -1,4 +1,4 @@
-"""What a request would yield if nobody else were there: the measure of every stream."""
+"""What a request would produce if it were alone: the measure of every stream."""
 
 from __future__ import annotations
 

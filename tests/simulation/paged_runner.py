@@ -16,7 +16,7 @@ UNKNOWN_DRAFT = -1
 
 
 def first_read(kind: AttentionKind, position: int) -> int:
-    """The first place that the token at `position` reads. Told anew here: the cache is under test."""
+    """The first position that the token at `position` reads. Computed anew here: the cache is under test."""
     match kind:
         case SlidingWindow(window=window):
             return max(0, position - window + 1)

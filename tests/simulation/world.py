@@ -165,7 +165,7 @@ class World:
         self.seen[f"pause_{state.value}"] += 1
 
     def reset(self, *, reset_running: bool) -> None:
-        """Forget all cached content; that works exactly when nobody holds a block behind it."""
+        """Forget all cached content; that works exactly when no block behind it is held."""
         self._note("reset", reset_running)
         num_running = len(self.scheduler.running_ids)
         was_reset = self.scheduler.reset_prefix_cache(self.now, reset_running=reset_running)
@@ -263,7 +263,7 @@ class World:
         )
 
     def check_idle(self) -> None:
-        """kv-idle-zero: nobody is left, and nothing is held."""
+        """kv-idle-zero: no request is left, and nothing is held."""
         pool = self.kv_cache.pool
         if self.histories or self.in_flight or self.scheduler.num_unfinished or self.scheduler.has_work:
             raise BrokenInvariant("kv-idle-zero", f"{list(self.histories)} have not ended")

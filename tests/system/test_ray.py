@@ -162,7 +162,7 @@ async def ray_cluster(python: Path, ray_folder: Path, folder: Path) -> AsyncIter
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngines:
-    """What `triptych ray place` has told."""
+    """What `triptych ray place` has printed."""
 
     engines: list[dict[str, str]]  # as in the ready file, and `engine_id`
     log_file: Path

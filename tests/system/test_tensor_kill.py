@@ -72,7 +72,7 @@ async def test_fifty_killed_senders_of_10_mb_leave_no_segment_and_the_engine_ser
             everybody += frontend_ids
             await kill_senders(rig.address, frontend_ids, choose)
         async with asyncio.timeout(30):
-            # Nobody tells of a file that is gone; the engine looks once a second.
+            # A file that is gone has no event; the engine looks once a second.
             while left_of(everybody):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         async with TensorFrontend(rig.address, f"alive-{pid}") as frontend:

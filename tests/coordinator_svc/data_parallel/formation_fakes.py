@@ -46,7 +46,7 @@ class Group:
         self.step()
 
     def take(self, *engine_ids: str) -> None:
-        """These engines take what they are told now."""
+        """These engines take commands now."""
         for engine_id in engine_ids:
             self.formation.answer(engine_id, self.formation.orders()[engine_id], self.now)
         self.step()

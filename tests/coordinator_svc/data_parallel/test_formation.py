@@ -260,7 +260,7 @@ def test_an_engine_that_is_to_change_over_is_notified_of_members_that_have_ended
     group.join("c", epoch=2)
     group.load("c")
     group.take("a", "b", "c")
-    # Nobody who is in it has ended: all of its ranks can vote.
+    # No member of it has ended: all of its ranks can vote.
     assert group.formation.orders() == dict.fromkeys("abc", Commit(3, lost_generation=1))
 
 

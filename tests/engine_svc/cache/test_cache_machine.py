@@ -141,7 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """All content is forgotten, if nobody holds any."""
+        """All content is forgotten, if no block is held."""
         is_idle = not self.holders and not self.kept
         before = self._state()
         assert self.cache.reset() is (is_idle or self.cache.num_used_blocks == 0)

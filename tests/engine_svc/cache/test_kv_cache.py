@@ -816,7 +816,7 @@ def test_70_a_reservation_is_all_or_nothing(num_usable: int, is_reserved: bool):
     small.cache.release(first)
     free = small.pool.free_block_ids
     loaded = request("b", [*tokens(16), *tokens(60, 500)])
-    # A matched block that nobody holds, and three new ones.
+    # A matched block that no request holds, and three new ones.
     reserved = small.cache.reserve(loaded, 64)
     assert (reserved is not None) is is_reserved
     if not is_reserved:
@@ -1241,7 +1241,7 @@ def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitt
     small.pool.hold(held)
     free = small.pool.free_block_ids
     second = request("b", tokens(13))
-    # Two matched blocks that nobody holds, and one new.
+    # Two matched blocks that no request holds, and one new.
     assert small.admit(second) is is_admitted
     assert table_of(second) == ([0, 0, 0, 0, 5, 6, 4] if is_admitted else [])
     assert small.pool.free_block_ids == ([] if is_admitted else free)
@@ -1279,7 +1279,7 @@ def test_without_prefix_caching_a_chunk_may_have_any_length():
     assert small.cache.max_blocks_for(256) == 5
 
 
-# What a cache is built with where nobody says anything.
+# What a cache is built with without options.
 
 
 def test_by_default_beginnings_are_shared_whole_and_no_slot_lies_ahead():

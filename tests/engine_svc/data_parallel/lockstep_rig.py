@@ -292,7 +292,7 @@ class Rank:
     def _run(self) -> None:
         try:
             self.engine.run()
-        except Exception as error:  # noqa: BLE001  Whatever ends the loop, the test is told.
+        except Exception as error:  # noqa: BLE001  The test reports whatever ends the loop.
             self.error = error
 
 

@@ -54,7 +54,7 @@ def test_one_busy_rank_gets_its_thousand_tokens_and_the_other_takes_part(depth):
 def test_ranks_without_requests_neither_step_nor_vote():
     with Cluster(2) as cluster:
         for rank in cluster.ranks:
-            rank.inbox.put(Abort("nobody"))
+            rank.inbox.put(Abort("unknown"))
             rank.ask(lambda: None)
             assert (rank.executor.num_launched, rank.driver.num_votes) == (0, 0)
             assert rank.driver.rank_status.state is LockstepState.PAUSED
@@ -423,7 +423,7 @@ def test_a_rank_in_no_group_says_so_and_gives_nothing_up():
 
 
 class Bare:
-    """A driver without a loop, which votes after each step, in a group with nobody else."""
+    """A driver without a loop, which votes after each step, in a group of its own."""
 
     def __init__(self) -> None:
         self.meetings = Meetings()

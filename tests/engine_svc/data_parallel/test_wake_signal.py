@@ -48,7 +48,7 @@ class FakeSignalStore:
 
 
 class Rig:
-    """One rank's doorbell; `received` gets the waves it is told of."""
+    """One rank's wake signal; `received` gets its waves."""
 
     def __init__(self, signal_store: FakeSignalStore, *, has_coordinator: bool = False) -> None:
         self.clock = FakeClock()

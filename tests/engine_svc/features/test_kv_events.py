@@ -1,4 +1,4 @@
-"""What is told of the prefix cache adds up to exactly what can be found, whatever the engine did."""
+"""The events of the prefix cache adds up to exactly what can be found, whatever the engine did."""
 
 from __future__ import annotations
 

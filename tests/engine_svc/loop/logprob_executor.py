@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 
-# What is told of one token of a request, by its id; None: nothing.
+# The logprobs of one token of a request, by its id; None: nothing.
 LogprobSource = Callable[[str], TokenLogprobs | None]
 
 

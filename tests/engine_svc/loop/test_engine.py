@@ -154,7 +154,7 @@ def test_adds_that_wait_together_join_one_step():
 def test_an_engine_without_work_neither_plans_nor_launches():
     rig = Rig()
     rig.start()
-    rig.inbox.put(Abort("nobody"))
+    rig.inbox.put(Abort("unknown"))
     rig.stop()
     assert rig.scheduler.stats().step_number == 0
     assert rig.executor.num_launched == 0
@@ -354,7 +354,7 @@ def test_cached_tokens_are_reported_with_the_first_token():
 
 
 class LogprobExecutor(FakeExecutor):
-    """Tells of every sampled token, and of one place of each row's prompt per chunk, whoever asked."""
+    """Reports every sampled token, and one position of each row's prompt per chunk, for every row."""
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
         pending = super().launch(plan)
@@ -505,7 +505,7 @@ def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
 
     request = Request("r1", [1, 2, 3], 3, SamplingParams(max_tokens=9))
     rig.inbox.put(Add(request, rig.frontend.outbox, 1))
-    rig.engine.abort((), "nobody")
+    rig.engine.abort((), "no reason")
     rig.scheduler.add(Request("r2", [1], 1, SamplingParams(max_tokens=1)))
     count()
     rig.scheduler.abort(["r2"], 0.0)
@@ -527,7 +527,7 @@ def test_aborts_for_unknown_ids_leave_nothing_behind():
     rig = Rig()
     before = rig.scheduler.stats()
     for number in range(10_000):
-        rig.inbox.put(Abort(f"nobody-{number}"))
+        rig.inbox.put(Abort(f"unknown-{number}"))
     assert not rig.engine.turn()
     rig.engine.close()
     assert rig.inbox.take() == []
@@ -557,7 +557,7 @@ def test_89_prompts_are_counted_once_when_they_come_and_outputs_with_every_step(
     assert counted() == (sum(prompts), 7)
 
 
-# Steps that fail: the offender ends, everybody else has the tokens of an undisturbed run.
+# Steps that fail: the suspect request ends, all others have the tokens of an undisturbed run.
 
 
 class FailingStep(FakePendingStep):

@@ -395,6 +395,6 @@ async def test_the_admin_status_shows_the_rank_status():
 async def test_reports_come_as_often_as_they_are_wanted():
     async with command_rig() as rig:
         for _ in range(2):
-            rig.interval_s = 0.1  # by another session, which is told again what has no answer yet
+            rig.interval_s = 0.1  # by another session, which gets again what has no answer yet
             await rig.do(command_id=1, update_interval=command_pb2.UpdateInterval(interval_ms=700))
             assert rig.interval_s == 0.7

@@ -297,7 +297,7 @@ def test_bytes_of_another_version_are_refused() -> None:
         decode_result(b"\x07" + encode_result(StepResult(1, []))[1:])
 
 
-# Every reader gets every message, whole and in order, and whoever waits can be told to give up.
+# Every reader gets every message, whole and in order, and a wait can be interrupted.
 
 CAPACITY = 1 << 12
 
@@ -386,7 +386,7 @@ while message := reader.receive():
 
 
 def test_two_that_write_more_than_a_ring_to_each_other_both_arrive() -> None:
-    """Whoever waits for room reads what the other one writes, and finds it later."""
+    """A writer that waits for room reads what the other one writes, and finds it later."""
     there, back = (create_channel(num_readers=1, capacity=CAPACITY) for _ in range(2))
     replies = ChannelReader(back.readers[0])
     writer = ChannelWriter(there.writer, replies=replies)

@@ -52,7 +52,7 @@ class AtMost(Meter):
 
 
 class Postponed(Meter):
-    """Passes over a request as often as it is told to."""
+    """Passes over a request a given number of times."""
 
     def __init__(self, request_id: str, num_steps: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Quiet:
 
 
 class Compiler(Quiet):
-    """Blocks who wants something compiled, until it is told that this is done."""
+    """Blocks requests that want something compiled, until that is done."""
 
     NAME = "compile"
 

@@ -82,7 +82,7 @@ def test_the_timeline_has_every_turn_of_a_life():
 
 
 class _Listener:
-    """Writes down what it is told, and blocks what it was asked to."""
+    """Records its calls, and blocks what it was asked to."""
 
     def __init__(self, blocks: str = "") -> None:
         self.calls: list[str] = []

@@ -188,7 +188,7 @@ class StreamClient:
         await self.send(engine_pb2.ConnectRequest(adopt=adopt))
 
     async def flush(self) -> None:
-        """Wait until all that was sent has been acted on: a call nobody serves is answered in turn."""
+        """Wait until all that was sent has been acted on: an unknown call is answered in turn."""
         self._num_flushes += 1
         call = utility_pb2.UtilityCall(call_id=self._num_flushes)
         await self.send(engine_pb2.ConnectRequest(utility=call))
@@ -314,7 +314,7 @@ async def added(rig: ServiceRig, client: StreamClient, *entries: add_pb2.AddEntr
     # All of them are in the inbox, and one step at most has been launched without some.
     rig.executor.hold_at = hold_at
     rig.executor.gate.set()
-    # From here on the gate is shut: whoever opens it does not come too early.
+    # From here on the gate is shut: opening it does not come too early.
     await asyncio.to_thread(rig.executor.wait_for_launches, hold_at)
 
 

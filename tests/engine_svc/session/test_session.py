@@ -313,7 +313,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off_and_its_requests_end(cap
         await _until(stub, lambda load: load.stats.num_running == load.stats.num_waiting == 0)
         assert other.tokens == {1: expected_tokens(prompt_of(1), 1, 20)}
         assert (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats.num_used_blocks == 0
-        # Its handler waited in a write that nobody took, so it was cancelled.
+        # Its handler waited in a write that was not read, so it was cancelled.
         codes = [vars(record)["code"] for record in caplog.records if record.message == "call"]
         assert "CANCELLED" in codes
         assert "RESOURCE_EXHAUSTED" not in codes
@@ -458,7 +458,7 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
 @pytest.mark.parametrize(
     "hello",
     [{"engine_epoch": 8}, {"last_seq": 10_000}, None],
-    ids=["another engine", "a place that never was", "no wish to resume"],
+    ids=["another engine", "a position that never was", "no resumption"],
 )
 async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
     async with served() as (rig, stub):
@@ -610,7 +610,7 @@ async def test_a_drain_waits_for_a_frontend_that_may_come_back_and_its_end_says_
 
 
 class Population:
-    """The objects of a type that have come since, whoever left others in this process before."""
+    """The objects of a type that have come since, without those that others left in this process before."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -741,7 +741,7 @@ async def test_a_subscription_that_has_ended_is_freed_without_a_collection():
             await subscriptions.until_freed()
 
 
-# A step that cannot be told, for a bug of ours: it ends its session, and nothing is left out unheard.
+# A step that cannot be encoded, for a bug of ours: it ends its session, and nothing is left out silently.
 
 UNTELLABLE = 2
 

@@ -47,7 +47,7 @@ def delta(version: int, **content) -> coordinator_pb2.FrontendSessionResponse:
 
 
 def session_of(address: str, clock: FakeClock, on_engines=lambda engines: None) -> CoordinatorSession:
-    """A frontend's session that nobody else listens to."""
+    """A frontend's session without other listeners."""
     return CoordinatorSession(
         address,
         FrontendIdentity("frontend-0", 7),
@@ -60,7 +60,7 @@ def session_of(address: str, clock: FakeClock, on_engines=lambda engines: None) 
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Says what it is told to say, and remembers what it hears."""
+    """Sends scripted messages, and records what it receives."""
 
     def __init__(self) -> None:
         self.to_send: asyncio.Queue[coordinator_pb2.FrontendSessionResponse] = asyncio.Queue()
@@ -70,7 +70,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.refusals: list[str] = []  # of messages
         self.hints: asyncio.Queue[coordinator_pb2.FirstRequestWhilePaused] = asyncio.Queue()
         self.address = ""
-        self.epoch = 0  # who knows a greater one is refused; 0: nobody is
+        self.epoch = 0  # a frontend that knows a greater one is refused; 0: none is
         self.refused: asyncio.Queue[int] = asyncio.Queue()  # what they knew
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:

@@ -1,4 +1,4 @@
-"""Several engines: who is used, who is told of, who is forgotten."""
+"""Several engines: which are used, which are listed, which are forgotten."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ async def test_an_engine_that_is_full_is_not_picked():
 
 
 async def test_an_engine_that_is_no_longer_listed_stays_while_its_stream_is_up():
-    listed, kept = FakeEngine(answer("told")), FakeEngine(answer("kept"), dp_rank=1)
+    listed, kept = FakeEngine(answer("listed")), FakeEngine(answer("kept"), dp_rank=1)
     await kept.start()
     async with serving(listed) as (client, frontend):
         frontend.directory.set_addresses("coordinator", [kept.address, "not an address"])
         await client.until_engines_are_ready(2)
         frontend.directory.set_addresses("coordinator", [])
         texts = Counter([(await read_all(client.generate()))[1] for _ in range(4)])
-        assert set(texts) == {"told", "kept"}
+        assert set(texts) == {"listed", "kept"}
         await kept.kill()
         async with asyncio.timeout(WAIT_S):
             while len(frontend.directory.clients()) > 1:

@@ -61,7 +61,7 @@ CASES = {
 
 @dataclass
 class ReadOutput:
-    """All that a client was told of one output."""
+    """All that a client received of one output."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -259,7 +259,7 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
         late = client.generate(timeout=3.0)
         gone = client.generate()
         await engine.wait_for_requests(4)
-        # A kill loses what is not written yet, and nobody computes it again.
+        # A kill loses what is not written yet, and it is not computed again.
         received, num_received = aiter(aborted), 0
         while num_received < 4:
             num_received += len((await anext(received)).delta.token_ids)
@@ -465,7 +465,7 @@ class Engines:
 
 
 class NoChance(random.Random):
-    """Has nobody wait before a move."""
+    """Moves requests without a delay."""
 
     def random(self) -> float:
         return 0.0
@@ -581,7 +581,7 @@ async def test_planned_moves_have_a_limit_too():
 
 
 async def test_an_engine_that_lives_and_gives_up_a_session_may_do_so_for_a_fault():
-    """As one whose step cannot be told: where that goes on and on, it is to end."""
+    """As one whose step cannot be encoded: where that goes on and on, it is to end."""
     world = MovesWorld(num_engines=5, chance=NoChance())
     world.start("a")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Parameters through a whole frontend: what the client is told, and what the engine is sent."""
+"""Parameters through a whole frontend: what the client gets, and what the engine is sent."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_closing_leaves_no_thread_no_process_and_no_descriptor(checkpoint: Path,
         assert not thread.is_alive(), thread
     assert _children() == children
     ended_by = time.monotonic() + 30
-    # gRPC closes its sockets in threads of its own, and tells nobody.
+    # gRPC closes its sockets in threads of its own, without an event.
     while _descriptors() > descriptors and time.monotonic() < ended_by:
         time.sleep(0.01)
     assert _descriptors() <= descriptors

@@ -243,7 +243,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class LateHealth(health_pb2_grpc.HealthServicer):
-    """Cannot be asked at first, stops while it is asked, and then serves when it is told to."""
+    """Cannot be asked at first, stops while it is asked, and then serves on request."""
 
     def __init__(self) -> None:
         self.num_asked = 0

@@ -1,4 +1,4 @@
-"""The verb `complete` against a frontend that answers what it is told to."""
+"""The verb `complete` against a frontend of scripted answers."""
 
 from __future__ import annotations
 

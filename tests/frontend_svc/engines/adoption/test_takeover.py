@@ -55,7 +55,7 @@ class Doomed:
         await self._frontend.drain()
 
     async def cut(self) -> None:
-        """Cut its drain: its calls are told, and its streams to engines end with a goodbye."""
+        """Cut its drain: its calls end with an error, and its streams to engines end with a goodbye."""
         async with asyncio.timeout(WAIT_S):
             await self._frontend.cut()
 
@@ -378,7 +378,7 @@ def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(too_much):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return once it is true: turn by turn of the loop, as nobody tells of what it asks."""
+    """Return once it is true: turn by turn of the loop, as there is no event for it."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is told."""
+"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is sent."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
 
 
 class _PendingRequest:
-    """A request of which nothing came yet, until it is told that its engine is lost."""
+    """A request of which nothing came yet, until its engine is lost."""
 
     wants_logprobs = False
 

@@ -117,7 +117,7 @@ def test_blocks_are_scarce_for_a_long_prompt_first():
 
 def test_an_engine_that_reports_no_blocks_is_taken_to_have_enough():
     without_blocks = EngineInfo("untold", num_running=3, num_used_blocks=7)
-    assert work(without_blocks, ANY) == work(engine("told", 0, 3), ANY)
+    assert work(without_blocks, ANY) == work(engine("known", 0, 3), ANY)
 
 
 def test_round_robin_goes_round():

@@ -1,4 +1,4 @@
-"""Text workers: what hangs, grows or dies costs one piece of work its status, and nobody else."""
+"""Text workers: what hangs, grows or dies costs one piece of work its status, and nothing else."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ async def test_clients_get_an_error_once_it_is_clear_that_workers_cannot_start(m
     with pytest.raises(Unavailable, match="cannot be started"):
         await probe
     await workers.close()
-    # A program that can be started, and ends over its work, is told apart from one that cannot.
+    # A program that can be started, and ends over its work, is distinguished from one that cannot.
     assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], Unavailable | Internal)
 
 
