@@ -47,7 +47,7 @@ logging.getLogger("asyncio").addFilter(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long those tests go on that may go on for as long as somebody wants."""
+    """How long tests of random runs go on."""
     parser.addoption(
         "--num-orders",
         type=int,

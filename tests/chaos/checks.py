@@ -136,7 +136,7 @@ async def no_request_moved(scene: Scene) -> list[str]:
 
 
 def noted(name: str, *, at_most: float, is_time: bool = False) -> Check:
-    """A figure that the scenario took is no larger; one of time is scaled."""
+    """A number that the scenario measured is no larger; one of time is scaled."""
 
     async def check(scene: Scene) -> list[str]:
         value = scene.notes[name]

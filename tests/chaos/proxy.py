@@ -16,7 +16,7 @@ _LINGER_NOT = struct.pack("ii", 1, 0)
 
 
 class Direction(Enum):
-    """Which way bytes go: to the service behind the proxy, or to who connected."""
+    """Where bytes go: to the service behind the proxy, or to its client."""
 
     IN = "in"
     OUT = "out"

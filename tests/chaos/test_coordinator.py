@@ -39,7 +39,7 @@ from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, membe
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 LEASE_S = 3.0
-# So long that the coordinator gives up an engine it does not hear.
+# So long that the coordinator gives up an engine without reports.
 OUTAGE_S = 4.0
 CALM_S = 1.0
 _LIMIT_S = 60.0
@@ -106,7 +106,7 @@ async def test_of_two_coordinators_the_one_that_started_later_is_believed(outage
         # Each has an engine that the other does not know; frontends keep what they have a stream to.
         await _until(newer, lambda status: (status["num_engines"], status["num_frontends"]) == (1, 1))
         await _until(older, lambda status: (status["num_engines"], status["num_frontends"]) == (1, 0))
-        # As long as a new coordinator gives engines to register before it tells of them.
+        # As long as a new coordinator gives engines to register before it announces them.
         await asyncio.sleep(LEASE_S)
         _lead(led, older)
         await _until(older, lambda status: status["num_refused_as_stale"] != 0)

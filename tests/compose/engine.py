@@ -1,4 +1,4 @@
-"""Who builds images and runs containers: Docker, or a script that stands in for it where no Docker runs."""
+"""What builds images and runs containers: Docker, or a script in its stead where no Docker runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the coordinator and the frontends can do next.
 
-The waves are the real object. Who is a member is decided simply: all that are there, whenever that changes.
+The waves are the real object. Membership is decided simply: all that are there, whenever that changes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """Who makes it happen."""
+    """The process that makes it happen."""
 
     OWN = 0  # the system by itself: it will, sooner or later
     OUTSIDE = 1  # requests, pauses, crashes, losses: it may or may not

@@ -159,7 +159,7 @@ def _is_busy(world: World, rank: Rank) -> bool:
 def must_come(world: World, move: Move) -> bool:
     """Whether a move will be made sooner or later, if nothing else comes from outside."""
     if move.kind is Kind.OPERATOR:
-        # An operator who has paused a whole group has to resume all of it before anybody can go on.
+        # An operator that has paused a whole group has to resume all of it before any rank can go on.
         return any(
             rank.machine is not None and rank.machine.state is LockstepState.QUIET for rank in world.ranks
         )

@@ -49,7 +49,7 @@ class WaitsForItsOwnStart(WaveMachine):
 
 
 class ExcludesRequester(Wave):
-    """The other half of it: the coordinator tells all but the one that asks."""
+    """The other half of it: the coordinator starts all but the one that asks."""
 
     def due(self, now: float) -> list[Start]:
         """Those that are missing, without those that ask."""

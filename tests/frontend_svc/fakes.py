@@ -445,7 +445,7 @@ class Client:
                 info = await self.model.GetServerInfo(model_pb2.GetServerInfoRequest())
                 if [engine.state for engine in info.engines].count("ready") == num_engines:
                     return
-                # Text workers come after everybody else, also after one who asks without a pause.
+                # Text workers come after all else, also after a client that asks without a pause.
                 await asyncio.sleep(0.01)
 
     def generate(
@@ -485,7 +485,7 @@ async def serving(
             "port": 0,
             "engine": tuple(engine.address for engine in engines),
             "text_workers": 1,
-            # Short, so that what finds no other engine ends soon; who is to wait for one says how long.
+            # Short, so that what finds no other engine ends soon; a test that waits for one sets how long.
             "reconnect_window_s": 0.5,
             **options,
         }

@@ -349,7 +349,7 @@ async def test_a_stopped_server_is_let_go_of_while_its_loop_runs() -> None:
         # By type alone: asking some things for their class makes them warn.
         return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Server)}
 
-    # Those of other tests are held: one that is let go of meanwhile would not be missed, but its id taken.
+    # Those of other tests are held: one that is released meanwhile would not be missed, but its id taken.
     others = grpc_servers()
     server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
     await server.start()

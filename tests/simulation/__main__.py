@@ -1,6 +1,6 @@
 """The simulator by command: `python -m tests.simulation --seeds 20000 --json F`.
 
-`--trace N` tells the last N things that happened before an invariant broke.
+`--trace N` prints the last N things that happened before an invariant broke.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.simulation.simulation import Simulation
 
 
 def main() -> int:
-    """Run seeds, tell what happened; 1 where an invariant broke or something hardly ever happened."""
+    """Run seeds, print what happened; 1 where an invariant broke or something hardly ever happened."""
     parser = argparse.ArgumentParser(prog="tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")

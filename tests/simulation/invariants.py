@@ -192,14 +192,14 @@ def check_row(request: Request, rows: Mapping[str, Row]) -> None:
 
 
 def check_events(pool: BlockPool, watch: CacheWatch) -> None:
-    """Who follows the events of the cache knows exactly what can be found."""
+    """The events of the cache add up to exactly what can be found."""
     keys = {content_key(block_hash, group) for block_hash, group in watch.stored}
     if len(keys) != pool.num_cached_keys or None in map(pool.find, keys):
         raise BrokenInvariant("hash-soundness", "the events do not tell what can be found")
 
 
 def check_queues(scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """Every unfinished request is in exactly one queue, by its status; the figures are what they say."""
+    """Every unfinished request is in exactly one queue, by its status; the statistics agree with it."""
     running = {request.request_id for request in requests if request.status is RequestStatus.RUNNING}
     waiting = [request for request in requests if request.request_id not in running]
     running_ids, waiting_ids = scheduler.running_ids, scheduler.waiting_ids

@@ -88,7 +88,7 @@ class PagedRunner:
         self.identities: dict[str, Identity] = {}  # of requests that were added
         self.rows: dict[str, Row] = {}
         self.has_lost_plans = False  # since the last step: of the rows that they entered some are not there
-        # Per group what each block holds. All groups have the same memory: who writes wipes out the others'.
+        # Per group what each block holds. All groups have the same memory: a write wipes out the others'.
         self._memories: list[dict[int, tuple[int, ...]]] = [{} for _ in kinds]
         self.num_rejected_drafts = 0
         self.num_accepted_drafts = 0

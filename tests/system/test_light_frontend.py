@@ -108,7 +108,7 @@ async def _read(
 
 @asynccontextmanager
 async def _frontend(bin_folder: Path, engine: str, folder: Path) -> AsyncIterator[str]:
-    """`triptych frontend` of a venv, where nothing of the source tree is found; yields its address."""
+    """`triptych frontend` of a venv, where nothing of the source tree is found; its address."""
     command = (str(bin_folder / "triptych"), "frontend", "--engine", engine, "--port", "0")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     async with announced(*command, cwd=folder, env=environment) as (process, record):

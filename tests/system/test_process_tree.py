@@ -69,7 +69,7 @@ async def whole_tree(ready_file: Path) -> AsyncIterator[Tree]:
             await asyncio.wait_for(launcher.stdout.readuntil(b"triptych complete"), START_LIMIT_S)
             tree = Tree(launcher, {})
             async with asyncio.timeout(START_LIMIT_S):
-                # Text workers start with the first tokenizer; no event of another process tells of it.
+                # Text workers start with the first tokenizer; there is no event for it.
                 while {title: len(pids) for title, pids in tree.by_title.items()} != TITLES:
                     await asyncio.sleep(0.05)
                     tree = Tree(launcher, by_title(psutil.Process(launcher.pid).children(recursive=True)))

@@ -220,7 +220,7 @@ async def processes_left(token: str) -> list[str]:
     """Command lines of processes with `token` in their environment, once there are none or time is up."""
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while _processes_with(token):  # noqa: ASYNC110  Processes of others do not tell.
+            while _processes_with(token):  # noqa: ASYNC110  Processes of others have no event.
                 await asyncio.sleep(0.1)
     except TimeoutError:
         return _processes_with(token)

@@ -80,7 +80,7 @@ async def test_fifty_killed_senders_of_10_mb_leave_no_segment_and_the_engine_ser
             await frontend.until_ended(1)
         assert (len(frontend.tokens[1]), frontend.rejected, frontend.failed) == (3, {}, {})
         assert left_of([f"alive-{pid}"]) == []
-    # What the scheduler's latest plan had is let go with the next one; of all others nothing is held.
+    # What the scheduler's latest plan had is released with the next one; of all others nothing is held.
     assert rig.engine.tensors.memory.used_bytes <= len(large_tensor().data)
 
 

@@ -71,7 +71,7 @@ class Group:
         return {id_: order.rank for id_, order in orders.items() if isinstance(order, Prepare)}
 
     def change_over(self, *members: str, leavers: str = "") -> int:
-        """Everybody prepares, commits and reports the new generation, which is returned."""
+        """All prepare, commit and report the new generation, which is returned."""
         generation = self.formation.preparing
         self.take(*members, *leavers)
         self.take(*members, *leavers)

@@ -1,4 +1,4 @@
-"""Generations of a lockstep group: when one is made, of whom, and what takes it back. No real time."""
+"""Generations of a lockstep group: when one is made, of which engines, what invalidates it. No real time."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ _MAX_TURNS_TO_FORM = 6000
 
 
 def _disturb(world: World) -> None:
-    """Sometimes something goes wrong, or somebody wants another size."""
+    """Sometimes something goes wrong, or another size is wanted."""
     engine = world.random.choice(world.engines)
     choice = world.random.random()
     if choice < 0.010:

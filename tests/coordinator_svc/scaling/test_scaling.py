@@ -464,7 +464,7 @@ async def test_an_operation_that_is_not_known_is_named() -> None:
 
 
 class CountingSignal(ChangeSignal):
-    """Counts how often somebody who waited was woken."""
+    """Counts how often a wait was woken."""
 
     num_woken = 0
 
@@ -488,7 +488,7 @@ async def test_loads_are_no_reason_to_look_at_operations() -> None:
     await asyncio.wait((running,))
 
 
-# Scaling over the real membership: who is there, commands to engines and their answers, evictions.
+# Scaling over the real membership: members, commands to engines and their answers, evictions.
 
 
 class Members:

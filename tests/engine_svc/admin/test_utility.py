@@ -1,4 +1,4 @@
-"""Utility calls into an engine with a fake model: who may, until when, and what becomes of requests."""
+"""Utility calls into an engine with a fake model: which are permitted, and what becomes of requests."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_47_who_skips_the_lookup_still_leaves_blocks_for_others():
     assert second.num_cached_tokens == 0
     assert table_of(second) == [4, 5, 6]
     assert small.hashes_of(second) == small.hashes_of(first) == first.block_hashes
-    # It asked for nothing, so it is in no figure.
+    # It asked for nothing, so it is in no statistics.
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (48, 0)
 
 
@@ -676,7 +676,7 @@ def test_every_group_frees_its_blocks_and_the_shortest_share_counts():
     assert small.admit(first)
     assert small.admit(second)
     assert small.cache.cost_of_release(second) == (5, 4)
-    # Somebody holds one block more of the first group alone.
+    # A request holds one block more of the first group alone.
     small.pool.hold(table_of(second, 0)[2:3])
     assert small.cache.cost_of_release(second) == (5, 3)
 
@@ -909,7 +909,7 @@ def test_27_a_loaded_request_is_counted_once():
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (40, 0)
 
 
-# How many blocks a request can come to hold, and who is admitted with how many free (63 to 65).
+# How many blocks a request can come to hold, and which are admitted with how many free (63 to 65).
 
 LENGTH = 16_384
 
@@ -1217,7 +1217,7 @@ def test_58_a_second_request_holds_only_its_chunk():
 
 
 def test_58_with_chunks_alone_nothing_of_complete_chunks_is_computed():
-    # No token of a later chunk depends on them, whether or not anybody has computed them.
+    # No token of a later chunk depends on them, whether or not they are computed.
     small = _windowed(CHUNKS)
     first = small.admitted(request("a", tokens(11)))
     assert (first.num_cached_tokens, table_of(first)) == (8, [0, 0, 0, 0, 1, 2])

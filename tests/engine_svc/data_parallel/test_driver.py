@@ -133,7 +133,7 @@ def test_what_waits_for_a_group_ends_at_its_deadline_and_looks_like_no_hang():
         cluster.reforms = False
         first.ask(lambda: first.driver.leave_group(ValueError("left")))
         first.add(1, deadline_at=5.0)
-        # The figures of a loop that has come to rest, and not those of the call before.
+        # The statistics of a loop that has come to rest, and not those of the call before.
         stats = first.stats_snapshot.until(lambda stats: not stats.is_in_call and stats.scheduler.num_waiting)
         assert stats.step_started_at is None
         assert first.executor.num_launched == 0

@@ -1,4 +1,4 @@
-"""Ranks that tell each other of a wave through a store, where no coordinator does."""
+"""Ranks that start each other's waves through a store, where there is no coordinator."""
 
 from __future__ import annotations
 

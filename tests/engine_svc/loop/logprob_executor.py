@@ -1,4 +1,4 @@
-"""A fake model that tells something of the tokens it samples."""
+"""A fake model with logprobs of the tokens it samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LogprobSource = Callable[[str], TokenLogprobs | None]
 
 
 def emit_logprobs(executor: Any, source: LogprobSource) -> None:
-    """Let `executor` tell of each sampled token what `source` makes of its request's id."""
+    """Let `executor` report for each sampled token what `source` makes of its request's id."""
     launch = executor.launch
 
     def launch_with_logprobs(plan: StepPlan) -> Any:

@@ -412,7 +412,7 @@ CALL_BUDGET_S = 600.0
 
 
 class WatchedStep(FakePendingStep):
-    """A step that looks at the board while its result is waited for."""
+    """A step that reads the statistics while its result is waited for."""
 
     def __init__(self, pending: FakePendingStep, executor: WatchedExecutor) -> None:
         self._pending = pending
@@ -425,7 +425,7 @@ class WatchedStep(FakePendingStep):
 
 
 class WatchedExecutor(FakeExecutor):
-    """Keeps the figures that are read while results are waited for."""
+    """Keeps the statistics that are read while results are waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -692,7 +692,7 @@ def test_blocks_of_a_failed_step_are_never_hit():
         request = Request(f"r{handle}", prompt.copy(), 20, SamplingParams(max_tokens=3))
         rig.inbox.put(Add(request, rig.frontend.outbox, handle))
     rig.serve(2)
-    # The newer is heard alone first, and finds nothing; then the older finds what it has computed, and the
+    # The newer is received alone first, and finds nothing; then the older finds what it has computed, and the
     # newer, which made room for it, all of its own.
     assert seen == [0, 4, 0, 4, 5]
 
@@ -877,7 +877,7 @@ def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_
     assert rig.scheduler.num_unfinished == 0
 
 
-# Random worlds of steps that fail, now and then or for somebody's fault: who may end with an error.
+# Random worlds of steps that fail, now and then or by a request's fault: which may end with an error.
 
 MAX_TURNS = 5000
 
@@ -899,7 +899,7 @@ class World:
         )
 
     def run(self) -> bool:
-        """Serve everybody; False where the engine took it for the device's fault."""
+        """Serve all; False where the engine took it for the device's fault."""
         rig = self.rig
         for handle, max_tokens in enumerate(self.max_tokens):
             rig.add(handle, max_tokens=max_tokens)
@@ -947,7 +947,7 @@ def test_no_innocent_ends_with_an_error_unless_it_fails_twice_alone(first_seed):
     assert num_served > 30
 
 
-# Suspects of a frontend: nothing runs ahead of what it sends when one of them has yielded.
+# Suspects of a frontend: nothing runs ahead of what it sends when one of them has produced a token.
 
 
 class AnsweringInbox(Inbox):
@@ -1004,7 +1004,7 @@ def test_steps_run_ahead_again_when_a_suspect_has_yielded():
     rig.executor.on_launch = launch
     rig.add(1, max_tokens=6, is_suspect=True)
     rig.serve(1)
-    # One token a step: what was launched and has not yielded when each of the steps is launched.
+    # One token a step: what was launched and has no token when each of the steps is launched.
     assert ahead == [0, 0, 1, 1, 1, 1]
 
 

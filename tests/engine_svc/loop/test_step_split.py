@@ -176,7 +176,7 @@ def any_output(rng: random.Random) -> StepOutput:
 
 
 def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
-    """By handle, all that its request hears, in order."""
+    """By handle, all that its request receives, in order."""
     by_handle: dict[int, dict[str, list[object]]] = {}
     for piece in found:
         start, token_logprobs = 0, piece.token_logprobs or LogprobDeltas()
@@ -201,7 +201,7 @@ def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
     return by_handle
 
 
-# What a step tells reaches those who asked, once, and keeps its order when steps are merged.
+# What a step reports reaches those that asked, once, and keeps its order when steps are merged.
 
 
 def one(logprob: float) -> TokenLogprobs:

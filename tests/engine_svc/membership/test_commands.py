@@ -1,4 +1,4 @@
-"""What the coordinator tells an engine: waves, generations, leaving, draining; done once, or refused."""
+"""The coordinator's commands to an engine: waves, generations, leaving, draining; done once, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED, UNIMPLEMENTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNI
 
 
 class CommandRig:
-    """A command desk, the engine behind it, and who notes what becomes of the process."""
+    """Commands, the engine behind them, and a record of what becomes of the process."""
 
     def __init__(self, *, steps_alone: bool = False) -> None:
         self.rank = Rank(Meetings())

@@ -279,7 +279,7 @@ def make_checkpoint(
 
 
 def _spread(family: str, name: str) -> float:
-    # Where places are learned, they alone tell equal tokens apart.
+    # Where positions are learned, they alone distinguish equal tokens.
     if _POSITION.search(name):
         return 0.4
     of_embeddings, of_others = _SPREADS.get(family, (0.1, 0.3))

@@ -78,7 +78,7 @@ class FakeStep:
 
 @dataclass
 class FakeRunner:
-    """Enters and releases rows, and yields the number of the step as the token of each row."""
+    """Enters and releases rows, and returns the number of the step as the token of each row."""
 
     batch: InputBatch = field(default_factory=batch_of)
     plans: list[StepPlan] = field(default_factory=list)
@@ -339,7 +339,7 @@ class BlamingWatch:
 
 
 class Results:
-    """Yields nothing for `num_waits` waits, then a result."""
+    """Returns nothing for `num_waits` waits, then a result."""
 
     def __init__(self, num_waits: float) -> None:
         self.num_waits = num_waits

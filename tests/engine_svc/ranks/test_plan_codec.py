@@ -317,7 +317,7 @@ def interrupt() -> Iterator[int]:
 
 
 def messages(num: int) -> list[bytes]:
-    """From empty ones to some of several rings."""
+    """From empty ones to some of several buffers."""
     rng = random.Random(7)
     sizes = [0, 1, CAPACITY // 4, CAPACITY, 5 * CAPACITY + 3]
     return [rng.randbytes(rng.choice([*sizes, rng.randrange(300)])) for _ in range(num)]

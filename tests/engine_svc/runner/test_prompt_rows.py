@@ -1,4 +1,4 @@
-"""What the runner tells of tokens of a real model: what transformers says of them, however steps are cut."""
+"""The runner's logprobs of a real model are those of transformers, however steps are cut."""
 
 from __future__ import annotations
 

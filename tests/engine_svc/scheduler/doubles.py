@@ -67,7 +67,7 @@ class Postponed(Meter):
 
 
 class Quiet:
-    """A hook that hears nothing; others listen to a part."""
+    """A hook that observes nothing; others observe a part."""
 
     def on_add(self, request: Request) -> None:
         """Nothing."""

@@ -24,7 +24,7 @@ CODE = grpc.StatusCode
 
 
 class Follower:
-    """A subscriber that keeps what it hears, and what that adds up to. A change that is none is an error."""
+    """A subscriber that keeps what it receives, and what that adds up to. A change of nothing is an error."""
 
     def __init__(
         self, stub: engine_pb2_grpc.EngineCoreServiceStub, cursor: kv_pb2.KvCursor | None = None

@@ -353,7 +353,7 @@ RESUME = {"features": ["resume"]}
 
 
 def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None) -> dict[str, object]:
-    """A hello that resumes the session of `client` behind what it has heard."""
+    """A hello that resumes the session of `client` behind what it has received."""
     received = max((message.seq for message in client.received), default=0) if last_seq is None else last_seq
     return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=received)}
 
@@ -527,7 +527,7 @@ async def acknowledge(client: StreamClient, last_seq: int) -> None:
 
 
 async def beat(rig: ServiceRig, client: StreamClient, num_beats: int) -> None:
-    """Send so many heartbeats, each when the one before it has been heard."""
+    """Send so many heartbeats, each when the one before it was received."""
     for _ in range(num_beats):
         num_received = client_beats(client)
         rig.servicer.beat()
@@ -747,7 +747,7 @@ UNTELLABLE = 2
 
 
 def make_untellable_rig() -> ServiceRig:
-    """An engine that tells of fewer places than the second request has tokens."""
+    """An engine that reports fewer positions than the second request has tokens."""
     rig = ServiceRig()
     untellable_id = make_entry(UNTELLABLE).request_id
     nothing = TokenLogprobs([], [])
@@ -821,7 +821,7 @@ HANDLES = range(1, 11)
 
 
 def make_telling_rig(num_others: int, *, max_replay_bytes: int = 64 * MAX_PIECE_BYTES) -> ServiceRig:
-    """An engine that tells the first request of so many others at each of its tokens."""
+    """An engine that reports to the first request so many others at each of its tokens."""
     rig = ServiceRig(max_outbox_bytes=10 * MAX_PIECE_BYTES, max_replay_bytes=max_replay_bytes)
     token_logprobs = TokenLogprobs([-1.0], [1], num_others, [7] * num_others, [-0.5] * num_others)
     chosen = make_entry(HANDLES[0]).request_id
@@ -878,7 +878,7 @@ async def test_what_waited_for_a_stream_comes_in_several_messages_each_when_thos
         assert num_top_logprobs(second, HANDLES[0]) >= 60 * 20_000
 
 
-# Tensors over a real stream: what proves a host, what a reference without proof costs, what is announced.
+# Tensors over a real stream: what identifies a host, what a reference without proof costs, what is announced.
 
 HIDDEN = 4
 DATA = bytes(2 * HIDDEN * 4)

@@ -1,4 +1,4 @@
-"""What a coordinator tells, and that its absence costs nothing."""
+"""A coordinator's messages, and that its absence costs nothing."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ async def test_an_error_in_a_callback_is_logged_and_the_session_begins_anew(capl
     def on_engines(engines: list[str]) -> None:
         received.put_nowait(engines)
         if failures:
-            # For the next session: the one that fails would take what it does not hear any more.
+            # For the next session: the one that fails would take what it does not receive any more.
             coordinator.to_send = asyncio.Queue()
             coordinator.to_send.put_nowait(snapshot(member("a", "h:1")))
             raise failures.pop()
@@ -264,7 +264,7 @@ async def test_an_error_in_a_callback_is_logged_and_the_session_begins_anew(capl
     await server.stop(None)
 
 
-# What a frontend holds of a coordinator's messages, and whom it believes.
+# What a frontend holds of a coordinator's messages, and which coordinator it believes.
 
 UNREPORTED = member_pb2.MEMBER_STATE_UNREPORTED
 
@@ -362,7 +362,7 @@ def test_a_coordinator_of_a_lower_epoch_is_believed_when_the_other_was_silent_fo
     assert fence.admits(9, lease_s=2.0, now=2.0)
     fence.note_end(now=2.0)
     assert not fence.admits(5, lease_s=1.0, now=2.0)
-    # The end of a session in which it was not heard says nothing of it.
+    # The end of a session in which it sent nothing says nothing of it.
     fence.note_end(now=3.0)
     assert not fence.has_lapsed(now=3.9) and fence.has_lapsed(now=4.0)
     assert fence.admits(5, lease_s=1.0, now=4.0)

@@ -302,7 +302,7 @@ async def test_three_moves_are_the_most():
 
 async def test_a_poison_request_kills_two_engines_and_affects_no_other_request():
     poison = TOKENIZER.encode("dog").ids
-    # Before anyone dies half of the innocent have begun and the others have not.
+    # Before an engine dies half of the innocent have begun and the others have not.
     source = TokenSource(lambda request: None if deaths else 2 * (request.entry.request_seed % 2))
     deaths: list[FakeEngine] = []
 
@@ -702,7 +702,7 @@ async def test_a_begun_request_that_no_engine_takes_is_not_blamed_on_its_client(
     assert [len(engine.requests) for engine in engines] == [1, 1, 1]
 
 
-# Who may go where after an engine died, and who may go nowhere any more.
+# Which requests may go where after an engine died, and which may go nowhere any more.
 
 DEATH = LossKind.DEATH
 

@@ -216,7 +216,7 @@ async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() ->
     assert f"is in use by pid {os.getpid()} (" in outcome.err
 
 
-# Finding who holds a port.
+# Finding the process that holds a port.
 
 
 def test_the_process_that_listens_is_named() -> None:

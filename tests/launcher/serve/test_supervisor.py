@@ -203,7 +203,7 @@ async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_u
 
 
 async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
-    """A launcher that is killed has no chance to stop anybody."""
+    """A launcher that is killed has no chance to stop its children."""
 
     program = (
         "import os, subprocess, sys\n"

@@ -44,7 +44,7 @@ async def test_the_demo_answers_with_its_own_model_whatever_the_environment_name
 
 
 async def test_loopback_that_is_down_is_brought_up() -> None:
-    """In a network namespace of its own there is no loopback until somebody sets it up."""
+    """In a network namespace of its own there is no loopback until it is set up."""
     program = (
         "import socket; from launcher.serve.loopback import ensure_loopback;"
         "ensure_loopback(); ensure_loopback();"

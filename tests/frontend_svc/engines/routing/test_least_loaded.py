@@ -154,7 +154,7 @@ def test_a_frontend_whose_requests_are_all_there_are_picks_the_least_loaded_of_a
 
 
 def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
-    """A coordinator that is away, and engines that tell nothing: each gets what it ends, two at most more."""
+    """A coordinator that is away, and engines without reports: each gets what it ends, two at most more."""
     accounts = accounts_of(4)
     running: dict[int, int] = {}
     for turn in range(400):

@@ -345,7 +345,7 @@ async def test_a_worker_comes_after_streams_also_where_sessions_share_the_cores(
     assert os.getpriority(os.PRIO_PROCESS, process_id) == os.getpriority(os.PRIO_PROCESS, 0) + 5
     session = Path(f"/proc/{process_id}/autogroup")
     async with asyncio.timeout(WAIT_S):
-        # Where there are such groups they may not be changed at once, and nothing tells when they were.
+        # Where there are such groups they may not be changed at once, and there is no event when they were.
         while session.exists() and session.read_text().split()[-1] != "5":  # noqa: ASYNC110
             await asyncio.sleep(0)
 
