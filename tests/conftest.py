@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,15 +35,19 @@ _NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _NUM_WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
 
+# A shell starts background jobs with SIGINT ignored, which every process that a test starts would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# An earlier test's event loop, closed while gRPC's poller had news for it, is told of in a later one's log.
+
+# An earlier test's event loop, closed while gRPC's poller had news for it, is reported in a later one's log.
 logging.getLogger("asyncio").addFilter(
     lambda record: "PollerCompletionQueue._handle_events" not in record.getMessage()
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long those tests go on that may go on for as long as somebody wants."""
+    """How long tests of random runs go on."""
     parser.addoption(
         "--num-orders",
         type=int,

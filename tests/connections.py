@@ -26,7 +26,7 @@ def without_collections() -> Iterator[None]:
 async def until_connections(address: str, num_connections: int) -> None:
     """Wait until so many TCP connections to a loopback port stand. TimeoutError if they never do."""
     async with asyncio.timeout(_LIMIT_S):
-        # The kernel tells nobody.
+        # The kernel has no event for it.
         while _num_connections(address) != num_connections:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -25,7 +25,7 @@ DEPLOY_GUIDE = ROOT / "docs" / "deploy.md"
 
 
 def service_kind(name: str) -> str | None:
-    """Which of our services that is; None for somebody else's."""
+    """Which of our services that is; None for one of others."""
     kind = name.partition("-")[0]
     return kind if kind in SERVICES else None
 

@@ -9,7 +9,7 @@ from tests.architecture.sources import Source, package_sources
 
 MAY_READ_THE_ENVIRONMENT = {"service_kit/config.py", "service_kit/process.py"}
 
-# Where the last line of defence is, where an error is handed to who waits in another thread, where a library
+# Where the last line of defence is, where an error is passed to a wait in another thread, where a library
 # raises bare Exceptions for bad data, where an error must not hide another, or where a stranger's code runs.
 MAY_CATCH_EVERYTHING = {
     "service_kit/interceptors.py",
@@ -72,7 +72,7 @@ def _handlers_of_everything(source: Source) -> Iterator[ast.ExceptHandler]:
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = "everything" if node.type is None else ast.unparse(node.type)
-        # Who cleans up and raises again hides nothing.
+        # Code that cleans up and raises again hides nothing.
         raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
         if caught in ("everything", "Exception", "BaseException") and not raises_again:
             yield node

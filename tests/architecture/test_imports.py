@@ -1,4 +1,4 @@
-"""Who loads what: light services stay light, no import circles, and no folder of ours hides a package."""
+"""What each package loads: light services stay light, no import circles, no folder hides a package."""
 
 from __future__ import annotations
 

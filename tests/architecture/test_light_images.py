@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import ROOT
+from tests.processes import running
 
 pytestmark = pytest.mark.network
 
@@ -33,7 +34,7 @@ def test_a_light_image_starts_its_service(
     reader, writer = os.pipe()
     command = [str(bin_folder / "triptych"), extra, "--port", "0", "--announce-fd", str(writer), *arguments]
     # Started elsewhere, so that nothing of the source tree is found by chance.
-    with subprocess.Popen(command, cwd=tmp_path, pass_fds=[writer]) as process:
+    with running(*command, cwd=tmp_path, pass_fds=[writer]) as process:
         os.close(writer)
         with os.fdopen(reader) as pipe:
             line = pipe.readline()

@@ -1,1 +1,1 @@
-"""Real processes under streams, faults that prove they struck, and what the clients saw."""
+"""Real processes under streams, faults that check they struck, and what the clients saw."""

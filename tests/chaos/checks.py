@@ -107,7 +107,7 @@ async def poison_request_ends_with_error(scene: Scene) -> list[str]:
     is_error = record.code is grpc.StatusCode.OK and reasons == [output_pb2.FINISH_REASON_ERROR]
     if is_error or record.code is grpc.StatusCode.INTERNAL:
         return []
-    return [f"the offender ended with {record.code} {record.details!r}, reasons {reasons}"]
+    return [f"the poisonous request ended with {record.code} {record.details!r}, reasons {reasons}"]
 
 
 async def poison_request_is_quarantined(scene: Scene) -> list[str]:
@@ -115,7 +115,7 @@ async def poison_request_is_quarantined(scene: Scene) -> list[str]:
     record = scene.marked
     if record.code is grpc.StatusCode.INTERNAL and record.reason == "QUARANTINED":
         return []
-    return [f"the offender ended with {record.code}, {record.reason}: {record.details}"]
+    return [f"the poisonous request ended with {record.code}, {record.reason}: {record.details}"]
 
 
 async def marked_request_is_clean(scene: Scene) -> list[str]:
@@ -136,7 +136,7 @@ async def no_request_moved(scene: Scene) -> list[str]:
 
 
 def noted(name: str, *, at_most: float, is_time: bool = False) -> Check:
-    """A figure that the scenario took is no larger; one of time is scaled."""
+    """A number that the scenario measured is no larger; one of time is scaled."""
 
     async def check(scene: Scene) -> list[str]:
         value = scene.notes[name]

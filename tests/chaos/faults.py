@@ -21,7 +21,7 @@ _POLL_S = 0.005
 
 
 async def cut(proxy: TcpProxy) -> int:
-    """RST to both ends of every connection; proved by connections that were cut and one that came back."""
+    """RST to both ends of every connection; shown by connections that were cut and one that came back."""
     num_accepted = proxy.num_accepted
     num_cut = proxy.cut()
     if not num_cut:
@@ -31,12 +31,12 @@ async def cut(proxy: TcpProxy) -> int:
             while proxy.num_accepted == num_accepted:  # noqa: ASYNC110  The proxy only counts.
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise FaultMissed(f"{num_cut} connections were cut and nobody came back") from None
+        raise FaultMissed(f"{num_cut} connections were cut and none came back") from None
     return num_cut
 
 
 async def partition(proxy: TcpProxy, meanwhile: Awaitable[None], *directions: Direction) -> int:
-    """Let nothing pass for as long as that takes; proved by bytes that wanted to, each way. How many."""
+    """Let nothing pass for as long as that takes; shown by bytes that were held back, each way. How many."""
     before = dict(proxy.num_held_bytes)
     proxy.hold(*directions)
     try:
@@ -61,7 +61,7 @@ async def struck(folder: Path, fault: EngineFault, *, limit_s: float = _STRIKE_L
 
 
 async def kill_rank(engine: ServiceProcess) -> int:
-    """kill -9 one of the processes that share an engine's model; proved by its end. Its process id."""
+    """kill -9 one of the processes that share an engine's model; shown by its end. Its process id."""
     if not engine.is_running:
         raise FaultMissed(f"{engine.name} does not run")
     ranks = [child for child in psutil.Process(engine.pid).children() if _is_rank(child)]

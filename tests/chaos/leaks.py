@@ -1,4 +1,4 @@
-"""What a stack holds when nobody asks anything of it, and whether it holds more than before."""
+"""What a stack holds without any request, and whether it holds more than before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Holdings:
     pid: int
     num_files: int
     num_threads: int
-    num_tasks: int  # of its event loop; 0 where its status does not tell
+    num_tasks: int  # of its event loop; 0 where its status lacks it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ async def leaks(
     settle_s: float,
     spare_tasks: int = SPARE_TASKS,
 ) -> list[str]:
-    """What is still held when everything has had `settle_s` to come to rest; the figures that are wrong.
+    """What is still held when everything has had `settle_s` to come to rest; the numbers that are wrong.
 
     A process that was started again is held to what its first life had.
     """

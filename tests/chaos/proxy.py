@@ -16,7 +16,7 @@ _LINGER_NOT = struct.pack("ii", 1, 0)
 
 
 class Direction(Enum):
-    """Which way bytes go: to the service behind the proxy, or to who connected."""
+    """Where bytes go: to the service behind the proxy, or to its client."""
 
     IN = "in"
     OUT = "out"
@@ -30,7 +30,7 @@ class _Connection:
 
 
 class TcpProxy:
-    """Forwards connections to `target`, and does to them what it is told.
+    """Forwards connections to `target`, and does to them what a test asks for.
 
     What is held is not lost: it passes when the hold ends, as after a partition TCP sends it again, unless
     the connection was given up meanwhile. Neither do ends of connections pass a hold.
@@ -102,7 +102,7 @@ class TcpProxy:
         try:
             server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
         except OSError:
-            # Nobody listens there: whoever connected is told so the hard way, too.
+            # Nothing listens there: the client's connection is reset, too.
             _reset(writer)
             return
         connection = _Connection(writer, server_writer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.rig.processes import log_instant
+from tests.processes import running_async
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))
@@ -48,17 +50,13 @@ class ServedStack:
         self._ready_file = folder / "ready.json"
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
+        self._ending = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> ServedStack:
         with self.log_file.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "launcher.cli",
-                "serve",
-                "--port=0",
+            process = running_async(
+                *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", "--log-format=json"),
                 f"--ready-file={self._ready_file}",
-                "--log-format=json",
                 *self._flags,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -66,6 +64,7 @@ class ServedStack:
                 env=_environment(),
                 cwd=_REPOSITORY,
             )
+            self._process = await self._ending.enter_async_context(process)
         try:
             await self._until(self._ready_file.exists, _START_LIMIT_S, "ready")
         except BaseException:
@@ -97,21 +96,15 @@ class ServedStack:
         admin = self.process("coordinator")["admin_address"]
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "launcher.cli",
-            "admin",
-            admin,
-            "scale",
-            str(size),
+        async with running_async(
+            *(sys.executable, "-m", "launcher.cli", "admin", admin, "scale", str(size)),
             f"--timeout={timeout_s:g}",
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=_environment(),
             cwd=_REPOSITORY,
-        )
-        out, _ = await asyncio.wait_for(process.communicate(), timeout_s + _STOP_LIMIT_S)
+        ) as process:
+            out, _ = await asyncio.wait_for(process.communicate(), timeout_s + _STOP_LIMIT_S)
         lines = tuple(out.decode().splitlines())
         return ScaleOutcome(process.returncode or 0, lines, loop.time() - began_at)
 
@@ -164,14 +157,11 @@ class ServedStack:
         return self.log_file.read_text(errors="replace")[-3000:]
 
     async def _stop(self) -> None:
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        async with self._ending:
+            if self._process is not None and self._process.returncode is None:
+                self._process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
 
 
 def _environment() -> dict[str, str]:

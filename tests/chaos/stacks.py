@@ -43,7 +43,7 @@ class StackPlan:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether engines are told their data-parallel rank, which has one place at the coordinator."""
+        """Whether engines get a data-parallel rank, which one engine alone has at the coordinator."""
         return not self.has_proxies and self.tensor_parallel_size == 1
 
 
@@ -167,7 +167,7 @@ class Stacks:
         return self._current
 
     async def leaks(self, *, spare_tasks: int = SPARE_TASKS) -> list[str]:
-        """What the stack holds too much of when it is whole and nobody asks for anything."""
+        """What the stack holds too much of when it is whole and without requests."""
         assert self._current is not None
         await self._current.mend()
         await self.exercise(self._current)
@@ -188,7 +188,7 @@ class Stacks:
                 raise RuntimeError(f"a stack that nothing disturbs does not serve: {violations[0]}")
 
     async def drop(self) -> None:
-        """End the stack: what a failed scenario left is nobody's to go on with."""
+        """End the stack: no other scenario goes on with what a failed one left."""
         current, self._current = self._current, None
         if current is not None:
             await current.stop()

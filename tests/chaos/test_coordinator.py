@@ -39,7 +39,7 @@ from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, membe
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 
 LEASE_S = 3.0
-# So long that the coordinator gives up an engine it does not hear.
+# So long that the coordinator gives up an engine without reports.
 OUTAGE_S = 4.0
 CALM_S = 1.0
 _LIMIT_S = 60.0
@@ -65,7 +65,7 @@ async def outage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Outa
 
         async with rig(tmp_path_factory.mktemp("outage"), route=over_a_proxy) as stack:
             yield Outage(stack, proxies)
-            # Else nobody could say goodbye.
+            # Else no goodbye could be sent.
             for proxy in proxies.values():
                 proxy.release()
 
@@ -106,11 +106,11 @@ async def test_of_two_coordinators_the_one_that_started_later_is_believed(outage
         # Each has an engine that the other does not know; frontends keep what they have a stream to.
         await _until(newer, lambda status: (status["num_engines"], status["num_frontends"]) == (1, 1))
         await _until(older, lambda status: (status["num_engines"], status["num_frontends"]) == (1, 0))
-        # As long as a new coordinator gives engines to register before it tells of them.
+        # As long as a new coordinator gives engines to register before it announces them.
         await asyncio.sleep(LEASE_S)
         _lead(led, older)
         await _until(older, lambda status: status["num_refused_as_stale"] != 0)
-        # Nobody can hear the newer one any more, and so in the end all turn to the one that is left.
+        # The newer one cannot be reached any more, so in the end all turn to the one that is left.
         await _until(older, lambda status: (status["num_engines"], status["num_frontends"]) == (2, 1))
 
     try:
@@ -164,14 +164,14 @@ async def test_services_that_start_without_a_coordinator_find_each_other_when_it
         )
         await fleet.start([*(engine.name for engine in engines), knowing.name])
         await observed.start()
-        # One that was told of its engines by hand serves without a coordinator.
+        # One whose engines are configured by hand serves without a coordinator.
         oracle = Oracle(await _answers(knowing, cases, "by-hand"))
         assert not await fleet.routes_all(observed)
         await coordinator.start()
         began_at = asyncio.get_running_loop().time()
         await fleet.until_routed()
         found_s = asyncio.get_running_loop().time() - began_at
-        records = await _answers(observed, cases, "told")
+        records = await _answers(observed, cases, "configured")
     print(f"\nabsent at the start: everything found {found_s:.2f} s after the coordinator listened")
     assert oracle.violations(records) == []
 
@@ -203,7 +203,7 @@ async def _answers(frontend: ServiceProcess, cases, label: str):
 
 
 def _lead(proxies: Sequence[TcpProxy], coordinator: ServiceProcess) -> None:
-    """Whoever is on the other side finds this coordinator from now on."""
+    """Processes on the other side find this coordinator from now on."""
     for proxy in proxies:
         proxy.lead_to(coordinator.address)
         proxy.cut()

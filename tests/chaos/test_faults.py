@@ -1,4 +1,4 @@
-"""An injector aimed at nobody is an error: a test whose fault never struck has shown nothing."""
+"""An injector without a target is an error: a test whose fault never struck has shown nothing."""
 
 from __future__ import annotations
 

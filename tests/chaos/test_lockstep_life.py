@@ -1,4 +1,4 @@
-"""Ranks of a lockstep group are killed, told to end, paused and put to sleep; no answer changes by it."""
+"""Ranks of a lockstep group are killed, asked to end, paused and put to sleep; no answer changes by it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Group:
         await asyncio.gather(*(stream.read(self.channel) for stream in streams))
 
     def wrong(self, streams: Sequence[Stream]) -> list[int]:
-        """Which of these were answered otherwise than while nobody disturbed them."""
+        """Which of these were answered otherwise than while undisturbed."""
         return [
             index
             for index, stream in enumerate(streams)

@@ -52,7 +52,7 @@ async def test_a_stack_grows_and_shrinks_under_streams_and_loses_nothing(kind: s
         print("logs:", keep_logs(folder, "scaling"))
     assert broken == []
     assert len(run.served_after_s) == run.num_left == 2
-    # Those that came were told the least of what the others had found.
+    # Those that came were sent the least of what the others had found.
     origins = [one["options"].get("num_kv_blocks") for one in stack.log_records("starting")]
     least = min(one["num_kv_blocks"] for one in stack.log_records("READY"))
     assert [each for each in origins if each] == [f"{least} (flag)"] * 2

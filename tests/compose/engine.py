@@ -1,12 +1,15 @@
-"""Who builds images and runs containers: Docker, or a script that stands in for it where no Docker runs."""
+"""What builds images and runs containers: Docker, or a script in its stead where no Docker runs."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.processes import running
 
 _COMMAND_LIMIT_S = 900.0
 
@@ -31,9 +34,9 @@ class ContainerEngine:
     def run(self, *arguments: str) -> str:
         return self._run([*self._head, *arguments])
 
-    def begin(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [*self._head, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def running(self, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        """A command with its stdin and stdout as pipes."""
+        return running(*self._head, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def inspect(self, container: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = json.loads(self.run("inspect", container))

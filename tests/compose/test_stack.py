@@ -80,13 +80,11 @@ def stack() -> Iterator[Stack]:
 def streams(stack: Stack) -> Iterator[subprocess.Popen[str]]:
     """A client in a container of its own that goes through the published port."""
     port = stack.project["services"]["frontend"]["ports"][0].rsplit(":", 1)[0]
-    process = stack.engine.begin(
+    with stack.engine.running(
         "run", "--rm", "-i", "--network=host", f"--volume={_STREAMS}:/streams.py:ro",
         "--entrypoint=python", stack.image("frontend"), "/streams.py", port, str(NUM_STREAMS),
-    )  # fmt: skip
-    yield process
-    process.kill()
-    process.wait()
+    ) as process:  # fmt: skip
+        yield process
 
 
 def progress_of(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def test_services_run_as_an_unprivileged_user_on_a_read_only_root(stack: Stack, 
 
 @pytest.mark.parametrize("service", ["frontend", "engine-0", "coordinator"])
 def test_an_image_runs_for_any_user(stack: Stack, service: str) -> None:
-    # As a cluster does it: a user nobody knows, of group 0, on a root that cannot be written.
+    # As a cluster does it: an unknown user, of group 0, on a root that cannot be written.
     kind = service.partition("-")[0]
     volume = "touch /models/probe && " if kind == "engine" else ""
     report = stack.engine.run(

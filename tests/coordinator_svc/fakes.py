@@ -44,7 +44,7 @@ class Coordinator:
 
     async def engine(self, **fields: Any) -> EnginePeer:
         peer = EnginePeer(self.stub)
-        # A call that nobody refers to is cancelled.
+        # A call without a reference is cancelled.
         self._peers.append(peer)
         await peer.register(registration(**fields))
         return peer

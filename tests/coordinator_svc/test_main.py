@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import pytest
 from coordinator_svc.config import CoordinatorConfig
 from service_kit.channel import open_channel
 from tests.coordinator_svc.fakes import EnginePeer, registration
+from tests.processes import announced
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.coordinator.v1 import coordinator_pb2_grpc
 
@@ -22,17 +21,13 @@ _HEAVY = ("torch", "transformers", "tokenizers", "numpy", "triton", "jinja2")
 
 
 async def test_it_announces_itself_reports_its_status_and_stops_at_once_with_sessions_open() -> None:
-    read_fd, write_fd = os.pipe()
-    flags = ("--port=0", f"--announce-fd={write_fd}", "--index=3", "--lease-ms=9000")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator_svc.main", *flags, pass_fds=(write_fd,)
-    )
-    os.close(write_fd)
-    with os.fdopen(read_fd) as pipe:
-        record = json.loads(await asyncio.to_thread(pipe.readline))
-    assert (record["service"], record["index"], record["pid"]) == ("coordinator", 3, process.pid)
-
-    async with open_channel(record["address"]) as channel, open_channel(record["admin_address"]) as admin:
+    command = (sys.executable, "-m", "coordinator_svc.main", "--port=0", "--index=3", "--lease-ms=9000")
+    async with (
+        announced(*command) as (process, record),
+        open_channel(record["address"]) as channel,
+        open_channel(record["admin_address"]) as admin,
+    ):
+        assert (record["service"], record["index"], record["pid"]) == ("coordinator", 3, process.pid)
         peer = EnginePeer(coordinator_pb2_grpc.CoordinatorServiceStub(channel))
         assert (await peer.register(registration())).lease_ms == 9000
         answer = await admin_pb2_grpc.AdminServiceStub(admin).GetStatus(
@@ -44,7 +39,7 @@ async def test_it_announces_itself_reports_its_status_and_stops_at_once_with_ses
         process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.aio.AioRpcError, match="the coordinator stops"):
             await peer.call.read()
-    assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 def test_it_imports_nothing_heavy() -> None:

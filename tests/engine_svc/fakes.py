@@ -130,7 +130,7 @@ def make_scheduler(
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Takes registrations and reports down, and sends the commands it is told to."""
+    """Takes registrations and reports down, and sends the commands given to it."""
 
     def __init__(self, *, renew_after_ms: int = 1000, epoch: int = 0, lease_ms: int = 3000) -> None:
         self.registrations: list[member_pb2.EngineRegistration] = []

@@ -72,7 +72,7 @@ def test_a_value_that_cannot_work_is_refused_by_its_flag(arguments, flag):
 )
 def test_experts_are_divided_over_engines_where_that_is_asked_for(options, divides):
     assert EngineConfig(model="folder", **options).divides_experts is divides
-    # Who steps alone waits for nobody, whatever the limit of a step.
+    # An engine that steps alone waits for no other, whatever the limit of a step.
     EngineConfig(model="folder", step_limit_s=1.0)
 
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TextIO
 
 import grpc
 import pytest
@@ -20,56 +22,44 @@ from engine_svc.session.servicer import FULL_NAME
 from service_kit.channel import open_channel
 from tests.engine_svc.model.loading.fake_hub import FakeHub, folder_files, serve
 from tests.engine_svc.session.service_rig import LENGTH, StreamClient, make_entry
+from tests.processes import running, source_environment
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import engine_pb2_grpc
 
 _MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
 _PATIENCE_S = 120.0
-# Enough that they are not all there before a process that was told to drain has been asked for more.
+# Enough that they are not all there before a process that was asked to drain has been asked for more.
 _NUM_TOKENS = 1000
 
 
 class EngineProcess:
-    """`engine_svc.main` with the given arguments; its announcement is read when it comes."""
+    """`engine_svc.main`; its announcement is read when it comes."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._pipe, writing = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine_svc.main", *arguments, "--announce-fd", str(writing)],
-            pass_fds=[writing],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        os.close(writing)
+    def __init__(self, process: subprocess.Popen[str], pipe: TextIO) -> None:
+        self.process = process
+        self._pipe = pipe
 
     def announcement(self) -> dict[str, str | int]:
-        with open(self._pipe, encoding="utf-8", closefd=False) as pipe:
-            return json.loads(pipe.readline())
+        return json.loads(self._pipe.readline())
 
     def exit(self) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=_PATIENCE_S)
         return self.process.returncode, errors
 
-    def close(self) -> None:
-        os.close(self._pipe)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.communicate()
-
 
 @contextlib.contextmanager
-def running(*arguments: str) -> Iterator[EngineProcess]:
-    process = EngineProcess(*arguments)
-    try:
-        yield process
-    finally:
-        process.close()
+def engine_process(*arguments: str) -> Iterator[EngineProcess]:
+    reading, writing = os.pipe()
+    command = (sys.executable, "-m", "engine_svc.main", *arguments, "--announce-fd", str(writing))
+    options = {"env": source_environment(), "stderr": subprocess.PIPE, "text": True}
+    with open(reading, encoding="utf-8") as pipe, running(*command, pass_fds=[writing], **options) as process:
+        os.close(writing)
+        yield EngineProcess(process, pipe)
 
 
 async def test_a_process_loads_serves_drains_on_sigterm_and_exits_with_zero():
     flags = ("--port=0", "--num-threads=1", "--kv-cache-memory=64M", "--drain-deadline-s=600")
-    with running(str(_MODEL), *flags) as engine:
+    with engine_process(str(_MODEL), *flags) as engine:
         record = engine.announcement()
         assert (record["service"], record["index"], record["pid"]) == ("engine", 0, engine.process.pid)
         async with open_channel(str(record["address"])) as channel:
@@ -115,7 +105,7 @@ async def _span_names(admin_address: str, trace_id: str) -> set[str]:
 
 
 async def test_a_process_that_is_stopped_while_loading_exits_at_once():
-    with running(str(_MODEL), "--port", "0") as engine:
+    with engine_process(str(_MODEL), "--port", "0") as engine:
         record = engine.announcement()
         async with open_channel(str(record["admin_address"])) as channel:
             status = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
@@ -128,7 +118,7 @@ async def test_a_process_that_is_stopped_while_loading_exits_at_once():
 
 
 def test_a_folder_without_a_model_is_named_and_exits_as_wrong_usage(tmp_path):
-    with running(str(tmp_path / "nothing"), "--port", "0") as engine:
+    with engine_process(str(tmp_path / "nothing"), "--port", "0") as engine:
         code, errors = engine.exit()
         assert code == 2
         assert str(tmp_path / "nothing") in errors
@@ -136,7 +126,7 @@ def test_a_folder_without_a_model_is_named_and_exits_as_wrong_usage(tmp_path):
 
 
 def test_a_coordinator_that_is_no_address_is_named_and_exits_as_wrong_usage():
-    with running(str(_MODEL), "--port", "0", "--coordinator", "nowhere") as engine:
+    with engine_process(str(_MODEL), "--port", "0", "--coordinator", "nowhere") as engine:
         code, errors = engine.exit()
         assert code == 2
         assert "--coordinator: 'nowhere'" in errors
@@ -144,9 +134,9 @@ def test_a_coordinator_that_is_no_address_is_named_and_exits_as_wrong_usage():
 
 
 def test_a_port_in_use_is_named_and_exits_as_wrong_usage():
-    with running(str(_MODEL), "--port", "0") as first:
+    with engine_process(str(_MODEL), "--port", "0") as first:
         port = str(first.announcement()["address"]).rpartition(":")[2]
-        with running(str(_MODEL), "--port", port) as second:
+        with engine_process(str(_MODEL), "--port", port) as second:
             code, errors = second.exit()
             assert code == 2
             assert port in errors
@@ -154,7 +144,7 @@ def test_a_port_in_use_is_named_and_exits_as_wrong_usage():
 
 @pytest.mark.parametrize("arguments", [["--max-num-sequences", "3"], []], ids=["unknown flag", "no model"])
 def test_wrong_usage_says_what_is_wrong(arguments):
-    with running(*arguments) as engine:
+    with engine_process(*arguments) as engine:
         code, errors = engine.exit()
         assert code == 2
         assert errors.startswith("triptych engine: ")
@@ -163,16 +153,13 @@ def test_wrong_usage_says_what_is_wrong(arguments):
 # An engine whose model is of a hub: it fetches it, serves it under that name, or says why it cannot.
 
 
-def start(*arguments: str, hub: FakeHub, home: Path) -> subprocess.Popen[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment = {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
+def engine_of(*arguments: str, hub: FakeHub, home: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    kept = {
+        name: value for name, value in source_environment().items() if not name.startswith(("HF_", "HUGGING"))
     }
-    command = [sys.executable, "-m", "engine_svc.main", *arguments, "--port=0", "--kv-cache-memory=64M"]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    environment = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+    command = (sys.executable, "-m", "engine_svc.main", *arguments, "--port=0", "--kv-cache-memory=64M")
+    return running(*command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def until_ready(process: subprocess.Popen[str]) -> list[str]:
@@ -186,15 +173,13 @@ def until_ready(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(tmp_path):
-    with serve(FakeHub(folder_files(_MODEL))) as hub:
-        process = start("org/tiny", "--num-threads=1", hub=hub, home=tmp_path)
-        try:
-            lines = until_ready(process)
-            process.send_signal(signal.SIGTERM)
-            _, rest = process.communicate(timeout=_PATIENCE_S)
-        finally:
-            process.kill()
-            process.communicate()
+    with (
+        serve(FakeHub(folder_files(_MODEL))) as hub,
+        engine_of("org/tiny", "--num-threads=1", hub=hub, home=tmp_path) as process,
+    ):
+        lines = until_ready(process)
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 0, rest
     assert "org/tiny" in lines[-1]
     assert any("downloading" in line for line in lines)
@@ -215,8 +200,7 @@ def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(tmp_path):
     ],
 )
 def test_what_cannot_be_had_is_one_line_and_exit_code_2(tmp_path, arguments, hub, reason):
-    with serve(hub):
-        process = start(*arguments, hub=hub, home=tmp_path)
+    with serve(hub), engine_of(*arguments, hub=hub, home=tmp_path) as process:
         _, errors = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 2
     last = errors.strip().splitlines()[-1]

@@ -14,7 +14,7 @@ from tests.explorer.moves import describe
 from tests.explorer.system import Setup, System
 from tests.explorer.walk import walk, wild
 
-# What is visited in full. All but the first hear an engine's word at once, though it may say it late.
+# What is visited in full. In all but the first an engine's report arrives at once, but may be sent late.
 FULL = {
     "messages in any order": Setup(num_pauses=0, has_slow_reports=True, has_slow_ends=True),
     "hints": Setup(num_pauses=0, num_hints=1),

@@ -8,12 +8,12 @@ from enum import Enum
 class Promise(Enum):
     """What holds in every world."""
 
-    QUIET = "nobody steps between an agreed pause and his operator's resume"
+    QUIET = "no rank steps between an agreed pause and its operator's resume"
     MONOTONE = "no wave goes back"
     PAIRED = "collectives meet: what ranks wait for together is the same thing"
     POSSIBLE = "no machine is asked for a change of state that it does not know"
-    NO_DEADLOCK = "whoever waits is waited for by nobody who waits for him"
-    NO_LOST_START = "work that nobody holds gets its steps"
+    NO_DEADLOCK = "ranks do not wait for each other in a circle"
+    NO_LOST_START = "work that is not held gets its steps"
     NO_LONELY_STEP = "who begins a wave is joined by the others"
 
 

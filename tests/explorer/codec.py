@@ -32,7 +32,7 @@ class Codec:
         return (ranks, wave, self._keep(others))
 
     def thaw(self, frozen: Frozen) -> World:
-        """Such a world again, which nobody else holds."""
+        """Such a world again, which has no other reference."""
         ranks, wave, others = frozen
         world = World.__new__(World)
         world.ranks = [self._thaw_rank(rank) for rank in ranks]  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def _freeze_wave(wave: Wave) -> Frozen:
 
 
 def forget_time(wave: Wave) -> None:
-    """Let what was told be as long ago as if it had just been told: time is no part of a world."""
+    """Let every message be as old as if it had just been sent: time is no part of a world."""
     sent = vars(wave)["_sent_starts"]
     for engine_id, each in sent.items():
         if each.again_at != float("inf"):

@@ -1,6 +1,6 @@
 """What the coordinator and the frontends can do next.
 
-The waves are the real object. Who is a member is decided simply: all that are there, whenever that changes.
+The waves are the real object. Membership is decided simply: all that are there, whenever that changes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def resend_start(world: World, index: int) -> None:
 
 
 def coordinator_crash(world: World, index: int, *, keep: bool = False) -> None:
-    """The coordinator dies. keep: the commands have reached the engines, the answers reach nobody."""
+    """The coordinator dies. keep: the commands have reached the engines, the answers are lost."""
     world.num_crashes -= 1
     world.wave, world.generations, world.target, world.hints = None, {}, NO_COMMIT, ()
     for rank in world.ranks:

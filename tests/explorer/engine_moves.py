@@ -59,7 +59,7 @@ def _free_moves(world: World, index: int, rank: Rank, machine: WaveMachine) -> I
 
 
 def send_signal(world: World, index: int) -> None:
-    """Ring the doorbell in the group's store, as there is no coordinator that would tell the others."""
+    """Set the wake signal in the group's store, as there is no coordinator that would start the others."""
     rank = world.ranks[index]
     world.signals |= {(rank.group, _machine(rank).wave)}
 
@@ -152,7 +152,7 @@ def _wait_or_go_on(rank: Rank) -> None:
 
 
 def finish_all(world: World) -> None:
-    """Take back every step that all have launched and somebody waits for."""
+    """Roll back every step that all have launched and some rank waits for."""
     for index, rank in enumerate(world.ranks):
         while rank.mode in (Mode.FINISHING, Mode.SETTLING) and _is_oldest_done(world, rank):
             finish(world, index)
@@ -169,7 +169,7 @@ def finish(world: World, index: int) -> None:
 
 
 def leave_group(world: World, index: int) -> None:
-    """Leave a process group in which somebody is missing; what was in flight runs again."""
+    """Leave a process group in which a rank is missing; what was in flight runs again."""
     rank = world.ranks[index]
     rank.num_steps_left += sum(rank.flight)
     rank.flight, rank.ballot, rank.group = (), None, 0
@@ -216,7 +216,7 @@ def resume(world: World, index: int) -> None:
 
 
 def all_resumed(world: World, index: int) -> None:
-    """Hear that the others have resumed as well."""
+    """Learn that the others have resumed as well."""
     rank = world.ranks[index]
     rank.is_resuming = False
     expect(not rank.may_sleep, Promise.QUIET, f"rank {index} leaves the pause")

@@ -111,7 +111,7 @@ class Exploration:
     def _stuck_violation(self, number: int) -> Violation:
         trace = list(self._trace(number))
         frozen = self._worlds[number]
-        # From here on it only gets as far as it can: that is told as well, for it shows who waits for whom.
+        # From here on it gets as far as it can, which is printed too: it shows which rank waits for which.
         seen = {frozen}
         while True:
             world = self._system.thaw(frozen)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """Who makes it happen."""
+    """The process that makes it happen."""
 
     OWN = 0  # the system by itself: it will, sooner or later
     OUTSIDE = 1  # requests, pauses, crashes, losses: it may or may not
@@ -25,16 +25,16 @@ class Move(NamedTuple):
 
 _WORDS = {
     "report": "rank {0} reports",
-    "ring": "rank {0} rings the doorbell",
-    "hear": "rank {0} hears the doorbell",
+    "ring": "rank {0} sets the wake signal",
+    "hear": "rank {0} receives the wake signal",
     "turn": "rank {0} takes a turn of its loop",
     "obey": "rank {0} obeys the oldest command",
     "take": "rank {0} takes the verdict",
     "finish": "rank {0} gets its oldest step back",
     "lose": "rank {0} finds its group broken",
     "form": "rank {0} and the others form the next generation",
-    "pause": "rank {0} is told to pause",
-    "resume": "rank {0} is told to resume",
+    "pause": "rank {0} is asked to pause",
+    "resume": "rank {0} is asked to resume",
     "all resumed": "rank {0} hears that all have resumed",
     "request": "rank {0} gets a request",
     "crash": "rank {0} crashes",

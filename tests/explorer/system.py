@@ -30,7 +30,7 @@ class Setup:
     interval: int = 1
     has_slow_reports: bool = False  # whether they are on their way for a while; late they may be anyway
     has_slow_ends: bool = False  # whether a step that all have launched is in flight for a while
-    is_formed: bool = True  # whether it begins with a group that rests; else with engines that know nobody
+    is_formed: bool = True  # whether it begins with a group that rests; else with engines without peers
     machine: type[WaveMachine] = WaveMachine
     wave: type[Wave] = Wave
 
@@ -140,7 +140,7 @@ class System:
 
 
 def is_done(world: World) -> bool:
-    """Whether nothing is left to be done: no work but what is held, no step, no wave, nobody who waits."""
+    """Whether nothing is left to be done: no work but what is held, no step, no wave, no rank that waits."""
     return not any(_is_busy(world, rank) for rank in world.ranks if rank.machine is not None)
 
 
@@ -159,7 +159,7 @@ def _is_busy(world: World, rank: Rank) -> bool:
 def must_come(world: World, move: Move) -> bool:
     """Whether a move will be made sooner or later, if nothing else comes from outside."""
     if move.kind is Kind.OPERATOR:
-        # An operator who has paused a whole group has to resume all of it before anybody can go on.
+        # An operator that has paused a whole group has to resume all of it before any rank can go on.
         return any(
             rank.machine is not None and rank.machine.state is LockstepState.QUIET for rank in world.ranks
         )
@@ -167,7 +167,7 @@ def must_come(world: World, move: Move) -> bool:
 
 
 def why_stuck(world: World) -> Promise:
-    """Which promise a world breaks from which nobody can finish."""
+    """Which promise a world breaks from which no rank can finish."""
     alive = [(rank, rank.machine) for rank in world.ranks if rank.machine is not None]
     has_work = any(rank.has_work or any(rank.flight) for rank, _ in alive)
     if has_work and not any(rank.is_paused for rank, _ in alive):

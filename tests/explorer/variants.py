@@ -22,7 +22,7 @@ class StartsWhileQuiet(WaveMachine):
 
 
 class PausesAlone(WaveMachine):
-    """vllm #39366, what it was made for: a rank that is told to pause stops at once, without the others.
+    """vllm #39366, what it was made for: a rank that is asked to pause stops at once, without the others.
 
     To ignore starts from then on was the simpler remedy that was rejected there.
     """
@@ -49,7 +49,7 @@ class WaitsForItsOwnStart(WaveMachine):
 
 
 class ExcludesRequester(Wave):
-    """The other half of it: the coordinator tells all but the one that asks."""
+    """The other half of it: the coordinator starts all but the one that asks."""
 
     def due(self, now: float) -> list[Start]:
         """Those that are missing, without those that ask."""
@@ -58,7 +58,7 @@ class ExcludesRequester(Wave):
 
 
 class PredictsRunning(Wave):
-    """vllm #51481: whoever was told to start counts as running from then on, until a wave is seen to end."""
+    """vllm #51481: a rank that was asked to start counts as running until a wave is seen to end."""
 
     def report(self, engine_id: str, stand: WaveStatus) -> None:
         """Only the end of the wave takes the prediction back."""
@@ -90,7 +90,7 @@ RACES: dict[str, tuple[Setup, Promise]] = {
         Setup(num_pauses=0, num_senders=1, machine=WaitsForItsOwnStart, wave=ExcludesRequester),
         Promise.NO_LOST_START,
     ),
-    "51481: who was told to start counts as running": (
+    "51481: a rank that was asked to start counts as running": (
         Setup(num_senders=1, wave=PredictsRunning),
         Promise.NO_LOST_START,
     ),

@@ -27,7 +27,7 @@ class Mode(IntEnum):
 
 
 class Report(NamedTuple):
-    """What an engine tells its coordinator of itself."""
+    """What an engine reports to its coordinator."""
 
     stand: WaveStatus
     generation: int
@@ -70,7 +70,7 @@ class Rank:
 
     machine: WaveMachine | None = None  # None: dead
     mode: Mode = Mode.FREE
-    num_steps_left: int = 0  # what its requests still need and nobody has launched
+    num_steps_left: int = 0  # what its requests still need and was not launched
     flight: tuple[bool, ...] = ()  # steps in flight; whether each computes a request
     ballot: Vote | None = None  # its vote, or the verdict
     is_paused: bool = False  # by its operator
@@ -118,12 +118,12 @@ class World:
     num_pauses: tuple[int, ...] = ()
     num_hints: int = 0
     num_crashes: int = 0
-    has_slow_reports: bool = True  # False: what an engine says is heard at once, but still said late
+    has_slow_reports: bool = True  # False: what an engine reports arrives at once, but is still sent late
 
     def group_of(self, rank: Rank) -> list[Rank]:
         """The ranks that its process group began with."""
         return [self.ranks[index] for index in rank.members]
 
     def is_broken(self, rank: Rank) -> bool:
-        """Whether somebody of its process group is dead or has left it."""
+        """Whether a rank of its process group is dead or has left it."""
         return any(peer.machine is None or peer.group != rank.group for peer in self.group_of(rank))

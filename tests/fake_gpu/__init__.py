@@ -1,1 +1,1 @@
-"""A GPU made of CPU memory, for what a machine without one can tell of the code that needs one."""
+"""A GPU made of CPU memory, for what a machine without one can test of the code that needs one."""

@@ -1,8 +1,8 @@
 """Tensors in CPU memory that say they are on a GPU, and what a GPU does to its host. Knows no kernel.
 
-Ops are queued, as on a stream, and done when the host waits: whoever reads a result too early finds what was
-there before, and a copy finds what its pinned source has become. What a GPU would not do is refused: operands
-on two devices, waiting for the device where that is forbidden, and host memory in a recording.
+Ops are queued, as on a stream, and done when the host waits: a read that comes too early finds what was there
+before, and a copy finds what its pinned source has become. What a GPU would not do is refused: operands on
+two devices, waiting for the device where that is forbidden, and host memory in a recording.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _shape_of(value: object) -> object:
 
 def _room_for(meta: Tensor) -> Tensor:
     room = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype)
-    # What nobody has computed yet must be seen by whoever reads it.
+    # What is not computed yet must be seen by its readers.
     return room.fill_(float("nan") if meta.is_floating_point() else 77)
 
 

@@ -1,4 +1,4 @@
-// PyTorch asks every device which one is current; a build for CPUs has nobody who answers for CUDA.
+// PyTorch asks every device which one is current; a build for CPUs has no answer for CUDA.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

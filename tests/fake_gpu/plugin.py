@@ -32,7 +32,7 @@ _GUARD = Path(__file__).with_name("guard.cpp")
 
 
 class Stream:
-    """A name for the order in which all is done anyhow, so nobody has to wait for another."""
+    """A name for the order in which all is done anyhow, so no stream has to wait for another."""
 
     current: Stream
 

@@ -40,6 +40,8 @@ EOS_ID = id_of(TOKENIZER, EOS)
 HEARTBEAT_S = 0.2
 # Longer than anything takes here, however busy the machine: a test that runs into it has failed.
 WAIT_S = 60.0
+# What a frontend expects of an engine: on a busy machine heartbeats are late, which is no end of the stream.
+LONG_HEARTBEAT_S = WAIT_S
 MAX_MODEL_LEN = 512
 
 Script = Callable[["FakeEngine", "FakeRequest"], None]
@@ -237,6 +239,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
                 max_inflight_adds=self.max_inflight_adds,
                 ack_interval_messages=4,
+                ack_interval_ms=200,
                 features=self.features,
                 schema_revision=self.schema_revision,
                 min_peer_revision=self.min_peer_revision,
@@ -363,7 +366,7 @@ def _row_of(step: step_pb2.Step, handle: int) -> int | None:
 
 
 def _merged(rows: Sequence[tuple[step_pb2.Step, int | None]], handle: int) -> step_pb2.Step:
-    """One row of what a request has in steps, of which log probabilities are told only where it is alone."""
+    """One row of what a request has in steps, with log probabilities only where it is alone."""
     merged = step_pb2.Step(step_number=1, handles=array("I", [handle]).tobytes())
     counts = []
     for step, row in rows:
@@ -442,13 +445,13 @@ class Client:
                 info = await self.model.GetServerInfo(model_pb2.GetServerInfoRequest())
                 if [engine.state for engine in info.engines].count("ready") == num_engines:
                     return
-                # Text workers come after everybody else, also after one who asks without a pause.
+                # Text workers come after all else, also after a client that asks without a pause.
                 await asyncio.sleep(0.01)
 
     def generate(
         self, prompt: str | Sequence[int] = "the cat", *, timeout: float = WAIT_S, metadata=(), **fields
     ):
-        """A Generate call with sampling fields and request fields told apart by name."""
+        """A Generate call with sampling fields and request fields distinguished by name."""
         return self.inference.Generate(make_request(prompt, **fields), timeout=timeout, metadata=metadata)
 
 
@@ -467,7 +470,11 @@ def make_request(prompt: str | Sequence[int] = "the cat", **fields) -> generate_
 
 @contextlib.asynccontextmanager
 async def serving(
-    *engines: FakeEngine, waits_ready: bool = True, start_engines: bool = True, **options
+    *engines: FakeEngine,
+    waits_ready: bool = True,
+    start_engines: bool = True,
+    heartbeat_s: float = LONG_HEARTBEAT_S,
+    **options,
 ) -> AsyncGenerator[tuple[Client, Frontend], None]:
     """A frontend that uses `engines`, and a client of it. On leaving nothing may be in flight."""
     for engine in engines:
@@ -478,12 +485,12 @@ async def serving(
             "port": 0,
             "engine": tuple(engine.address for engine in engines),
             "text_workers": 1,
-            # Short, so that what finds no other engine ends soon; who is to wait for one says how long.
+            # Short, so that what finds no other engine ends soon; a test that waits for one sets how long.
             "reconnect_window_s": 0.5,
             **options,
         }
     )
-    frontend = Frontend(config, heartbeat_s=HEARTBEAT_S)
+    frontend = Frontend(config, heartbeat_s=heartbeat_s)
     address = await frontend.public.start()
     frontend.connect(address)
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import subprocess
 import sys
+from contextlib import AbstractAsyncContextManager
 
 import grpc
 import pytest
@@ -16,33 +15,22 @@ from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
 from service_kit.config import ConfigError, load_config
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
+from tests.processes import announced, source_environment
 
 
-async def start(*argv: str) -> tuple[asyncio.subprocess.Process, dict]:
+def frontend(*argv: str) -> AbstractAsyncContextManager[tuple[asyncio.subprocess.Process, dict]]:
     """A frontend process and what it announces."""
-    read_fd, write_fd = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "frontend_svc.main",
-        *argv,
-        "--port=0",
-        f"--announce-fd={write_fd}",
-        pass_fds=[write_fd],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    os.close(write_fd)
-    with os.fdopen(read_fd) as pipe:
-        line = await asyncio.get_running_loop().run_in_executor(None, pipe.readline)
-    return process, json.loads(line)
+    command = (sys.executable, "-m", "frontend_svc.main", *argv, "--port=0")
+    return announced(*command, stderr=asyncio.subprocess.DEVNULL)
 
 
 async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
     engine = FakeEngine()
     await engine.start()
-    process, announced = await start("--engine", engine.address, "--drain-lag-s=0")
-    async with open_channel(announced["address"], profile="public") as channel:
+    async with (
+        frontend("--engine", engine.address, "--drain-lag-s=0") as (process, record),
+        open_channel(record["address"], profile="public") as channel,
+    ):
         client = Client(channel)
         await client.wait_ready()
         running = client.generate()
@@ -55,15 +43,18 @@ async def test_sigterm_finishes_streams_refuses_new_ones_and_exits_0():
         engine.step({request: [5]}, finished={request: AT_LENGTH})
         assert (await read_all(running))[2] == [5]
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
-    assert (announced["service"], announced["index"]) == ("frontend", 0)
+    assert (record["service"], record["index"]) == ("frontend", 0)
     await engine.kill()
 
 
 async def test_requests_sent_shortly_after_sigterm_are_served():
     engine = FakeEngine(answer("x"))
     await engine.start()
-    process, announced = await start("--engine", engine.address, "--drain-lag-s=60", "--drain-deadline-s=60")
-    async with open_channel(announced["address"], profile="public") as channel:
+    flags = ("--drain-lag-s=60", "--drain-deadline-s=60")
+    async with (
+        frontend("--engine", engine.address, *flags) as (process, record),
+        open_channel(record["address"], profile="public") as channel,
+    ):
         client = Client(channel)
         await client.wait_ready()
         process.send_signal(signal.SIGTERM)
@@ -75,10 +66,11 @@ async def test_requests_sent_shortly_after_sigterm_are_served():
 
 
 def test_a_configuration_that_cannot_work_exits_2():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "frontend_svc.main"]
     for argv, words in (([], "--engine"), (["--engine", "a:1", "--tokenizer", "/nowhere"], "/nowhere")):
-        done = subprocess.run([*command, *argv], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, *argv], env=source_environment(), capture_output=True, text=True, timeout=60
+        )
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
@@ -87,9 +79,8 @@ def test_the_frontend_leaves_torch_and_transformers_out():
         "import sys, frontend_svc.process.run; "
         "print([name for name in ('torch', 'transformers', 'engine_svc', 'numpy') if name in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=source_environment(), capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -1,4 +1,4 @@
-"""Text workers as a frontend's clients see them: what a text costs, and whom."""
+"""Text workers as a frontend's clients see them: what a text costs, and which of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine_with(tokenizer, **options) -> FakeEngine:
 
 async def until_there_are(frontend, num_workers: int) -> None:
     async with asyncio.timeout(WAIT_S):
-        while frontend.status()["num_text_workers"] != num_workers:  # noqa: ASYNC110  Nothing tells of it.
+        while frontend.status()["num_text_workers"] != num_workers:  # noqa: ASYNC110  There is no event for it.
             await asyncio.sleep(0)
 
 

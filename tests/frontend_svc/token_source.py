@@ -17,7 +17,7 @@ _MAX_LENGTH = 40
 class TokenSource:
     """A script for engines that continue each other's requests.
 
-    `cut_after` is how many tokens an attempt yields before it stands still; None: all. With -1 there are
+    `cut_after` is how many tokens an attempt produces before it stands still; None: all. With -1 there are
     none, and log probabilities of half of the prompt alone where they are asked for.
     """
 

@@ -22,7 +22,7 @@ def device() -> torch.device:
 def gpu_model(
     device: torch.device, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str, bool], GpuModel]:
-    """Loads a family by a road, deterministic or not."""
+    """Loads a family with an implementation, deterministic or not."""
     made: dict[tuple[str, str, bool], GpuModel] = {}
 
     def get(family: str, model_impl: str, is_deterministic: bool = False) -> GpuModel:

@@ -1,4 +1,4 @@
-"""What is free for the KV cache of a GPU: measured by a step, unless somebody has said how large it is."""
+"""What is free for the KV cache of a GPU: measured by a step, unless its size is configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner on the GPU: recorded steps, a batch's other rows, and nobody waiting for the device."""
+"""The runner on the GPU: recorded steps, a batch's other rows, and no wait for the device."""
 
 from __future__ import annotations
 

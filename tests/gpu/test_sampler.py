@@ -30,7 +30,7 @@ SAMPLING_OPTIONS: list[dict[str, object]] = [
 
 
 def chosen_on(device: torch.device, ops) -> tuple[list[list[int]], list[dict]]:
-    """What every row chooses in five steps, and the logprobs told in each."""
+    """What every row chooses in five steps, and the logprobs of each."""
     num_rows = len(SAMPLING_OPTIONS)
     sampler = Sampler(ops, max_num_seqs=num_rows, vocab_size=VOCAB_SIZE, device=device)
     token_ids = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Paged KV with rows laid over shuffled blocks, and numbers nobody may read everywhere else."""
+"""Paged KV with rows laid over shuffled blocks, and numbers that may not be read everywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frontend without engines: it answers what it is told to, over real gRPC, and keeps what it was asked."""
+"""A frontend without engines: it sends scripted answers over real gRPC, and records its requests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from service_kit.errors import InvalidArgument
 from service_kit.server import PUBLIC, Registration, Server
+from tests.processes import START_LIMIT_S, running_async
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 
@@ -109,24 +110,21 @@ async def triptych(
     interrupt_when: asyncio.Event | None = None,
 ) -> Outcome:
     """Run the `triptych` command in a process of its own; interrupt it once it printed or did something."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "launcher.cli",
-        *arguments,
+    async with running_async(
+        *(sys.executable, "-m", "launcher.cli", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
-    if interrupt_after is not None and process.stdout is not None:
-        await asyncio.wait_for(process.stdout.readuntil(interrupt_after), 60)
-        process.send_signal(signal.SIGINT)
-    if interrupt_when is not None:
-        await asyncio.wait_for(interrupt_when.wait(), 60)
-        process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 300)
-    return Outcome(process.pid, process.returncode or 0, out.decode(), err.decode())
+    ) as process:
+        if interrupt_after is not None and process.stdout is not None:
+            await asyncio.wait_for(process.stdout.readuntil(interrupt_after), START_LIMIT_S)
+            process.send_signal(signal.SIGINT)
+        if interrupt_when is not None:
+            await asyncio.wait_for(interrupt_when.wait(), START_LIMIT_S)
+            process.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 300)
+        return Outcome(process.pid, process.returncode or 0, out.decode(), err.decode())
 
 
 def children_of(pid: int, service: str) -> list[int]:

@@ -52,7 +52,7 @@ def elements(file: descriptor_pb2.FileDescriptorProto) -> Iterator[Element]:
         for j, field in enumerate(message.field):
             yield found((4, i, 2, j), field.name)
         for j, oneof in enumerate(message.oneof_decl):
-            # The compiler makes a oneof of each `optional` field; nobody wrote it.
+            # The compiler makes a oneof of each `optional` field, which is not in the file.
             if not oneof.name.startswith("_"):
                 yield found((4, i, 8, j), oneof.name)
     for i, enum in enumerate(file.enum_type):

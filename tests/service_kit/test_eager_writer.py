@@ -14,7 +14,7 @@ from tests.connections import without_collections
 
 
 class Wire:
-    """Takes messages at once, and says that it has when it is told to."""
+    """Takes messages at once, and completes their writes when a test does."""
 
     def __init__(self) -> None:
         self.given: list[int] = []
@@ -114,7 +114,7 @@ async def test_what_a_closed_writer_has_written_ends_by_itself():
     writer = EagerWriter(wire.write)
     writer.start(1)
     writer.close()
-    # Left alone, it would be logged as an error that nobody has looked at.
+    # Left alone, it would be logged as an error that was never retrieved.
     unseen = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     wire.taken[0].set_exception(asyncio.InvalidStateError("the call is over"))

@@ -241,7 +241,7 @@ class EndedContext:
         return self._remaining_s
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Nobody hears it."""
+        """Not seen by any client."""
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from service_kit.process import process_environment, signal_child
+from tests.processes import running, running_async
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("GRPC_EXPERIMENTS", "GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT")
@@ -66,14 +67,10 @@ def test_the_first_process_of_a_container_ends_on_a_signal_before_it_serves() ->
         "print('importing', flush=True)\n"
         "time.sleep(120)"
     )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with run(program) as process:
         assert process.stdout is not None and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(timeout=30) == 0
-        finally:
-            process.kill()
+        assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(
@@ -85,8 +82,6 @@ def test_signals_of_other_processes_are_left_as_they_were(pid: str, role: str) -
     program = (
         "import os, signal\n"
         "from service_kit.process import prepare_process\n"
-        # A job in the background of a shell inherits that it is ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"pid = {pid}\n"
         "os.getpid = lambda: pid\n"
         f"prepare_process({role!r})\n"
@@ -105,10 +100,10 @@ def test_a_copy_of_the_environment_changes_nothing() -> None:
     assert copy["PATH"] == os.environ["PATH"]
 
 
-def run(program: str) -> subprocess.Popen[str]:
+def run(program: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A Python process with its stdin and stdout as pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    return running(
+        *(sys.executable, "-c", program), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -136,7 +131,8 @@ def test_a_title_does_not_change_the_environment() -> None:
         "import os; from service_kit.process import set_title; before = dict(os.environ); "
         "set_title('engine', 0); print(before == dict(os.environ))"
     )
-    assert run(program).communicate()[0] == "True\n"
+    with run(program) as process:
+        assert process.communicate()[0] == "True\n"
 
 
 def test_a_process_that_leaves_has_said_everything_and_tidies_up_nothing() -> None:
@@ -170,8 +166,9 @@ def test_a_process_that_leaves_its_group_stays_in_its_session() -> None:
         "import os; from service_kit.process import leave_process_group; leave_process_group(); "
         "leave_process_group(); print(os.getpgrp() == os.getpid(), os.getsid(0))"
     )
-    # Whoever is in a session of its own is scheduled as a group against all others.
-    assert run(program).communicate()[0] == f"True {os.getsid(0)}\n"
+    # A process in a session of its own is scheduled as a group against all others.
+    with run(program) as process:
+        assert process.communicate()[0] == f"True {os.getsid(0)}\n"
 
 
 def test_a_session_leader_need_not_leave_its_group() -> None:
@@ -192,17 +189,17 @@ async def test_a_signal_to_a_child_that_ends_does_not_take_its_exit_code(monkeyp
         return wait_for_child(pid, options)
 
     monkeypatch.setattr(os, "waitpid", look_later)
-    try:
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # Nothing else runs.
-        signal_child(child, signal.SIGTERM)
-    finally:
-        may_look.set()
-    assert await child.wait() == 7
+    async with running_async(sys.executable, "-c", "raise SystemExit(7)") as child:
+        try:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # Nothing else runs.
+            signal_child(child, signal.SIGTERM)
+        finally:
+            may_look.set()
+        assert await child.wait() == 7
 
 
 async def test_a_child_that_has_ended_is_not_signalled() -> None:
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
-    await child.wait()
-    signal_child(child, signal.SIGKILL)
-    assert child.returncode == 0
+    async with running_async(sys.executable, "-c", "") as child:
+        await child.wait()
+        signal_child(child, signal.SIGKILL)
+        assert child.returncode == 0

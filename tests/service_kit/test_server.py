@@ -38,6 +38,7 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
+from tests.processes import START_LIMIT_S, running
 from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,29 +70,13 @@ class RunningProgram:
 @contextlib.asynccontextmanager
 async def program(drain_deadline_s: float, *manner: str) -> AsyncIterator[RunningProgram]:
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.service_kit.drain_program",
-            str(writer),
-            str(drain_deadline_s),
-            *manner,
-        ],
-        cwd=ROOT,
-        pass_fds=[writer],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(writer)
-    with process, os.fdopen(reader) as pipe:
-        line = await asyncio.to_thread(pipe.readline)
-        try:
-            async with open_channel(json.loads(line)["address"]) as channel:
-                yield RunningProgram(process, channel)
-        finally:
-            process.kill()
+    command = (sys.executable, "-m", "tests.service_kit.drain_program", str(writer), str(drain_deadline_s))
+    pipes = {"pass_fds": [writer], "stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with os.fdopen(reader) as pipe, running(*command, *manner, cwd=ROOT, text=True, **pipes) as process:
+        os.close(writer)
+        line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_LIMIT_S)
+        async with open_channel(json.loads(line)["address"]) as channel:
+            yield RunningProgram(process, channel)
 
 
 async def test_sigterm_lets_a_stream_finish_and_exits_0() -> None:
@@ -252,7 +237,7 @@ async def test_what_runs_on_a_connection_that_is_too_old_may_end_and_the_next_ca
     async with serving([FakeService(stream=stream).register()], profile) as (_, channel):
         call = channel.unary_stream(STREAM)(b"")
         peer = await call.read()
-        # The server has told the connection to go: the channel leaves it, the stream stays on it.
+        # The server has asked the connection to go: the channel leaves it, the stream stays on it.
         await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 30)
         go_on.set()
         assert await call.read() == b"last"
@@ -364,7 +349,7 @@ async def test_a_stopped_server_is_let_go_of_while_its_loop_runs() -> None:
         # By type alone: asking some things for their class makes them warn.
         return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Server)}
 
-    # Those of other tests are held: one that is let go of meanwhile would not be missed, but its id taken.
+    # Those of other tests are held: one that is released meanwhile would not be missed, but its id taken.
     others = grpc_servers()
     server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
     await server.start()

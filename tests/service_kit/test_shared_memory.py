@@ -1,4 +1,4 @@
-"""Segments: made whole, read with care, gone with whoever made them."""
+"""Segments: made whole, read with care, gone with the process that made them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from service_kit import shared_memory
+from tests.processes import running
 
 OWNER = f"owner-{os.getpid()}"
 # Makes segments of 10 MB without end, and takes every other away again.
@@ -96,7 +97,7 @@ def test_links_pipes_and_files_that_others_may_read_are_no_segments(names):
 
 def test_a_sweep_removes_segments_without_an_owner_and_no_other(names):
     mine = shared_memory.create(names[0], b"mine")
-    (shared_memory.FOLDER / names[1]).write_bytes(b"left by nobody who lives")
+    (shared_memory.FOLDER / names[1]).write_bytes(b"left by a dead process")
     other = shared_memory.FOLDER / f"other-{OWNER}"
     other.write_bytes(b"of another program")
     assert shared_memory.sweep() >= 1
@@ -115,7 +116,7 @@ def test_a_folder_of_such_a_name_is_no_segment_and_is_left_alone(names):
 
 
 def test_a_sweep_for_which_there_are_no_descriptors_says_so_and_the_next_one_finds_all(names):
-    (shared_memory.FOLDER / names[0]).write_bytes(b"left by nobody who lives")
+    (shared_memory.FOLDER / names[0]).write_bytes(b"left by a dead process")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
@@ -145,7 +146,7 @@ def test_fifty_senders_killed_at_random_points_leave_no_segment():
     choose, owner = random.Random(6), f"{OWNER}-killed"
     num_left = 0
     for _ in range(50):
-        with subprocess.Popen([sys.executable, "-c", SENDER, owner], stdout=subprocess.PIPE) as sender:
+        with running(sys.executable, "-c", SENDER, owner, stdout=subprocess.PIPE) as sender:
             assert sender.stdout is not None
             for _ in range(choose.randint(1, 6)):
                 assert sender.stdout.readline()

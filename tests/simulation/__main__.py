@@ -1,6 +1,6 @@
 """The simulator by command: `python -m tests.simulation --seeds 20000 --json F`.
 
-`--trace N` tells the last N things that happened before an invariant broke.
+`--trace N` prints the last N things that happened before an invariant broke.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.simulation.simulation import Simulation
 
 
 def main() -> int:
-    """Run seeds, tell what happened; 1 where an invariant broke or something hardly ever happened."""
+    """Run seeds, print what happened; 1 where an invariant broke or something hardly ever happened."""
     parser = argparse.ArgumentParser(prog="tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
@@ -47,7 +47,7 @@ def _print(report: Report) -> None:
         f"{report.num_seeds} seeds of {report.num_requests} requests in {summary['elapsed_s']} s, "
         f"{summary['cpu_ms_per_seed']} ms of a core each"
     )
-    print(f"  nobody was preempted more than {report.max_preemptions} times")
+    print(f"  no request was preempted more than {report.max_preemptions} times")
     for name, share in report.shares.items():
         print(f"  {name:24} in {100 * share:6.2f} % of the seeds, {report.totals[name]} in all")
     for fault in report.faults:

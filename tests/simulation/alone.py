@@ -1,4 +1,4 @@
-"""What a request would yield if nobody else were there: the measure of every stream."""
+"""What a request would produce if it were alone: the measure of every stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a turn yields, and why it ends."""
+    """What a turn produces, and why it ends."""
 
     token_ids: list[int]
     reason: FinishReason
@@ -28,7 +28,7 @@ class Answer:
 
 
 def answers_alone(identity: Identity, turns: Sequence[Turn], max_model_len: int) -> Iterator[Answer]:
-    """The answer to each turn in order. What a turn yields last has no KV, and is not part of the next."""
+    """The answer to each turn in order. What a turn produces last has no KV, and is not part of the next."""
     token_ids: list[int] = []
     digests: list[int] = []
     for turn in turns:

@@ -52,7 +52,7 @@ class AdapterCap:
         self._rows.clear()
 
     def admits(self, request: Request) -> bool:
-        """Who needs no adapter, or one in use, or finds a free place."""
+        """Requests that need no adapter, or one in use, or find a free slot."""
         has_slot = self._has_slot(request)
         self.num_passed_over += not has_slot
         return has_slot
@@ -91,7 +91,7 @@ class EncoderBudget:
         self._of_step.clear()
 
     def admits(self, request: Request) -> bool:
-        """Everybody: who finds nothing left ends the admission."""
+        """All: one that finds nothing left ends the admission."""
         return True
 
     def clip(self, request: Request, num_tokens: int) -> int:

@@ -18,7 +18,7 @@ class CacheWatch:
         self.num_shared = 0
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Nothing: evictions are told on their own."""
+        """Nothing: evictions are reported on their own."""
 
     def on_hold(self, block_ids: Sequence[int]) -> None:
         self.num_shared += len(block_ids)

@@ -101,7 +101,7 @@ def run_campaign(
     num_jobs: int = 1,
     on_progress: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Run every seed to its end, or to its first broken invariant; tell after each how things stand."""
+    """Run every seed to its end, or to its first broken invariant; print the state after each."""
     report = Report(num_requests)
     begun_at = time.monotonic()
     live = functools.partial(_live, num_requests=num_requests)

@@ -21,7 +21,7 @@ class FeatureHook:
 
     @property
     def is_busy(self) -> bool:
-        """Whether blocks are held that nobody can be made to give back."""
+        """Whether blocks are held that cannot be released."""
         return bool(self.held or self.loading)
 
     def on_add(self, request: Request) -> None:

@@ -32,7 +32,7 @@ class History:
         if self.has_ended:
             raise BrokenInvariant("terminal-once", f"{request_id} has an output behind its last")
         if (output.num_cached_tokens is None) is not self._has_output:
-            raise BrokenInvariant("order", f"{request_id}: cached tokens are told in the first output alone")
+            raise BrokenInvariant("order", f"{request_id}: only the first output reports cached tokens")
         self._has_output = True
         self.answers[-1] += output.new_token_ids
         if reason is None:

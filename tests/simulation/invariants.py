@@ -48,7 +48,7 @@ def check_plan(plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool:
         for block_ids in new_block_ids:
             for block_id in block_ids:
                 if block_id in given or block_id == PLACEHOLDER_BLOCK_ID or not pool.ref_count(block_id):
-                    raise BrokenInvariant("budget", f"block {block_id} is given away twice or held by nobody")
+                    raise BrokenInvariant("budget", f"block {block_id} is assigned twice or not held at all")
                 given.add(block_id)
 
 
@@ -117,7 +117,7 @@ def check_conservation(pool: BlockPool, requests: Sequence[Request], held: Itera
     if sorted(free) != [block_id for block_id in block_ids if not holders[block_id]]:
         raise BrokenInvariant("kv-conservation", f"free are {free}, listed {expected}")
     if len(free) != pool.num_free_blocks:
-        raise BrokenInvariant("kv-conservation", f"{len(free)} blocks are free, {pool.num_free_blocks} told")
+        raise BrokenInvariant("kv-conservation", f"{len(free)} blocks are free, not {pool.num_free_blocks}")
 
 
 def check_tables(request: Request, kv_cache: KVCache, config: CacheConfig, first_start: int) -> int:
@@ -192,14 +192,14 @@ def check_row(request: Request, rows: Mapping[str, Row]) -> None:
 
 
 def check_events(pool: BlockPool, watch: CacheWatch) -> None:
-    """Who follows the events of the cache knows exactly what can be found."""
+    """The events of the cache add up to exactly what can be found."""
     keys = {content_key(block_hash, group) for block_hash, group in watch.stored}
     if len(keys) != pool.num_cached_keys or None in map(pool.find, keys):
         raise BrokenInvariant("hash-soundness", "the events do not tell what can be found")
 
 
 def check_queues(scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """Every unfinished request is in exactly one queue, by its status; the figures are what they say."""
+    """Every unfinished request is in exactly one queue, by its status; the statistics agree with it."""
     running = {request.request_id for request in requests if request.status is RequestStatus.RUNNING}
     waiting = [request for request in requests if request.request_id not in running]
     running_ids, waiting_ids = scheduler.running_ids, scheduler.waiting_ids

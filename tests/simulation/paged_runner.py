@@ -16,7 +16,7 @@ UNKNOWN_DRAFT = -1
 
 
 def first_read(kind: AttentionKind, position: int) -> int:
-    """The first place that the token at `position` reads. Told anew here: the cache is under test."""
+    """The first position that the token at `position` reads. Computed anew here: the cache is under test."""
     match kind:
         case SlidingWindow(window=window):
             return max(0, position - window + 1)
@@ -88,7 +88,7 @@ class PagedRunner:
         self.identities: dict[str, Identity] = {}  # of requests that were added
         self.rows: dict[str, Row] = {}
         self.has_lost_plans = False  # since the last step: of the rows that they entered some are not there
-        # Per group what each block holds. All groups have the same memory: who writes wipes out the others'.
+        # Per group what each block holds. All groups have the same memory: a write wipes out the others'.
         self._memories: list[dict[int, tuple[int, ...]]] = [{} for _ in kinds]
         self.num_rejected_drafts = 0
         self.num_accepted_drafts = 0

@@ -96,7 +96,7 @@ class Simulation:
         if draw < 0.5:
             chosen = [request_id for request_id in world.histories if rng.random() < 0.15]
             if chosen and draw < 0.1:
-                chosen += ["nobody", chosen[0]]
+                chosen += ["unknown", chosen[0]]
             world.abort(chosen)
         elif draw < 0.75:
             world.set_pause(rng.choice(_PAUSES))

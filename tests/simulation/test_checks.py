@@ -99,7 +99,7 @@ def test_nothing_comes_behind_the_last_output(late: RequestOutput):
         [output([1], None, num_cached=0), output([1], None, num_cached=0)],
         [output([], None, num_cached=0)],
     ],
-    ids=["cached tokens untold", "cached tokens told twice", "nothing said"],
+    ids=["cached tokens missing", "cached tokens reported twice", "nothing reported"],
 )
 def test_outputs_of_a_wrong_form_are_noticed(outputs: list[RequestOutput]):
     history = History(request())

@@ -1,4 +1,4 @@
-"""Random workloads: no invariant breaks, and they are hard enough to tell. The long run is by command."""
+"""Random workloads: no invariant breaks, and they are hard enough to show it. The long run is by command."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Workload:
         self._max_span = min(setup.max_encoder_tokens or 6, self._max_model_len // 4)
         self._has_encoder = any(isinstance(kind, CrossAttention) for kind in setup.cache.groups)
         self._documents = self._draw_documents()
-        # Tokens of requests that have ended, and what they share with who continues them.
+        # Tokens of requests that have ended, and what they share with those that continue them.
         self._conversations: deque[Request] = deque(maxlen=4)
         self._spare_ids: deque[str] = deque(maxlen=4)
         self.num_drawn = 0

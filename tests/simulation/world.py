@@ -66,7 +66,7 @@ class World:
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.ended: list[Request] = []  # for the caller to take
         self.seen: Counter[str] = Counter()
-        self.journal: list[str] | None = None  # what happened, in words, where somebody wants to know
+        self.journal: list[str] | None = None  # what happened, in words, where it is traced
         # By content: the digest of a prefix to its hash and back.
         self._hash_of: dict[int, bytes] = {}
         self._digest_of: dict[bytes, int] = {}
@@ -97,7 +97,7 @@ class World:
         return True
 
     def extend(self, request_id: str, turn: Turn | None) -> bool:
-        """Give a resumable request its next turn, or tell that there will be none."""
+        """Give a resumable request its next turn, or note that there will be none."""
         history = self.histories[request_id]
         self._note("extend", request_id, turn)
         if turn is None:
@@ -165,7 +165,7 @@ class World:
         self.seen[f"pause_{state.value}"] += 1
 
     def reset(self, *, reset_running: bool) -> None:
-        """Forget all cached content; that works exactly when nobody holds a block behind it."""
+        """Forget all cached content; that works exactly when no block behind it is held."""
         self._note("reset", reset_running)
         num_running = len(self.scheduler.running_ids)
         was_reset = self.scheduler.reset_prefix_cache(self.now, reset_running=reset_running)
@@ -221,7 +221,7 @@ class World:
         self.scheduler.withdraw(self.now)
 
     def restrict(self, only: Collection[str] | None, max_num_tokens: int | None = None) -> None:
-        """Let only these run, all of them without a row for the others; None: everybody."""
+        """Let only these run, all of them without a row for the others; None: all."""
         self._note("restrict", only, max_num_tokens)
         self.is_restricted = only is not None
         self.scheduler.restrict(only, self.now, max_num_tokens)
@@ -230,7 +230,7 @@ class World:
         self.seen["restrict"] += self.is_restricted
 
     def finish_oldest(self) -> list[RequestOutput]:
-        """Hand in what the oldest step in flight has yielded."""
+        """Hand in the result of the oldest step in flight."""
         plan, result = self.in_flight.popleft()
         outputs = self.scheduler.update(plan, result, self.now)
         self._note("outputs", plan.step_number, outputs)
@@ -263,7 +263,7 @@ class World:
         )
 
     def check_idle(self) -> None:
-        """kv-idle-zero: nobody is left, and nothing is held."""
+        """kv-idle-zero: no request is left, and nothing is held."""
         pool = self.kv_cache.pool
         if self.histories or self.in_flight or self.scheduler.num_unfinished or self.scheduler.has_work:
             raise BrokenInvariant("kv-idle-zero", f"{list(self.histories)} have not ended")

@@ -132,7 +132,7 @@ def _make_tokenizer(special: tuple[str, ...]) -> Tokenizer:
 
 @dataclass(frozen=True)
 class GreedyStream:
-    """What transformers' own generate yields, and how sure it was: `margins[i]` is the lead of token i."""
+    """What transformers' own generate returns, and how sure it was: `margins[i]` is the lead of token i."""
 
     token_ids: list[int]
     margins: list[float]

@@ -34,7 +34,7 @@ def request_of(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> generate_pb2.GenerateRequest:
-    """A request for `max_tokens` tokens, greedy unless told otherwise."""
+    """A request for `max_tokens` tokens, greedy by default."""
     sampling = sampling_pb2.SamplingParams(
         temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos
     )

@@ -28,7 +28,7 @@ class Stack:
         self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            # Nobody but the test sends requests, and it knows when it stops a frontend.
+            # Only the test sends requests, and it knows when it stops a frontend.
             "TRIPTYCH_FRONTEND_DRAIN_LAG_S": "0",
             **(environment or {}),
         }

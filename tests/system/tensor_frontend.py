@@ -23,7 +23,7 @@ NUM_POSITIONS, HIDDEN = 100, 25_600
 
 
 class TensorFrontend:
-    """One session. Where it does not prove its host, its tensors are uploaded."""
+    """One session. Where it does not identify its host, its tensors are uploaded."""
 
     def __init__(self, address: str, frontend_id: str, *, has_host_proof: bool = True) -> None:
         self.frontend_id = frontend_id

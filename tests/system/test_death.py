@@ -1,4 +1,4 @@
-"""A stop that nobody asked for: everybody who waits hears of it, and the exit code says that it was none."""
+"""A stop that was not asked for: all waiting calls end with an error, the exit code is one of a failure."""
 
 from __future__ import annotations
 

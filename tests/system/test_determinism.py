@@ -86,7 +86,7 @@ def test_the_same_logits_bit_by_bit_in_every_situation(loaded):
         driver = make_driver()
         report(name, driver, observed(driver, company_of(num_others)), (tokens, logits))
     preempted = CoreDriver(loaded, num_blocks=54, max_num_batched_tokens=128)
-    # Who came last gives way first.
+    # The last request gives way first.
     result = observed(preempted, {f"other-{index}": prompt_of(250, seed=index + 1) for index in range(2)})
     assert preempted.num_preemptions > 0
     report("preempted", preempted, result, (tokens, logits))

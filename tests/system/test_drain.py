@@ -1,4 +1,4 @@
-"""A stop that somebody asked for: what runs is finished or handed on, and every service exits with 0."""
+"""A stop that was asked for: what runs is finished or handed on, and every service exits with 0."""
 
 from __future__ import annotations
 

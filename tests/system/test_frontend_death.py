@@ -45,7 +45,7 @@ MIXED_STREAMS = (*STREAMS, *(NO_GRACE for _ in range(4)))
 
 @dataclass
 class Output:
-    """All that a client was told of one output, put together."""
+    """All that a client received of one output, put together."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -152,7 +152,7 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
 
 
 def check_cut(expected: list[Read], seen: list[Read]) -> None:
-    """Streams with a grace are whole, those without were told that the frontend left."""
+    """Streams with a grace are whole, those without got the error of a frontend that left."""
     for options, undisturbed, one in zip(MIXED_STREAMS, expected, seen, strict=True):
         if options.get("orphan_grace_ms") == 0:
             assert one.error is not None
@@ -205,7 +205,7 @@ async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(l
         after = await view.until_idle()
     check_cut(expected, seen)
     assert after.num_used_blocks == before.num_used_blocks == 0
-    # No prompt was computed twice, and what nobody can go on with was not computed to its end.
+    # No prompt was computed twice, and what no client can go on with was not computed to its end.
     assert after.num_prompt_tokens == 2 * before.num_prompt_tokens
     assert after.num_generated_tokens < 2 * before.num_generated_tokens
 
@@ -231,7 +231,7 @@ async def test_clients_of_a_worker_whose_drain_is_cut_go_on_at_its_sibling_at_th
             seen, reading = await read_all(client, prompts, MIXED_STREAMS)
             os.kill(await busy_worker(frontend), signal.SIGTERM)
             async with asyncio.timeout(WAIT_LIMIT_S):
-                # Those without a grace are told when the drain is cut.
+                # Those without a grace end when the drain is cut.
                 await asyncio.gather(*(one.is_over.wait() for one in seen[len(STREAMS) :]))
             brake.release()
             await asyncio.wait_for(reading, WAIT_LIMIT_S)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
 from tests.architecture.test_light_images import installed
+from tests.processes import announced
 from tests.system.generation import CALL_LIMIT_S
 from tests.system.stack import START_LIMIT_S, Stack, address_of
 from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -107,26 +108,15 @@ async def _read(
 
 @asynccontextmanager
 async def _frontend(bin_folder: Path, engine: str, folder: Path) -> AsyncIterator[str]:
-    """`triptych frontend` of a venv, where nothing of the source tree is found; yields its address."""
-    reader, writer = os.pipe()
+    """`triptych frontend` of a venv, where nothing of the source tree is found; its address."""
+    command = (str(bin_folder / "triptych"), "frontend", "--engine", engine, "--port", "0")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = await asyncio.create_subprocess_exec(
-        str(bin_folder / "triptych"), "frontend", "--engine", engine, "--port", "0",
-        "--announce-fd", str(writer), cwd=folder, env=environment, pass_fds=[writer],
-    )  # fmt: skip
-    os.close(writer)
-    try:
-        with os.fdopen(reader) as pipe:
-            line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_LIMIT_S)
-        address = str(json.loads(line)["address"])
+    async with announced(*command, cwd=folder, env=environment) as (process, record):
+        address = str(record["address"])
         await asyncio.wait_for(await_ready("frontend", address), START_LIMIT_S)
         yield address
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), START_LIMIT_S) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def _size(path: Path) -> int:

@@ -58,7 +58,7 @@ class Operated:
         return stats
 
     async def check_undisturbed(self, tasks: list[asyncio.Task[list[int]]]) -> None:
-        """The streams end with the ids of a run that nobody touched."""
+        """The streams end with the ids of a run that was left alone."""
         assert await asyncio.gather(*tasks) == self.undisturbed
 
     async def state(self) -> session_pb2.EngineState:

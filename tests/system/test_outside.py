@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.services import embedded_model
+from tests.processes import running_async
 from tests.system.stack import Stack, address_of
 
 pytestmark = pytest.mark.network
@@ -20,11 +21,11 @@ INSTALL_LIMIT_S = 240.0
 
 
 async def _run(*command: str, folder: Path | None = None) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
+    async with running_async(
         *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), INSTALL_LIMIT_S)
-    return process.returncode or 0, output.decode()
+    ) as process:
+        output, _ = await asyncio.wait_for(process.communicate(), INSTALL_LIMIT_S)
+        return process.returncode or 0, output.decode()
 
 
 async def test_buf_curl_lists_services_by_reflection_and_streams(llama: str, tmp_path: Path) -> None:

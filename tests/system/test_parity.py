@@ -1,4 +1,4 @@
-"""Three processes on a real checkpoint yield what transformers' own generate yields."""
+"""Three processes on a real checkpoint produce what transformers' own generate returns."""
 
 from __future__ import annotations
 

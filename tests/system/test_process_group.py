@@ -25,6 +25,7 @@ from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStartin
 from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import Refused
 from engine_svc.runner.sleep import WakeTag, WeightsLost
+from tests.processes import running, source_environment
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.ranks import (
@@ -252,10 +253,9 @@ sys.stdin.read()
 
 
 def test_ranks_end_with_a_parent_that_is_killed_even_a_stopped_one(folders) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(folders["llama"])],
-        env=environment,
+    with running(
+        *(sys.executable, "-c", PARENT, str(folders["llama"])),
+        env=source_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as parent:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import running_async
 from tests.system.ranks import named_segments, wait_for_end
 from tests.system.stack import START_LIMIT_S
 
@@ -49,26 +50,33 @@ class Tree:
 @contextlib.asynccontextmanager
 async def whole_tree(ready_file: Path) -> AsyncIterator[Tree]:
     """A stack on the embedded model, once every kind of process runs that it has."""
-    launcher = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}", *FLAGS),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    tree = Tree(launcher, {})
+    process_ids: list[int] = []
     try:
-        assert launcher.stdout is not None
-        await asyncio.wait_for(launcher.stdout.readuntil(b"triptych complete"), START_LIMIT_S)
-        async with asyncio.timeout(START_LIMIT_S):
-            # Text workers start with the first tokenizer; no event of another process tells of it.
-            while {title: len(pids) for title, pids in tree.by_title.items()} != TITLES:
-                await asyncio.sleep(0.05)
-                tree = Tree(launcher, by_title(psutil.Process(launcher.pid).children(recursive=True)))
-        yield tree
+        async with running_async(
+            *(
+                sys.executable,
+                "-m",
+                "launcher.cli",
+                "serve",
+                "--port=0",
+                f"--ready-file={ready_file}",
+                *FLAGS,
+            ),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as launcher:
+            assert launcher.stdout is not None
+            await asyncio.wait_for(launcher.stdout.readuntil(b"triptych complete"), START_LIMIT_S)
+            tree = Tree(launcher, {})
+            async with asyncio.timeout(START_LIMIT_S):
+                # Text workers start with the first tokenizer; there is no event for it.
+                while {title: len(pids) for title, pids in tree.by_title.items()} != TITLES:
+                    await asyncio.sleep(0.05)
+                    tree = Tree(launcher, by_title(psutil.Process(launcher.pid).children(recursive=True)))
+                    process_ids = tree.process_ids
+            yield tree
     finally:
-        if launcher.returncode is None:
-            launcher.kill()
-        await launcher.communicate()
-        assert wait_for_end(tree.process_ids) == []
+        assert wait_for_end(process_ids) == []
 
 
 def by_title(processes: list[psutil.Process]) -> dict[str, list[int]]:

@@ -27,7 +27,9 @@ from benchmarks.rig.watch import placed
 from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
+from service_kit.process import signal_child
 from tests.architecture.sources import ROOT
+from tests.processes import running_async
 from tests.system.stack import START_LIMIT_S, WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -109,21 +111,23 @@ class Cluster:
         """What every process of the cluster has in its environment, and no other."""
         return self.environment["RAY_AUTH_TOKEN"]
 
-    async def start(self, *arguments: str, log_file: Path) -> asyncio.subprocess.Process:
-        """Run `triptych ARGUMENTS`; what it reports goes to `log_file`."""
+    @asynccontextmanager
+    async def running(self, *arguments: str, log_file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+        """`triptych ARGUMENTS`; what it reports goes to `log_file`."""
         with log_file.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                str(self.python), "-m", "launcher.cli", *arguments,
+            async with running_async(
+                *(str(self.python), "-m", "launcher.cli", *arguments),
                 cwd=self.folder, env=self.environment, stdout=asyncio.subprocess.PIPE, stderr=log,
-            )  # fmt: skip
+            ) as process:  # fmt: skip
+                yield process
 
     async def run(self, *arguments: str) -> str:
         """Run `triptych ARGUMENTS` to its end, which has to be a success; what it printed."""
         log_file = self.folder / "command.log"
-        process = await self.start(*arguments, log_file=log_file)
-        output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
-        assert process.returncode == 0, log_file.read_text()[-2000:]
-        return output.decode()
+        async with self.running(*arguments, log_file=log_file) as process:
+            output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
+            assert process.returncode == 0, log_file.read_text()[-2000:]
+            return output.decode()
 
 
 @asynccontextmanager
@@ -137,27 +141,28 @@ async def ray_cluster(python: Path, ray_folder: Path, folder: Path) -> AsyncIter
     }
     port = free_port()
     log_file = folder / "ray.log"
+    command = (
+        str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
+        "--node-ip-address=127.0.0.1", "--num-cpus=4", "--num-gpus=0", "--include-dashboard=false",
+        f"--temp-dir={ray_folder}",
+    )  # fmt: skip
     with log_file.open("wb") as log:
-        head = await asyncio.create_subprocess_exec(
-            str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
-            "--node-ip-address=127.0.0.1", "--num-cpus=4", "--num-gpus=0", "--include-dashboard=false",
-            f"--temp-dir={ray_folder}", cwd=folder, env=environment, stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        async with asyncio.timeout(START_LIMIT_S):
-            while b"Ray runtime started" not in log_file.read_bytes():
-                assert head.returncode is None, log_file.read_text()[-2000:]
-                await asyncio.sleep(0.1)
-        yield Cluster(f"127.0.0.1:{port}", python, environment, folder)
-    finally:
-        if head.returncode is None:
-            head.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(head.wait(), START_LIMIT_S)
+        async with running_async(*command, cwd=folder, env=environment, stdout=log, stderr=log) as head:
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    while b"Ray runtime started" not in log_file.read_bytes():
+                        assert head.returncode is None, log_file.read_text()[-2000:]
+                        await asyncio.sleep(0.1)
+                yield Cluster(f"127.0.0.1:{port}", python, environment, folder)
+            finally:
+                # It ends the node's other processes.
+                signal_child(head, signal.SIGTERM)
+                await asyncio.wait_for(head.wait(), START_LIMIT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngines:
-    """What `triptych ray place` has told."""
+    """What `triptych ray place` has printed."""
 
     engines: list[dict[str, str]]  # as in the ready file, and `engine_id`
     log_file: Path
@@ -167,12 +172,11 @@ class PlacedEngines:
 async def placement(cluster: Cluster, coordinator: str, *, num_engines: int) -> AsyncIterator[PlacedEngines]:
     """`triptych ray place` of the embedded model until the block ends, which it has to do well."""
     ready_file, log_file = cluster.folder / "ready.json", cluster.folder / "place.log"
-    process = await cluster.start(
+    arguments = (
         "ray", "place", str(embedded_model()), f"--ray-address={cluster.address}",
         f"--num-engines={num_engines}", f"--coordinator={coordinator}", f"--ready-file={ready_file}",
-        log_file=log_file,
     )  # fmt: skip
-    try:
+    async with cluster.running(*arguments, log_file=log_file) as process:
         async with asyncio.timeout(START_LIMIT_S):
             while not ready_file.exists():
                 assert process.returncode is None, log_file.read_text()[-2000:]
@@ -184,10 +188,6 @@ async def placement(cluster: Cluster, coordinator: str, *, num_engines: int) -> 
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), START_LIMIT_S) == 0, log_file.read_text()[-2000:]
         assert not ready_file.exists()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def served_by(channel: grpc.aio.Channel, load: Load, num_tokens: int) -> Counter[str]:
@@ -220,7 +220,7 @@ async def processes_left(token: str) -> list[str]:
     """Command lines of processes with `token` in their environment, once there are none or time is up."""
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while _processes_with(token):  # noqa: ASYNC110  Processes of others do not tell.
+            while _processes_with(token):  # noqa: ASYNC110  Processes of others have no event.
                 await asyncio.sleep(0.1)
     except TimeoutError:
         return _processes_with(token)

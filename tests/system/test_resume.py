@@ -28,7 +28,7 @@ _NUM_TOKENS = 100
 
 
 class Taker:
-    """A request's receiver that keeps what it is told."""
+    """A request's receiver that keeps what it gets."""
 
     wants_logprobs = False
     num_prompt_tokens = 5
@@ -116,7 +116,7 @@ class Rig:
         return takers
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until what the client was told, or what became of it, makes `condition` true."""
+        """Wait until what the client received, or what became of it, makes `condition` true."""
         async with asyncio.timeout(_PATIENCE_S):
             while not condition():
                 self._changed.clear()
@@ -181,7 +181,7 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
     def next_cut() -> int | None:
         if not is_cutting:
             return None
-        # gRPC drops what nobody has read when a connection breaks, and a client gives up after ten in a row
+        # gRPC drops what was not read when a connection breaks, and a client gives up after ten in a row
         # that brought nothing: every third one stands for longer.
         return rng.randrange(400, 40_000) if next(num_asked) % 3 else rng.randrange(100_000, 200_000)
 
@@ -240,7 +240,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         await rig.until_state(EngineState.DOWN)
         assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
         received = [list(taker.token_ids) for taker in takers]
-        # What it computed meanwhile, and nobody waits for any more.
+        # What it computed meanwhile, and no client waits for any more.
         engine.executor.hold_at = 6
         engine.executor.gate.set()
         await asyncio.to_thread(engine.executor.wait_for_launches, 6)

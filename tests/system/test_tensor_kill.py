@@ -16,6 +16,7 @@ import pytest
 from engine_svc.tensors.source import TensorReceiver
 from service_kit import shared_memory
 from tests.engine_svc.session.service_rig import ServiceRig, make_facts
+from tests.processes import running_async
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
 
 pytestmark = pytest.mark.chaos
@@ -42,13 +43,6 @@ def left_of(frontend_ids: list[str]) -> list[str]:
 
 async def kill_senders(address: str, frontend_ids: list[str], choose: random.Random) -> None:
     """Start senders and kill each at a point of its own."""
-    senders = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.system.tensor_frontend", address, frontend_id,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for frontend_id in frontend_ids
-    ]  # fmt: skip
 
     async def strike(sender: asyncio.subprocess.Process) -> None:
         assert sender.stdout is not None
@@ -58,7 +52,14 @@ async def kill_senders(address: str, frontend_ids: list[str], choose: random.Ran
         sender.send_signal(signal.SIGKILL)
         await sender.wait()
 
-    async with asyncio.timeout(60):
+    command = (sys.executable, "-m", "tests.system.tensor_frontend", address)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+        senders = [
+            await stack.enter_async_context(
+                running_async(*command, frontend_id, stdout=asyncio.subprocess.PIPE)
+            )
+            for frontend_id in frontend_ids
+        ]
         await asyncio.gather(*map(strike, senders))
 
 
@@ -71,7 +72,7 @@ async def test_fifty_killed_senders_of_10_mb_leave_no_segment_and_the_engine_ser
             everybody += frontend_ids
             await kill_senders(rig.address, frontend_ids, choose)
         async with asyncio.timeout(30):
-            # Nobody tells of a file that is gone; the engine looks once a second.
+            # A file that is gone has no event; the engine looks once a second.
             while left_of(everybody):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         async with TensorFrontend(rig.address, f"alive-{pid}") as frontend:
@@ -79,7 +80,7 @@ async def test_fifty_killed_senders_of_10_mb_leave_no_segment_and_the_engine_ser
             await frontend.until_ended(1)
         assert (len(frontend.tokens[1]), frontend.rejected, frontend.failed) == (3, {}, {})
         assert left_of([f"alive-{pid}"]) == []
-    # What the scheduler's latest plan had is let go with the next one; of all others nothing is held.
+    # What the scheduler's latest plan had is released with the next one; of all others nothing is held.
     assert rig.engine.tensors.memory.used_bytes <= len(large_tensor().data)
 
 

@@ -34,7 +34,7 @@ class WireProxy:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def refuse(self) -> None:
-        """Listen no more: who connects from now on is refused."""
+        """Listen no more: connections from now on are refused."""
         assert self._server is not None, "the proxy is started first"
         self._server.close()
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts its connections when it is told to, in a thread of its own."""
+"""A TCP proxy that cuts its connections on request, in a thread of its own."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class FakeFrontend(
         yield generate_pb2.GenerateResponse(started=_started(request))
         if request.prompt == STREAM_FOREVER:
             if not context.add_callback(self.cancelled.set):
-                # It was over before it began here, and nobody is called back.
+                # It was over before it began here, and there is no callback.
                 self.cancelled.set()
             yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(text="a", token_ids=[1]))
             self.cancelled.wait()

@@ -134,7 +134,7 @@ def test_a_full_frontend_that_says_when_is_asked_again(client: Client, frontend:
 
 
 def test_nothing_is_tried_again_past_the_deadline(client: Client, frontend: FakeFrontend) -> None:
-    # Less than the longest wait of the policy, more than the call has. Nobody waits for either.
+    # Less than the longest wait of the policy, more than the call has. It waits for neither.
     frontend.num_failures_left, frontend.retry_after_ms = 1, 20_000
     with pytest.raises(TriptychError, match="RESOURCE_EXHAUSTED: full") as caught:
         client.generate_unary("word", timeout_s=15.0)

@@ -85,7 +85,7 @@ def test_a_frontend_that_leaves_breaks_its_streams_and_cannot_resume_them() -> N
     stream = plan()
     stream.take(started())
     stream.take(delta(2))
-    # What it asks whoever begins anew to wait is too long for a stream: another frontend has it at once.
+    # What it asks a new request to wait is too long for a stream: another frontend has it at once.
     assert [stream.after_error(LEAVES) for _ in range(3)] == [
         NextCall(after_s, None, resume_after(2)) for after_s in (0.0, 0.1, 0.2)
     ]

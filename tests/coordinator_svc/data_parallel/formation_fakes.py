@@ -45,7 +45,7 @@ class Group:
         self.step()
 
     def take(self, *engine_ids: str) -> None:
-        """These engines take what they are told now."""
+        """These engines take commands now."""
         for engine_id in engine_ids:
             self.formation.answer(engine_id, self.formation.orders()[engine_id], self.now)
         self.step()
@@ -70,7 +70,7 @@ class Group:
         return {id_: order.rank for id_, order in orders.items() if isinstance(order, Prepare)}
 
     def change_over(self, *members: str, leavers: str = "") -> int:
-        """Everybody prepares, commits and reports the new generation, which is returned."""
+        """All prepare, commit and report the new generation, which is returned."""
         generation = self.formation.preparing
         self.take(*members, *leavers)
         self.take(*members, *leavers)

@@ -1,6 +1,6 @@
 """Engines of one lockstep group that live, die and meet, in virtual time, around a real formation.
 
-The world keeps the books that no single process has: who was told what under which number, and who met.
+The world keeps the books that no single process has: what each rank was sent, by number, and which ranks met.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Engine:
     was_formed: bool = False
     is_leaving: bool = False
     generation: int = 0
-    ready: int = 0  # the newest generation it was told to commit
+    ready: int = 0  # the newest generation it was asked to commit
     formed: int = 0  # the newest it was in
     prepared: Prepare | None = None
     unanswered: Prepare | None = None  # being prepared

@@ -26,7 +26,7 @@ def nack(command: command_pb2.Command, why: str) -> command_pb2.CommandResult:
 
 
 class Engine:
-    """An engine `a` with a session, and what it was told and answered."""
+    """An engine `a` with a session, and what it was sent and answered."""
 
     def __init__(self, *, first_id: int = 1) -> None:
         self.commands = Commands(first_id=first_id)

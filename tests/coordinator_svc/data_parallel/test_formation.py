@@ -1,4 +1,4 @@
-"""Generations of a lockstep group: when one is made, of whom, and what takes it back. No real time."""
+"""Generations of a lockstep group: when one is made, of which engines, what invalidates it. No real time."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_an_engine_that_is_to_change_over_is_notified_of_members_that_have_ended
     group.join("c", epoch=2)
     group.load("c")
     group.take("a", "b", "c")
-    # Nobody who is in it has ended: all of its ranks can vote.
+    # No member of it has ended: all of its ranks can vote.
     assert group.formation.orders() == dict.fromkeys("abc", Commit(3, lost_generation=1))
 
 
@@ -475,7 +475,7 @@ _MAX_TURNS_TO_FORM = 6000
 
 
 def _disturb(world: World) -> None:
-    """Sometimes something goes wrong, or somebody wants another size."""
+    """Sometimes something goes wrong, or another size is wanted."""
     engine = world.random.choice(world.engines)
     choice = world.random.random()
     if choice < 0.010:

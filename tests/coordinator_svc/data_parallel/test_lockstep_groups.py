@@ -48,7 +48,7 @@ class Engines:
         return self.commands.take_unsent(engine_id, 1)
 
     def take(self, *engine_ids: str) -> list[command_pb2.Command]:
-        """What these engines are told, which they ack."""
+        """What these engines are sent, which they ack."""
         taken = []
         for engine_id in engine_ids:
             for command in self.read(engine_id):
@@ -207,13 +207,13 @@ def test_no_engine_can_push_its_group_to_where_numbers_end(field: str) -> None:
     pushed = {"wave": 1, "generation": 1, field: 2**48}
     engines.groups.check_ahead("g", "report", **pushed)
     engines.report("a", **pushed)
-    # Whoever counts on from there is heard, by this coordinator and by one that has just started.
+    # A start that counts on from there is accepted, by this coordinator and by one that has just started.
     on = {**pushed, field: 2**48 + 1000}
     engines.groups.check_ahead("g", "report", **on)
     LockstepGroups(Commands(), FakeClock()).check_ahead("g", "report", **on)
 
 
-# The rules by which engines are told to begin a wave, one by one.
+# The rules by which engines are started on a wave, one by one.
 
 
 def wave_of(**stands: WaveStatus) -> Wave:
@@ -306,7 +306,7 @@ def test_the_next_wave_is_started_anew():
 
 
 def test_a_late_question_does_not_begin_the_wave_after_it():
-    # One rank has told of the end of the wave, the other's word from its beginning has come only now.
+    # One rank has reported the end of the wave, the other's report of its beginning comes only now.
     wave = wave_of(b=idle(2), a=running(1, asks=True))
     assert wave.due(0.0) == []
 

@@ -264,7 +264,7 @@ def test_an_engine_that_was_to_leave_may_report_that_it_stays_but_not_that_it_lo
         registry.report("a", 1, MemberState.JOINING)
 
 
-# Loads: their order within an engine, and when a subscriber hears of them.
+# Loads: their order within an engine, and when a subscriber gets them.
 
 
 def report(seq: int, *, step: int = 0, epoch: int = 1, running: int = 0) -> LoadReport:
@@ -351,7 +351,7 @@ def test_members_are_published_at_once_loads_soon_and_nothing_now_and_then(elaps
     assert due == pytest.approx(wait_s)
 
 
-# Who knows a later coordinator is refused, and said to be so once.
+# A peer that knows a later coordinator is refused, which is logged once.
 
 
 def refuse(check: EpochCheck, who: str, epoch: int) -> None:

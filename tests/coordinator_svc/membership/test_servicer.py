@@ -322,7 +322,7 @@ async def test_many_engines_are_asked_to_report_less_often_and_later_ones_at_onc
             await one.engine(engine_id=f"e{index}", endpoint=f"127.0.0.1:{10_000 + index}")
             for index in range(252)
         ]
-        # Those who were there are told at 201 engines, which leaves room for 251, and again at 252.
+        # Those that were there get a message at 201 engines, which leaves room for 251, and again at 252.
         for peer, intervals in ((peers[0], [126, 158]), (peers[201], [126, 158]), (peers[251], [158])):
             received = [(await peer.read_command()).update_interval.interval_ms for _ in intervals]
             assert received == intervals
@@ -352,7 +352,7 @@ def rank(index: int, **fields: object) -> dict[str, object]:
 
 
 async def formed(one: Coordinator) -> list[EnginePeer]:
-    """Two engines that have formed a generation, as the coordinator has told them."""
+    """Two engines that have formed a generation, as the coordinator has announced."""
     peers = [await one.engine(**rank(index)) for index in range(2)]
     for peer in peers:
         await peer.report(state=LOADING, wave=1, wave_complete=True, scaling_notice=LOADED)
@@ -555,7 +555,7 @@ async def test_a_peer_that_still_floods_after_the_session_has_ended_gets_the_rea
 
 
 def _status_of_a_flood(address: str) -> grpc.StatusCode | None:
-    # In asyncio a write that fails at the end takes the place of the status that was told:
+    # In asyncio a write that fails at the end replaces the status that was sent:
     # https://github.com/grpc/grpc/issues/36066
     register = coordinator_pb2.EngineSessionRequest(register=registration())
     report = coordinator_pb2.EngineSessionRequest(report=coordinator_pb2.EngineReport(seq=1))
@@ -633,7 +633,7 @@ def test_no_label_of_a_name_is_longer_than_resolvers_take() -> None:
 @pytest.mark.parametrize("field", ["engine_id", "dp_group", "parallel_config_hash"])
 @pytest.mark.parametrize("text", ["a" * 129, "two\nlines", "\x1b[2J"], ids=["long", "lines", "escape"])
 def test_names_are_short_and_can_be_printed(field: str, text: str) -> None:
-    """They are in lines that people read, and in what every frontend is told."""
+    """They are in logs, and in what is sent to every frontend."""
     to_registration(registration(**{field: "a" * 128}))
     with pytest.raises(InvalidArgument, match=f"{field} has "):
         to_registration(registration(**{field: text}))

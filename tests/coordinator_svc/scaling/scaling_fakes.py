@@ -23,7 +23,7 @@ NAME = "triptych.coordinator.v1.ScalingService"
 
 
 class FakeEngines:
-    """Members by name. One that is told to drain does so, but for those that refuse or cannot be reached."""
+    """Members by name. One that is asked to drain does so, but for those that refuse or cannot be reached."""
 
     def __init__(self, *groups: Group) -> None:
         self.members = {group.name: group for group in groups}

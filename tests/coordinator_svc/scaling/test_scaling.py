@@ -464,7 +464,7 @@ async def test_an_operation_that_is_not_known_is_named() -> None:
 
 
 class CountingSignal(ChangeSignal):
-    """Counts how often somebody who waited was woken."""
+    """Counts how often a wait was woken."""
 
     num_woken = 0
 
@@ -488,7 +488,7 @@ async def test_loads_are_no_reason_to_look_at_operations() -> None:
     await asyncio.wait((running,))
 
 
-# Scaling over the real membership: who is there, commands to engines and their answers, evictions.
+# Scaling over the real membership: members, commands to engines and their answers, evictions.
 
 
 class Members:
@@ -525,7 +525,7 @@ class Members:
 async def draining(
     members: Members, engine_id: str, deadline_s: float = 2.0
 ) -> AsyncIterator[asyncio.Future[str]]:
-    """An engine that is being told to drain within so long."""
+    """An engine that is asked to drain within so long."""
     task = asyncio.ensure_future(members.engines.drain(engine_id, deadline_s))
     try:
         yield task
@@ -612,7 +612,7 @@ async def test_an_engine_without_a_session_is_not_waited_for() -> None:
     members.topology.commands.close("a", 1)
     with pytest.raises(Unavailable, match="engine a has no session"):
         await members.engines.drain("a", 0.0)
-    # Nothing is left over that it would be told when it comes back.
+    # Nothing is left over that it would be sent when it comes back.
     members.topology.commands.open("a", 2, members.sent.set)
     assert members.topology.commands.take_unsent("a", 2) == []
 
@@ -626,7 +626,7 @@ async def test_an_engine_that_stands_alone_is_no_rank_of_a_lockstep_group_withou
     assert [engine.engine_id for engine in group.engines] == ["a", "b"]
     alone = members.engines.find("alone")
     assert alone is not None and alone.engine_id == "alone"
-    assert members.engines.find("nobody") is None
+    assert members.engines.find("unknown") is None
 
 
 async def test_requests_of_an_engine_are_those_that_run_and_those_that_wait() -> None:
@@ -636,7 +636,7 @@ async def test_requests_of_an_engine_are_those_that_run_and_those_that_wait() ->
     report.load.engine_epoch, report.load.num_running, report.load.num_waiting = 11, 3, 2
     members.topology.take_report("a", 1, report)
     assert members.engines.num_in_flight("a") == 5
-    assert members.engines.num_in_flight("nobody") == 0
+    assert members.engines.num_in_flight("unknown") == 0
 
 
 async def test_an_evicted_process_is_gone_and_does_not_come_back_but_its_successor_may() -> None:

@@ -1,4 +1,4 @@
-"""The engine's state machine: its table, and who is told."""
+"""The engine's state machine: its table, and its listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Utility calls into an engine with a fake model: who may, until when, and what becomes of requests."""
+"""Utility calls into an engine with a fake model: which are permitted, and what becomes of requests."""
 
 from __future__ import annotations
 
@@ -465,7 +465,7 @@ async def test_a_refused_update_leaves_an_engine_that_runs():
 
 
 async def lose_weights(engine: Controlled, error: Exception) -> ServiceError:
-    """Have an update lose them, and a request come; what the operator is told."""
+    """Have an update lose them, and a request come; what the operator reads."""
     engine.runners.error = error
     with pytest.raises(ServiceError) as caught:
         await engine.call(update_weights={"path": "/models/new", "version": "step-2"})

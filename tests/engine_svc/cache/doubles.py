@@ -8,7 +8,7 @@ from engine_svc.cache.observer import StoredBlocks
 
 
 class EventLog:
-    """Writes down what the cache tells, in its order; that nothing was handed out or shared is no news."""
+    """Records the cache's events in order; that nothing was handed out or shared is no news."""
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []

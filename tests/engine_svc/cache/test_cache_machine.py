@@ -126,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(place=st.integers(0, 1 << 16), keeps=st.booleans())
     def release(self, place: int, keeps: bool) -> None:
-        """A request goes; somebody may keep its blocks for a while."""
+        """A request goes; its blocks may be kept for a while."""
         request = self.holders.pop(place % len(self.holders))
         if keeps:
             self.kept.append(self.cache.hold(request))
@@ -141,7 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """All content is forgotten, if nobody holds any."""
+        """All content is forgotten, if no block is held."""
         is_idle = not self.holders and not self.kept
         before = self._state()
         assert self.cache.reset() is (is_idle or self.cache.num_used_blocks == 0)
@@ -150,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_lost(self) -> None:
-        """kv-conservation, hash-soundness, and events that tell what can be found."""
+        """kv-conservation, hash-soundness, and events that match what can be found."""
         check_conservation(self.cache.pool, self.holders, self.kept)
         for request in self.holders:
             check_tables(request, self.cache, self.config, request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""What the cache tells its observers, and that who listens knows what can be found (54)."""
+"""What the cache reports to its observers, and that they know what can be found (54)."""
 
 from __future__ import annotations
 

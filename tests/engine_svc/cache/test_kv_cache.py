@@ -76,7 +76,7 @@ def test_47_who_skips_the_lookup_still_leaves_blocks_for_others():
     assert second.num_cached_tokens == 0
     assert table_of(second) == [4, 5, 6]
     assert small.hashes_of(second) == small.hashes_of(first) == first.block_hashes
-    # It asked for nothing, so it is in no figure.
+    # It asked for nothing, so it is in no statistics.
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (48, 0)
 
 
@@ -676,7 +676,7 @@ def test_every_group_frees_its_blocks_and_the_shortest_share_counts():
     assert small.admit(first)
     assert small.admit(second)
     assert small.cache.cost_of_release(second) == (5, 4)
-    # Somebody holds one block more of the first group alone.
+    # A request holds one block more of the first group alone.
     small.pool.hold(table_of(second, 0)[2:3])
     assert small.cache.cost_of_release(second) == (5, 3)
 
@@ -816,7 +816,7 @@ def test_70_a_reservation_is_all_or_nothing(num_usable: int, is_reserved: bool):
     small.cache.release(first)
     free = small.pool.free_block_ids
     loaded = request("b", [*tokens(16), *tokens(60, 500)])
-    # A matched block that nobody holds, and three new ones.
+    # A matched block that no request holds, and three new ones.
     reserved = small.cache.reserve(loaded, 64)
     assert (reserved is not None) is is_reserved
     if not is_reserved:
@@ -909,7 +909,7 @@ def test_27_a_loaded_request_is_counted_once():
     assert (small.cache.prefix_queries, small.cache.prefix_hits) == (40, 0)
 
 
-# How many blocks a request can come to hold, and who is admitted with how many free (63 to 65).
+# How many blocks a request can come to hold, and which are admitted with how many free (63 to 65).
 
 LENGTH = 16_384
 
@@ -1217,7 +1217,7 @@ def test_58_a_second_request_holds_only_its_chunk():
 
 
 def test_58_with_chunks_alone_nothing_of_complete_chunks_is_computed():
-    # No token of a later chunk depends on them, whether or not anybody has computed them.
+    # No token of a later chunk depends on them, whether or not they are computed.
     small = _windowed(CHUNKS)
     first = small.admitted(request("a", tokens(11)))
     assert (first.num_cached_tokens, table_of(first)) == (8, [0, 0, 0, 0, 1, 2])
@@ -1241,7 +1241,7 @@ def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitt
     small.pool.hold(held)
     free = small.pool.free_block_ids
     second = request("b", tokens(13))
-    # Two matched blocks that nobody holds, and one new.
+    # Two matched blocks that no request holds, and one new.
     assert small.admit(second) is is_admitted
     assert table_of(second) == ([0, 0, 0, 0, 5, 6, 4] if is_admitted else [])
     assert small.pool.free_block_ids == ([] if is_admitted else free)
@@ -1279,7 +1279,7 @@ def test_without_prefix_caching_a_chunk_may_have_any_length():
     assert small.cache.max_blocks_for(256) == 5
 
 
-# What a cache is built with where nobody says anything.
+# What a cache is built with without options.
 
 
 def test_by_default_beginnings_are_shared_whole_and_no_slot_lies_ahead():

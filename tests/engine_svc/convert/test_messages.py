@@ -410,7 +410,7 @@ def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, messag
         to_request(entry)
 
 
-# behaviour 116 on the wire: columns parallel to the tokens, NaN where nobody asked.
+# behaviour 116 on the wire: columns parallel to the tokens, NaN where not requested.
 
 
 def floats(column: bytes) -> list[float | None]:

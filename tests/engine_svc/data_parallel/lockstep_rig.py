@@ -48,7 +48,7 @@ class Meetings:
 
 
 class _Shared:
-    """One generation: who has come to which point, with what."""
+    """One generation: which rank has come to which point, with what."""
 
     def __init__(self, meetings: Meetings, size: int) -> None:
         self._meetings = meetings
@@ -123,7 +123,7 @@ class FakeGroup:
 
 
 class NotifyingStatsSnapshot(StatsSnapshot):
-    """Tells of every post."""
+    """Counts every post."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class NotifyingStatsSnapshot(StatsSnapshot):
             self._posted.notify_all()
 
     def until(self, condition: Callable[[LoopStats], bool]) -> LoopStats:
-        """The first figures that make it true, these or later ones."""
+        """The first statistics that make it true, these or later ones."""
         with self._posted:
             assert self._posted.wait_for(lambda: condition(self.read()), PATIENCE_S)
             return self.read()
@@ -292,7 +292,7 @@ class Rank:
     def _run(self) -> None:
         try:
             self.engine.run()
-        except Exception as error:  # noqa: BLE001  Whatever ends the loop, the test is told.
+        except Exception as error:  # noqa: BLE001  The test reports whatever ends the loop.
             self.error = error
 
 

@@ -54,7 +54,7 @@ def test_one_busy_rank_gets_its_thousand_tokens_and_the_other_takes_part(depth):
 def test_ranks_without_requests_neither_step_nor_vote():
     with Cluster(2) as cluster:
         for rank in cluster.ranks:
-            rank.inbox.put(Abort("nobody"))
+            rank.inbox.put(Abort("unknown"))
             rank.ask(lambda: None)
             assert (rank.executor.num_launched, rank.driver.num_votes) == (0, 0)
             assert rank.driver.rank_status.state is LockstepState.PAUSED
@@ -133,7 +133,7 @@ def test_what_waits_for_a_group_ends_at_its_deadline_and_looks_like_no_hang():
         cluster.reforms = False
         first.ask(lambda: first.driver.leave_group(ValueError("left")))
         first.add(1, deadline_at=5.0)
-        # The figures of a loop that has come to rest, and not those of the call before.
+        # The statistics of a loop that has come to rest, and not those of the call before.
         stats = first.stats_snapshot.until(lambda stats: not stats.is_in_call and stats.scheduler.num_waiting)
         assert stats.step_started_at is None
         assert first.executor.num_launched == 0
@@ -423,7 +423,7 @@ def test_a_rank_in_no_group_says_so_and_gives_nothing_up():
 
 
 class Bare:
-    """A driver without a loop, which votes after each step, in a group with nobody else."""
+    """A driver without a loop, which votes after each step, in a group of its own."""
 
     def __init__(self) -> None:
         self.meetings = Meetings()

@@ -92,7 +92,7 @@ def test_one_process_forms_one_group_after_the_other_and_keeps_nothing_of_them(p
         with_one = with_one or [open_files(), num_native_threads()]
         for group in pair.groups:
             group.close()
-    # The threads of a group end a moment after it, and nothing tells when.
+    # The threads of a group end a moment after it, without an event.
     deadline = time.monotonic() + TIMEOUT_S
     while any(now > then for now, then in zip([open_files(), num_native_threads()], with_one, strict=True)):
         assert time.monotonic() < deadline, (open_files(), num_native_threads(), with_one)
@@ -130,7 +130,7 @@ def test_who_closes_ends_the_waits_of_all_at_once(ranks):
             groups[0].count(vote())
         return
     lost = [threading.Event() for _ in groups]
-    # All but the last wait, in a vote or for who resumes; the last one's exchange is waited for as well.
+    # All but the last wait, in a vote or for a resume; the last one's exchange is waited for as well.
     groups[0].when_all_resumed(5, pytest.fail, lost[0].set)
     with ThreadPoolExecutor(len(groups)) as threads:
         waiting: list[Future[object]] = [

@@ -1,4 +1,4 @@
-"""Ranks that tell each other of a wave through a store, where no coordinator does."""
+"""Ranks that start each other's waves through a store, where there is no coordinator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FakeSignalStore:
 
 
 class Rig:
-    """One rank's wake signal; `received` gets the waves that it receives."""
+    """One rank's wake signal; `received` gets its waves."""
 
     def __init__(self, signal_store: FakeSignalStore, *, has_coordinator: bool = False) -> None:
         self.clock = FakeClock()

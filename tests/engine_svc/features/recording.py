@@ -98,7 +98,7 @@ class Traffic:
                 self._add()
         if self._alive and rng.random() < 0.08:
             ended = rng.sample(self._alive, min(len(self._alive), rng.randrange(1, 3)))
-            self._note_ends(self._scheduler.abort([*ended, "nobody"], 0.0))
+            self._note_ends(self._scheduler.abort([*ended, "unknown"], 0.0))
         if rng.random() < 0.05:
             self._scheduler.set_pause(rng.choice([PauseState.NONE, *PauseState]))
 

@@ -1,4 +1,4 @@
-"""What is told of the prefix cache adds up to exactly what can be found, whatever the engine did."""
+"""The events of the prefix cache adds up to exactly what can be found, whatever the engine did."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[AttentionKind, ...]] = {
 
 
 class Replica:
-    """What can be found, as one who hears the events alone knows it. A change that is none is an error."""
+    """What can be found, known from the events alone. A change that is none is an error."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[bytes, int], tuple[bytes, tuple[int, ...]]] = {}

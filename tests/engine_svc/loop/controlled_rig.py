@@ -1,4 +1,4 @@
-"""A served engine with a fake model and fake ranks, and an operator who calls into it."""
+"""A served engine with a fake model and fake ranks, and an operator's calls into it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Controlled:
         await self.call(resume=utility_pb2.ResumeCall())
 
     async def pass_by(self) -> None:
-        """Wait until the engine thread has taken in all that was sent, has turned once more and was heard."""
+        """Wait until the engine thread has taken in all that was sent, turned once more and answered."""
         loop, turned = asyncio.get_running_loop(), asyncio.Event()
         await self.frontend.flush()
 

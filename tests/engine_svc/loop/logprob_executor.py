@@ -1,4 +1,4 @@
-"""A fake model that tells something of the tokens it samples."""
+"""A fake model with logprobs of the tokens it samples."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 
-# What is told of one token of a request, by its id; None: nothing.
+# The logprobs of one token of a request, by its id; None: nothing.
 LogprobSource = Callable[[str], TokenLogprobs | None]
 
 
 def emit_logprobs(executor: Any, source: LogprobSource) -> None:
-    """Let `executor` tell of each sampled token what `source` makes of its request's id."""
+    """Let `executor` report for each sampled token what `source` makes of its request's id."""
     launch = executor.launch
 
     def launch_with_logprobs(plan: StepPlan) -> Any:

@@ -14,7 +14,7 @@ ALL = frozenset(Part)
 
 
 class FakeLoop:
-    """Counts requests; a turn of it ends one that runs, or tells who waits that none does."""
+    """Counts requests; a turn of it ends one that runs, or wakes the waits where none does."""
 
     def __init__(self, num_running: int = 0) -> None:
         self.num_running = num_running

@@ -154,7 +154,7 @@ def test_adds_that_wait_together_join_one_step():
 def test_an_engine_without_work_neither_plans_nor_launches():
     rig = Rig()
     rig.start()
-    rig.inbox.put(Abort("nobody"))
+    rig.inbox.put(Abort("unknown"))
     rig.stop()
     assert rig.scheduler.stats().step_number == 0
     assert rig.executor.num_launched == 0
@@ -354,7 +354,7 @@ def test_cached_tokens_are_reported_with_the_first_token():
 
 
 class LogprobExecutor(FakeExecutor):
-    """Tells of every sampled token, and of one place of each row's prompt per chunk, whoever asked."""
+    """Reports every sampled token, and one position of each row's prompt per chunk, for every row."""
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
         pending = super().launch(plan)
@@ -412,7 +412,7 @@ CALL_BUDGET_S = 600.0
 
 
 class WatchedStep(FakePendingStep):
-    """A step that looks at the board while its result is waited for."""
+    """A step that reads the statistics while its result is waited for."""
 
     def __init__(self, pending: FakePendingStep, executor: WatchedExecutor) -> None:
         self._pending = pending
@@ -425,7 +425,7 @@ class WatchedStep(FakePendingStep):
 
 
 class WatchedExecutor(FakeExecutor):
-    """Keeps the figures that are read while results are waited for."""
+    """Keeps the statistics that are read while results are waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +505,7 @@ def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
 
     request = Request("r1", [1, 2, 3], 3, SamplingParams(max_tokens=9))
     rig.inbox.put(Add(request, rig.frontend.outbox, 1))
-    rig.engine.abort((), "nobody")
+    rig.engine.abort((), "no reason")
     rig.scheduler.add(Request("r2", [1], 1, SamplingParams(max_tokens=1)))
     count()
     rig.scheduler.abort(["r2"], 0.0)
@@ -527,7 +527,7 @@ def test_aborts_for_unknown_ids_leave_nothing_behind():
     rig = Rig()
     before = rig.scheduler.stats()
     for number in range(10_000):
-        rig.inbox.put(Abort(f"nobody-{number}"))
+        rig.inbox.put(Abort(f"unknown-{number}"))
     assert not rig.engine.turn()
     rig.engine.close()
     assert rig.inbox.take() == []
@@ -557,7 +557,7 @@ def test_89_prompts_are_counted_once_when_they_come_and_outputs_with_every_step(
     assert counted() == (sum(prompts), 7)
 
 
-# Steps that fail: the offender ends, everybody else has the tokens of an undisturbed run.
+# Steps that fail: the suspect request ends, all others have the tokens of an undisturbed run.
 
 
 class FailingStep(FakePendingStep):
@@ -692,7 +692,7 @@ def test_blocks_of_a_failed_step_are_never_hit():
         request = Request(f"r{handle}", prompt.copy(), 20, SamplingParams(max_tokens=3))
         rig.inbox.put(Add(request, rig.frontend.outbox, handle))
     rig.serve(2)
-    # The newer is heard alone first, and finds nothing; then the older finds what it has computed, and the
+    # The newer is received alone first, and finds nothing; then the older finds what it has computed, and the
     # newer, which made room for it, all of its own.
     assert seen == [0, 4, 0, 4, 5]
 
@@ -877,7 +877,7 @@ def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_
     assert rig.scheduler.num_unfinished == 0
 
 
-# Random worlds of steps that fail, now and then or for somebody's fault: who may end with an error.
+# Random worlds of steps that fail, now and then or by a request's fault: which may end with an error.
 
 MAX_TURNS = 5000
 
@@ -899,7 +899,7 @@ class World:
         )
 
     def run(self) -> bool:
-        """Serve everybody; False where the engine took it for the device's fault."""
+        """Serve all; False where the engine took it for the device's fault."""
         rig = self.rig
         for handle, max_tokens in enumerate(self.max_tokens):
             rig.add(handle, max_tokens=max_tokens)
@@ -947,7 +947,7 @@ def test_no_innocent_ends_with_an_error_unless_it_fails_twice_alone(first_seed):
     assert num_served > 30
 
 
-# Suspects of a frontend: nothing runs ahead of what it sends when one of them has yielded.
+# Suspects of a frontend: nothing runs ahead of what it sends when one of them has produced a token.
 
 
 class AnsweringInbox(Inbox):
@@ -1004,7 +1004,7 @@ def test_steps_run_ahead_again_when_a_suspect_has_yielded():
     rig.executor.on_launch = launch
     rig.add(1, max_tokens=6, is_suspect=True)
     rig.serve(1)
-    # One token a step: what was launched and has not yielded when each of the steps is launched.
+    # One token a step: what was launched and has no token when each of the steps is launched.
     assert ahead == [0, 0, 1, 1, 1, 1]
 
 

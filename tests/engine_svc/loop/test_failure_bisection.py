@@ -1,4 +1,4 @@
-"""Who is let run, and who is blamed, for every kind of failure: the table of an inquiry."""
+"""Which requests run, and which are suspect, for every kind of failure: the table of a bisection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan_of(request_ids: list[str], *, samples: bool = True) -> StepPlan:
 def bisect(
     bisector: FailureBisector, suspects: list[str], fails: Callable[[frozenset[str]], bool]
 ) -> tuple[set[str], bool, int]:
-    """Go on as a loop would until the inquiry is over: offenders, whether it is fatal, how many steps."""
+    """Go on as a loop would until the bisection is over: suspects, whether it is fatal, how many steps."""
     decision: BisectionDecision | None = bisector.failed(suspects, 100)
     culprits: set[str] = set()
     num_steps = 0
@@ -34,7 +34,7 @@ def bisect(
             continue
         answer = bisector.on_step_done(plan_of(sorted(group)), WORKED)
         decision = answer if answer is not None else BisectionDecision(only=decision.only)
-    raise AssertionError("an inquiry has an end")
+    raise AssertionError("a bisection has an end")
 
 
 @pytest.mark.parametrize("num_suspects", [1, 2, 3, 64])

@@ -25,7 +25,7 @@ from service_kit.server import INTERNAL
 
 
 def logprobs_of(num_positions: int, k: int, *, first: int = 0) -> TokenLogprobs:
-    """What is told of places, each different from the others."""
+    """Logprobs of positions, each different from the others."""
     entries = [place * 1000 + entry for place in range(first, first + num_positions) for entry in range(k)]
     return TokenLogprobs(
         [-1.0 - place for place in range(first, first + num_positions)],
@@ -176,14 +176,14 @@ def any_output(rng: random.Random) -> StepOutput:
 
 
 def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
-    """By handle, all that its request hears, in order."""
+    """By handle, all that its request receives, in order."""
     by_handle: dict[int, dict[str, list[object]]] = {}
     for piece in found:
         start, token_logprobs = 0, piece.token_logprobs or LogprobDeltas()
         rows = [by_handle.setdefault(handle, defaultdict(list)) for handle in piece.handles]
         for handle, row, num_tokens in zip(piece.handles, rows, piece.num_tokens, strict=True):
             for run in token_logprobs.prompts.get(handle, []):
-                assert not row["tokens"], "a prompt is told of before its request begins"
+                assert not row["tokens"], "a prompt is reported before its request begins"
                 first = run.first_position
                 row["places"] += range(first, first + len(run.token_logprobs.ranks))
                 row["prompt ranks"] += run.token_logprobs.ranks
@@ -201,7 +201,7 @@ def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
     return by_handle
 
 
-# What a step tells reaches those who asked, once, and keeps its order when steps are merged.
+# What a step reports reaches those that asked, once, and keeps its order when steps are merged.
 
 
 def one(logprob: float) -> TokenLogprobs:
@@ -234,7 +234,7 @@ def test_each_session_gets_the_logprobs_of_its_own_requests_by_handle():
 def test_logprobs_of_an_ended_request_are_dropped():
     router = LogprobRouter()
     assert route_logprobs(router, {}, logprobs={0: one(-1.0)}, prompt_logprobs={1: places(1, 3)}) == {}
-    # Its id comes again, and is told all of its prompt.
+    # Its id comes again, and gets all of its prompt.
     assert route_logprobs(router, ROUTES, prompt_logprobs={1: places(1, 2)})["second"].prompts == {
         7: [places(1, 2)]
     }

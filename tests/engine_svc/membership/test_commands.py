@@ -1,4 +1,4 @@
-"""What the coordinator tells an engine: waves, generations, leaving, draining; done once, or refused."""
+"""The coordinator's commands to an engine: waves, generations, leaving, draining; done once, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED, UNIMPLEMENTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNI
 
 
 class CommandRig:
-    """A command desk, the engine behind it, and who notes what becomes of the process."""
+    """Commands, the engine behind them, and a record of what becomes of the process."""
 
     def __init__(self, *, steps_alone: bool = False) -> None:
         self.rank = Rank(Meetings())
@@ -395,6 +395,6 @@ async def test_the_admin_status_shows_the_rank_status():
 async def test_reports_come_as_often_as_they_are_wanted():
     async with command_rig() as rig:
         for _ in range(2):
-            rig.interval_s = 0.1  # by another session, which is told again what has no answer yet
+            rig.interval_s = 0.1  # by another session, which gets again what has no answer yet
             await rig.do(command_id=1, update_interval=command_pb2.UpdateInterval(interval_ms=700))
             assert rig.interval_s == 0.7

@@ -110,7 +110,7 @@ async def test_an_engine_that_ends_steps_until_its_group_goes_on_without_it(is_b
         if is_busy:
             await asyncio.to_thread(other.frontend.read_until_ended, 1)
             assert other.frontend.tokens[1] == expected_tokens(prompt_of(1), 1, 400)
-        # Nobody was lost: no step was taken back.
+        # No rank was lost: no step was rolled back.
         assert (other.executor.num_drops, other.driver.meeting.size) == (0, 1)
 
 

@@ -244,20 +244,25 @@ _OTHERS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def make_config(family: str) -> PreTrainedConfig:
+def make_config(family: str, **changes: object) -> PreTrainedConfig:
     if family in _OF_BLOCKS:
         model_type, extra = _OF_BLOCKS[family]
         options = {**_BLOCK, **extra}
     else:
         model_type, options = _OTHERS[family]
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**options)
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**{**options, **changes})
     return config
 
 
-def make_checkpoint(family: str, folder: Path, *, max_shard_size: str = "50GB") -> PreTrainedModel:
-    """Write an fp32 checkpoint of `family` to `folder` and return the model it was written from."""
+def make_checkpoint(
+    family: str, folder: Path, *, max_shard_size: str = "50GB", **changes: object
+) -> PreTrainedModel:
+    """Write an fp32 checkpoint of `family` to `folder` and return the model it was written from.
+
+    changes: of its config.
+    """
     torch.manual_seed(3)
-    config = make_config(family)
+    config = make_config(family, **changes)
     config.dtype = torch.float32
     config._attn_implementation = "eager"
     make = T5ForConditionalGeneration if family == "t5" else AutoModelForCausalLM.from_config
@@ -274,7 +279,7 @@ def make_checkpoint(family: str, folder: Path, *, max_shard_size: str = "50GB") 
 
 
 def _spread(family: str, name: str) -> float:
-    # Where places are learned, they alone tell equal tokens apart.
+    # Where positions are learned, they alone distinguish equal tokens.
     if _POSITION.search(name):
         return 0.4
     of_embeddings, of_others = _SPREADS.get(family, (0.1, 0.3))

@@ -1,4 +1,4 @@
-"""Who listens hears of each exchange with the other engines, and of none while the engine is alone."""
+"""Listeners are called for each exchange with the other engines, and for none while the engine is alone."""
 
 from __future__ import annotations
 

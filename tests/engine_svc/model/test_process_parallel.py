@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from engine_svc.model.facts import KVShape, LayerGroup, group_layers, groups_of_stage
 from engine_svc.model.process_parallel import RankPosition
+from tests.processes import running, source_environment
 
 FULL, NEAR = KVShape(2, 8, 8), KVShape(2, 8, 8, window=16)
 
@@ -114,19 +116,21 @@ def test_a_rank_that_has_closed_has_no_threads_of_exchanges_left() -> None:
 def outputs_of(program: str, num_ranks: int) -> list[list[str]]:
     """The lines of each rank that runs `program` and ends well."""
     store = os.memfd_create("store")
-    module_path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": module_path, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(store), str(num_ranks)],
-            pass_fds=[store],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
-    os.close(store)
-    assert [process.returncode for process in processes] == [0] * num_ranks
+    environment = {**source_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, store)
+        processes = [
+            stack.enter_context(
+                running(
+                    *(sys.executable, "-c", program, str(rank), str(store), str(num_ranks)),
+                    pass_fds=[store],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(num_ranks)
+        ]
+        outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+        assert [process.returncode for process in processes] == [0] * num_ranks
     return outputs

@@ -22,7 +22,7 @@ LIMIT_S = 5.0
 
 
 def seconds_until_seen(watch: StepWatch, stats: LoopStats, *, start_s: float, most_s: float) -> float | None:
-    """How long the watch looks at the same figures before it says that the step hangs."""
+    """How long the watch reads the same statistics before it reports that the step hangs."""
     for number in range(int(most_s / TICK_S)):
         if watch.look(stats, start_s + number * TICK_S) is not None:
             return number * TICK_S

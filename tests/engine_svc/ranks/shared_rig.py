@@ -52,7 +52,7 @@ def outcomes(calls: Sequence[Callable[[], Result]]) -> list[Result | BaseExcepti
 
 @dataclass
 class SharingEngine:
-    """The tensor side of one engine, and who makes its plans."""
+    """The tensor side of one engine, and what makes its plans."""
 
     folder: Path
     rank: int

@@ -78,7 +78,7 @@ class FakeStep:
 
 @dataclass
 class FakeRunner:
-    """Enters and releases rows, and yields the number of the step as the token of each row."""
+    """Enters and releases rows, and returns the number of the step as the token of each row."""
 
     batch: InputBatch = field(default_factory=batch_of)
     plans: list[StepPlan] = field(default_factory=list)
@@ -122,7 +122,7 @@ def test_a_stage_waits_for_the_tokens_that_a_step_needs(channel: Channel) -> Non
 def test_a_stage_does_not_wait_for_tokens_of_other_rows(channel: Channel) -> None:
     stage = Stage(channel)
     stage.run(plan_of(1, "a", admits=True))
-    # Nobody has told what step 1 yielded: this would wait for ever if it waited for it.
+    # The results of step 1 were not sent: this would wait for ever if it waited for them.
     stage.run(plan_of(2, "b", admits=True))
     stage.send_result(1, [77])
     stage.send_result(2, [88])
@@ -248,7 +248,7 @@ def test_a_call_that_no_rank_knows_is_an_error(channel: Channel) -> None:
         loop.run()
 
 
-# Whatever becomes of a rank, somebody is told, and nothing is waited for any more.
+# Whatever becomes of a rank, it is reported, and nothing is waited for any more.
 
 PATIENCE_S = 60.0
 
@@ -259,7 +259,7 @@ def start_of(spec: Mapping[str, object]) -> RankStart:
 
 
 def lost_after(spec: Mapping[str, object]) -> RankLost:
-    """What is told of a rank that does what `spec` says."""
+    """What is reported of a rank that does what `spec` says."""
     messages: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
     heartbeats = RankHeartbeats.create(1)
     watch = RankWatch([start_of(spec)], heartbeats, limits=WatchLimits(), on_lost=messages.put)
@@ -339,7 +339,7 @@ class BlamingWatch:
 
 
 class Results:
-    """Yields nothing for `num_waits` waits, then a result."""
+    """Returns nothing for `num_waits` waits, then a result."""
 
     def __init__(self, num_waits: float) -> None:
         self.num_waits = num_waits

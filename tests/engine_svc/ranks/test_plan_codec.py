@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from engine_svc.ranks.plan_codec import (
 from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.processes import running, source_environment
 
 MAX_NUM_SEQS = 12
 
@@ -295,7 +297,7 @@ def test_bytes_of_another_version_are_refused() -> None:
         decode_result(b"\x07" + encode_result(StepResult(1, []))[1:])
 
 
-# Every reader gets every message, whole and in order, and whoever waits can be told to give up.
+# Every reader gets every message, whole and in order, and a wait can be interrupted.
 
 CAPACITY = 1 << 12
 
@@ -315,7 +317,7 @@ def interrupt() -> Iterator[int]:
 
 
 def messages(num: int) -> list[bytes]:
-    """From empty ones to some of several rings."""
+    """From empty ones to some of several buffers."""
     rng = random.Random(7)
     sizes = [0, 1, CAPACITY // 4, CAPACITY, 5 * CAPACITY + 3]
     return [rng.randbytes(rng.choice([*sizes, rng.randrange(300)])) for _ in range(num)]
@@ -384,7 +386,7 @@ while message := reader.receive():
 
 
 def test_two_that_write_more_than_a_ring_to_each_other_both_arrive() -> None:
-    """Whoever waits for room reads what the other one writes, and finds it later."""
+    """A writer that waits for room reads what the other one writes, and finds it later."""
     there, back = (create_channel(num_readers=1, capacity=CAPACITY) for _ in range(2))
     replies = ChannelReader(back.readers[0])
     writer = ChannelWriter(there.writer, replies=replies)
@@ -406,14 +408,14 @@ def test_two_that_write_more_than_a_ring_to_each_other_both_arrive() -> None:
     back.close()
 
 
-def reading_process(channel: Channel, index: int) -> subprocess.Popen[bytes]:
+def reading_process(channel: Channel, index: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
     end = channel.readers[index]
     numbers = [str(number) for number in (*end.fds, end.capacity)]
-    return subprocess.Popen(
-        [sys.executable, "-c", READER, *numbers],
+    return running(
+        *(sys.executable, "-c", READER, *numbers),
         pass_fds=end.fds,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=source_environment(),
     )
 
 

@@ -37,7 +37,7 @@ class SamplerRig:
             ops, max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=CPU, processors=processors,
             logprobs_mode=mode,
         )  # fmt: skip
-        # What stands behind a row's tokens is nobody's, so it must reach no result.
+        # What stands behind a row's tokens belongs to no row, so it must reach no result.
         self.token_ids = torch.randint(
             vocab_size, (max_num_seqs, max_length), generator=torch.Generator().manual_seed(1)
         ).int()

@@ -107,7 +107,7 @@ def test_penalties_do_not_count_places_without_a_token(tiny_model):
     prompt = prompt_of(12, seed=3)
     options = {"repetition_penalty": 5.0}
     driver = model.driver()
-    # Tokens that a row has seen are made unlikely; whoever has seen embeddings alone has seen none.
+    # Tokens that a row has seen are made unlikely; a row of embeddings alone has seen none.
     driver.add("free", prompt)
     add_embedded(driver, model, "embedded", prompt, list(range(12)), **options)
     driver.step({"free": 12, "embedded": 12})

@@ -223,7 +223,7 @@ def test_a_runner_after_a_failed_step_is_in_the_state_of_a_new_one(tiny_model):
     first.step_number = 1
     with pytest.raises(ValueError, match="bad luck"):
         failing.execute(first)
-    # Of "c" it never heard.
+    # "c" never reached it.
     failing.execute(StepPlan(2, released=["b", "a", "c"]))
     assert failing.batch.row_of == fresh.batch.row_of == {}
     first.step_number = 3

@@ -1,4 +1,4 @@
-"""Rows of the batch: who is in, and a step's inputs made from them."""
+"""Rows of the batch: which requests are in, and a step's inputs made from them."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_rows_whose_logits_are_read_stand_among_greedy_ones(tiny_model, family):
         token_logprobs = together.step(pending).logprobs
     assert list(token_logprobs) == [4]
     for i, (name, prompt) in enumerate(prompts.items()):
-        # Whoever reads all logits has them written, and the largest looked for there.
+        # Features that read all logits have them written, and the largest looked for there.
         alone = model.driver(logits_processors=(lambda logits, rows: logits,))
         alone.add(name, prompt, seed=100 + i, **SAMPLING_OPTIONS[i])
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""What the runner tells of tokens of a real model: what transformers says of them, however steps are cut."""
+"""The runner's logprobs of a real model are those of transformers, however steps are cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected_logprobs(model, token_ids: list[int]) -> torch.Tensor:
 def assert_logprobs(
     token_logprobs: TokenLogprobs, expected: torch.Tensor, token_ids: list[int], num_top: int
 ) -> None:
-    """told: of the tokens [P], whose logprobs transformers has in expected [P, V]."""
+    """token_logprobs: of the tokens [P], whose logprobs transformers has in expected [P, V]."""
     own = expected[torch.arange(len(token_ids)), torch.tensor(token_ids)]
     assert token_logprobs.logprobs == pytest.approx(own.tolist(), abs=1e-4)
     assert token_logprobs.k == num_top
@@ -68,7 +68,7 @@ def test_prompt_logprobs_are_returned_as_their_chunks_are_computed(tiny_model, g
         assert (row, places.first_position) == (1, 1 + len(whole.ranks))
         whole.extend(places.token_logprobs)
     assert_logprobs(whole, expected[:-1], PROMPT[1:], 3)
-    # After its prompt nothing more is told, and its tokens are those of one that never asked.
+    # After its prompt nothing more is reported, and its tokens are those of one that never asked.
     request = driver.requests["asks"]
     assert driver.step({"asks": 1}).prompt_logprobs == {}
     assert request.output_token_ids[0] == int(expected[-1].argmax())
@@ -108,7 +108,7 @@ def test_a_preempted_request_gets_prompt_logprobs_again_but_not_those_of_its_out
     assert len(again.logprobs[0].ranks) == 1
 
 
-# Loop, scheduler, runner and wire together: what frontends are told, chunked, crowded and preempted.
+# Loop, scheduler, runner and wire together: what frontends are sent, chunked, crowded and preempted.
 
 NUM_TOKENS = 56
 NUM_TOP = 2

@@ -1,4 +1,4 @@
-"""Rows of one batch, each sampled as it wishes, and as if it were alone."""
+"""Rows of one batch, each sampled by its own parameters, and as if it were alone."""
 
 from __future__ import annotations
 
@@ -537,7 +537,7 @@ def test_an_op_gets_columns_that_lie_together_and_no_row_that_does_not_draw():
 
 
 def cut(logits: torch.Tensor, **options: object) -> torch.Tensor:
-    """The logits that a row is drawn from, read off what is told of all the vocabulary."""
+    """The logits that a row is drawn from, from the logprobs of all the vocabulary."""
     rig = SamplerRig(mode=LogprobsMode.PROCESSED_LOGITS)
     rig.enter(0, temperature=1.0, logprobs=-1, **options)
     sampled = rig.choose(logits.clone(), [0])
@@ -612,7 +612,7 @@ def test_weights_of_equal_logits_at_the_border_stay_together():
     assert (weights > 0.0).tolist() == [[True, True, True, False]]
 
 
-# behaviour 116: what is told of tokens, sampled and of the prompt.
+# behaviour 116: logprobs of tokens, sampled and of the prompt.
 
 
 def by_index(rig: SamplerRig, logits: torch.Tensor, rows: list[int]) -> tuple[list[int], dict]:

@@ -1,4 +1,4 @@
-"""Sleeping and waking: what is given back, what comes back, and that nobody reads KV that is gone."""
+"""Sleeping and waking: what is released, what comes back, and that KV that is gone is not read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_after_sleeping_and_waking_the_same_prompt_has_the_same_tokens_and_no_st
     rig.forget()
     rig.runner.wake()
     for stack in rig.kv.stacks:
-        # What a block holds now is chance: the worst of it must reach nobody.
+        # What a block holds now is chance: the worst of it must reach no request.
         stack.fill_(float("nan"))
     hits = rig.core.kv_cache.prefix_hits
     assert rig.generate("after") == before

@@ -52,7 +52,7 @@ class AtMost(Meter):
 
 
 class Postponed(Meter):
-    """Passes over a request as often as it is told to."""
+    """Passes over a request a given number of times."""
 
     def __init__(self, request_id: str, num_steps: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Postponed(Meter):
 
 
 class Quiet:
-    """A hook that hears nothing; others listen to a part."""
+    """A hook that observes nothing; others observe a part."""
 
     def on_add(self, request: Request) -> None:
         """Nothing."""
@@ -86,7 +86,7 @@ class Quiet:
 
 
 class Compiler(Quiet):
-    """Blocks who wants something compiled, until it is told that this is done."""
+    """Blocks requests that want something compiled, until that is done."""
 
     NAME = "compile"
 

@@ -1,4 +1,4 @@
-"""What a step spends beside tokens: who is clipped, who is passed over, and what is given back."""
+"""What a step spends beside tokens: what is clipped, what is passed over, and what is released."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_who_reaches_an_item_that_cannot_be_encoded_gets_the_tokens_before_it():
     assert granted(stage.step()) == {"r0": 1, "r1": 1, "r2": 700}
 
 
-# Behaviour 6, row 164: in `running`, who gets nothing does not hold up who comes behind.
+# Behaviour 6, row 164: in `running`, a request that gets nothing does not hold up those behind it.
 def test_who_starves_does_not_stop_the_next_that_runs():
     stage = Stage(budgets=[EncoderBudget(600)], max_num_batched_tokens=1024)
     stage.add(_with_item("a", 200, 0, 100), _with_item("b", 700, 50, 600), request("c", 10))
@@ -66,7 +66,7 @@ def test_who_starves_does_not_stop_the_next_that_runs():
     assert granted(stage.step()) == {"a": 1, "b": 1, "c": 1, "d": 10}
 
 
-# Row 164: among the waiting, who gets nothing holds up all behind it.
+# Row 164: among the waiting, one that gets nothing holds up all behind it.
 def test_who_starves_at_the_head_of_the_queue_stops_admission():
     stage = Stage(budgets=[EncoderBudget(100)])
     stage.add(_with_item("a", 100, 0, 60), _with_item("b", 100, 0, 60), request("c", 10))
@@ -204,7 +204,7 @@ def test_what_a_victim_gives_back_is_spent_in_the_same_step():
         ({"num_blocks": 5, "block_size": 4}, False, ["a", "b"]),
         ({"budgets": [AtMost({"b": 0})]}, False, ["a"]),
         ({"budgets": [AtMost({"b": 1})]}, False, ["a", "b", "c"]),
-        # Who is blocked or not admitted is passed over.
+        # What is blocked or not admitted is passed over.
         ({}, True, ["a", "c"]),
         ({"budgets": [Postponed("b", 1)]}, False, ["a", "c"]),
         ({}, False, ["a", "b", "c"]),

@@ -42,7 +42,7 @@ def test_two_long_prompts_that_do_not_fit_together_both_end(
     _finish(stage, *prompts, max_steps=20)
 
 
-# They came at the same instant, so under `priority` there is nothing but their ids to tell them apart.
+# They came at the same instant, so under `priority` nothing but their ids distinguishes them.
 @every_policy
 @pytest.mark.parametrize(("reserve_full_prompt", "max_steps"), [(True, 60), (False, 200)])
 def test_long_prompts_of_equal_rank_both_end(policy: str, reserve_full_prompt: bool, max_steps: int):

@@ -205,7 +205,7 @@ def test_who_is_being_loaded_never_loses_its_blocks_to_others():
     assert granted(stage.step()) == {"a": 30}
     stage.step()
     stage.step()
-    # The pool is empty: who needs the next block gives way itself.
+    # The pool is empty: the request that needs the next block gives way itself.
     assert stage.step().preempted == ["a"]
     assert stage.cache.num_used_blocks == 3
     assert not stage.scheduler.reset_prefix_cache(now=9.0, reset_running=True)
@@ -213,7 +213,7 @@ def test_who_is_being_loaded_never_loses_its_blocks_to_others():
     assert stage.cache.num_used_blocks == 0
 
 
-# The order of those who wait, and the place that a blocked one keeps.
+# The order of those that wait, and the position that a blocked one keeps.
 
 
 def _waiting(request_id: str, place: float, num_uncached: int = 1, *, blocked: bool = False) -> Request:

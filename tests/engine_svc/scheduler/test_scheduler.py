@@ -1,4 +1,4 @@
-"""Who gets how many tokens in a step: budget, chunks, order, and what the plan tells the runner."""
+"""Which requests get how many tokens in a step: budget, chunks, order, and the plan for the runner."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_an_id_used_again_gets_nothing_of_the_former_request():
     assert [admitted.request_id for admitted in plan.admitted] == ["a"]
 
 
-# Who gives way when blocks run out, what it loses, and how it comes back.
+# What gives way when blocks run out, what it loses, and how it comes back.
 
 
 def test_who_gives_way_stands_even_before_those_who_came_earlier():
@@ -202,7 +202,7 @@ def test_who_gives_way_stands_even_before_those_who_came_earlier():
     assert stage.scheduler.waiting_ids == ["b", "earlier"]
 
 
-# Row 177: refused at the door; who comes in all the same makes no endless loop.
+# Row 177: refused at the door; a request that comes in all the same makes no endless loop.
 def test_a_lone_request_that_cannot_continue_is_not_preempted():
     stage = Stage(num_blocks=3, block_size=4)
     stage.add(request("a", 8))

@@ -127,7 +127,7 @@ def test_who_cannot_be_padded_in_full_waits(budget: int, enters: bool):
     plan = stage.step()
     assert granted(plan) == {"decode": 4, "wide": 4, **({"new": 4} if enters else {})}
     assert newcomer.draft_token_ids == []
-    # Who waited has all the room of the next step, and nothing of what it was padded with before.
+    # What waited has all the room of the next step, and nothing of what it was padded with before.
     assert granted(stage.step())["new"] == (1 if enters else 4)
 
 

@@ -420,7 +420,7 @@ def test_a_new_request_takes_the_blocks_of_idle_sessions_only_when_nothing_runs(
     assert granted(stage.step()) == {"a": 4}
     assert granted(stage.step()) == {"a": 1}
     assert len(resumable.block_tables) == 1
-    # Nobody runs: now the newcomer must get in, or nothing would ever happen.
+    # No request runs: now the newcomer must get in, or nothing would ever happen.
     assert granted(stage.step()) == {"b": 8}
     assert stage.scheduler.waiting_ids == ["idle"]
 

@@ -82,7 +82,7 @@ def test_the_timeline_has_every_turn_of_a_life():
 
 
 class _Listener:
-    """Writes down what it is told, and blocks what it was asked to."""
+    """Records its calls, and blocks what it was asked to."""
 
     def __init__(self, blocks: str = "") -> None:
         self.calls: list[str] = []
@@ -151,7 +151,7 @@ def test_hooks_are_not_called_for_plans_without_rows():
     assert listener.calls == []
 
 
-# What behaviour 66 needs of the scheduler: hooks hear of the end before the blocks are free.
+# What behaviour 66 needs of the scheduler: hooks see the end before the blocks are free.
 def test_who_still_needs_the_blocks_of_a_request_that_ends_can_keep_them():
     holder = BlockHolder()
     stage = Stage(hooks=[holder])

@@ -141,7 +141,7 @@ async def _next_change(engine: ServedEngine) -> None:
 
 
 class StreamClient:
-    """One Connect stream, read to the end by a task of its own; keeps everything it hears."""
+    """One Connect stream, read to the end by a task of its own; keeps everything it receives."""
 
     def __init__(self, stub: engine_pb2_grpc.EngineCoreServiceStub, frontend_id: str) -> None:
         self.frontend_id = frontend_id
@@ -188,7 +188,7 @@ class StreamClient:
         await self.send(engine_pb2.ConnectRequest(adopt=adopt))
 
     async def flush(self) -> None:
-        """Wait until all that was sent has been acted on: a call nobody serves is answered in turn."""
+        """Wait until all that was sent has been acted on: an unknown call is answered in turn."""
         self._num_flushes += 1
         call = utility_pb2.UtilityCall(call_id=self._num_flushes)
         await self.send(engine_pb2.ConnectRequest(utility=call))
@@ -197,7 +197,7 @@ class StreamClient:
         )
 
     async def until(self, condition: Callable[[], bool], *, patience_s: float = LIMIT_S) -> None:
-        """Wait until what was heard makes `condition` true."""
+        """Wait until what was received makes `condition` true."""
         async with asyncio.timeout(patience_s):
             while not condition():
                 self._changed.clear()
@@ -207,7 +207,7 @@ class StreamClient:
         await self.until(lambda: all(handle in self.finished for handle in handles))
 
     def kinds(self) -> list[str]:
-        """What was heard, in order, heartbeats and stats left out."""
+        """What was received, in order, heartbeats and stats left out."""
         kinds = [str(message.WhichOneof("message")) for message in self.received]
         return [kind for kind in kinds if kind not in ("heartbeat", "stats")]
 
@@ -314,7 +314,7 @@ async def added(rig: ServiceRig, client: StreamClient, *entries: add_pb2.AddEntr
     # All of them are in the inbox, and one step at most has been launched without some.
     rig.executor.hold_at = hold_at
     rig.executor.gate.set()
-    # From here on the gate is shut: whoever opens it does not come too early.
+    # From here on the gate is shut: opening it does not come too early.
     await asyncio.to_thread(rig.executor.wait_for_launches, hold_at)
 
 
@@ -333,7 +333,7 @@ async def parked(rig: ServiceRig, stub: engine_pb2_grpc.EngineCoreServiceStub, n
 
 
 async def until_finished(stub: engine_pb2_grpc.EngineCoreServiceStub, num_requests: int) -> session_pb2.Stats:
-    """The engine's figures when so many requests have ended there."""
+    """The engine's statistics when so many requests have ended there."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats

@@ -388,18 +388,18 @@ async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name(
         assert status.message == "resume_state is 65537, it takes 65536 bytes at most"
 
 
-# A request that is adopted and told of its tokens: each of them has its place, known or not.
+# A request that is adopted with logprobs of its tokens: each of them has its position, known or not.
 
 
 def moved_entry(handle: int, num_before: int) -> object:
-    """An ADD of a request that has yielded tokens at another engine, and wants to be told of all."""
+    """An ADD of a request that has produced tokens at another engine, and wants logprobs of all."""
     entry = resumable_entry(handle, attempt=1, logprobs=1)
     entry.output_token_ids = column(whole(handle)[:num_before])
     return entry
 
 
 def places_of(step: step_pb2.Step, handle: int) -> list[tuple[float, int]]:
-    """Of each token that a step brings to `handle`: its log probability, and how many others are told of."""
+    """Of each token that a step brings to `handle`: its log probability, and how many others are reported."""
     start = 0
     logprobs, others = array("f", step.sampled_logprobs), array("f", step.top_logprobs.logprobs)
     k = step.top_logprobs.k
@@ -463,7 +463,7 @@ class PendingCall:
 
 
 class World:
-    """Adoptables over a clock that is moved by hand."""
+    """Orphaned requests over a clock that is moved by hand."""
 
     def __init__(self, *, max_requests: int = 8) -> None:
         self.now = 0.0

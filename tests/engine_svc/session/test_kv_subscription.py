@@ -24,7 +24,7 @@ CODE = grpc.StatusCode
 
 
 class Follower:
-    """A subscriber that keeps what it hears, and what that adds up to. A change that is none is an error."""
+    """A subscriber that keeps what it receives, and what that adds up to. A change of nothing is an error."""
 
     def __init__(
         self, stub: engine_pb2_grpc.EngineCoreServiceStub, cursor: kv_pb2.KvCursor | None = None
@@ -253,7 +253,7 @@ async def test_one_subscriber_too_many_is_refused_until_another_goes():
 
 # A window that does not grow is full after 64 KiB.
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
-# Some kilobytes each. Twice as many as there can be steps before a client is heard of again: nobody falls
+# Some kilobytes each. Twice as many as there can be steps before a client sends again: none falls
 # behind because the machine is busy.
 MAX_BATCHES = 250
 NUM_BATCHES = 600
@@ -290,7 +290,7 @@ async def test_who_does_not_read_at_all_is_given_up(caplog):
             while rig.servicer.num_kv_subscriptions:
                 rig.servicer.beat()
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
-        # Its handler waited in a write that nobody took, so it was cancelled.
+        # Its handler waited in a write that was not read, so it was cancelled.
         codes = [vars(record)["code"] for record in caplog.records if record.message == "call"]
         assert "CANCELLED" in codes
         assert "DATA_LOSS" not in codes

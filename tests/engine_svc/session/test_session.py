@@ -313,7 +313,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off_and_its_requests_end(cap
         await _until(stub, lambda load: load.stats.num_running == load.stats.num_waiting == 0)
         assert other.tokens == {1: expected_tokens(prompt_of(1), 1, 20)}
         assert (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats.num_used_blocks == 0
-        # Its handler waited in a write that nobody took, so it was cancelled.
+        # Its handler waited in a write that was not read, so it was cancelled.
         codes = [vars(record)["code"] for record in caplog.records if record.message == "call"]
         assert "CANCELLED" in codes
         assert "RESOURCE_EXHAUSTED" not in codes
@@ -353,7 +353,7 @@ RESUME = {"features": ["resume"]}
 
 
 def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None) -> dict[str, object]:
-    """A hello that resumes the session of `client` behind what it has heard."""
+    """A hello that resumes the session of `client` behind what it has received."""
     received = max((message.seq for message in client.received), default=0) if last_seq is None else last_seq
     return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=received)}
 
@@ -458,7 +458,7 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
 @pytest.mark.parametrize(
     "hello",
     [{"engine_epoch": 8}, {"last_seq": 10_000}, None],
-    ids=["another engine", "a place that never was", "no wish to resume"],
+    ids=["another engine", "a position that never was", "no resumption"],
 )
 async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
     async with served() as (rig, stub):
@@ -527,7 +527,7 @@ async def acknowledge(client: StreamClient, last_seq: int) -> None:
 
 
 async def beat(rig: ServiceRig, client: StreamClient, num_beats: int) -> None:
-    """Send so many heartbeats, each when the one before it has been heard."""
+    """Send so many heartbeats, each when the one before it was received."""
     for _ in range(num_beats):
         num_received = client_beats(client)
         rig.servicer.beat()
@@ -610,7 +610,7 @@ async def test_a_drain_waits_for_a_frontend_that_may_come_back_and_its_end_says_
 
 
 class Population:
-    """The objects of a type that have come since, whoever left others in this process before."""
+    """The objects of a type that have come since, without those that others left in this process before."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -741,13 +741,13 @@ async def test_a_subscription_that_has_ended_is_freed_without_a_collection():
             await subscriptions.until_freed()
 
 
-# A step that cannot be told, for a bug of ours: it ends its session, and nothing is left out unheard.
+# A step that cannot be encoded, for a bug of ours: it ends its session, and nothing is left out silently.
 
 UNTELLABLE = 2
 
 
 def make_untellable_rig() -> ServiceRig:
-    """An engine that tells of fewer places than the second request has tokens."""
+    """An engine that reports fewer positions than the second request has tokens."""
     rig = ServiceRig()
     untellable_id = make_entry(UNTELLABLE).request_id
     nothing = TokenLogprobs([], [])
@@ -821,7 +821,7 @@ HANDLES = range(1, 11)
 
 
 def make_telling_rig(num_others: int, *, max_replay_bytes: int = 64 * MAX_PIECE_BYTES) -> ServiceRig:
-    """An engine that tells the first request of so many others at each of its tokens."""
+    """An engine that reports to the first request so many others at each of its tokens."""
     rig = ServiceRig(max_outbox_bytes=10 * MAX_PIECE_BYTES, max_replay_bytes=max_replay_bytes)
     token_logprobs = TokenLogprobs([-1.0], [1], num_others, [7] * num_others, [-0.5] * num_others)
     chosen = make_entry(HANDLES[0]).request_id
@@ -878,7 +878,7 @@ async def test_what_waited_for_a_stream_comes_in_several_messages_each_when_thos
         assert num_top_logprobs(second, HANDLES[0]) >= 60 * 20_000
 
 
-# Tensors over a real stream: what proves a host, what a reference without proof costs, what is announced.
+# Tensors over a real stream: what identifies a host, what a reference without proof costs, what is announced.
 
 HIDDEN = 4
 DATA = bytes(2 * HIDDEN * 4)

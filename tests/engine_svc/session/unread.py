@@ -1,4 +1,4 @@
-"""Runs Python whose standard error is a pipe that is full, and that nobody reads."""
+"""Runs Python whose standard error is a pipe that is full and is not read."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_an_unknown_transport_is_refused_by_name(source):
 
 def test_an_engine_without_descriptors_beats_on_says_so_once_and_sweeps_again_later(receiver, caplog):
     left = shared_memory.FOLDER / shared_memory.segment_name(FRONTEND, 3)
-    left.write_bytes(b"left by nobody who lives")
+    left.write_bytes(b"left by a dead process")
     with no_descriptors():
         for _ in range(6):
             receiver.beat()
@@ -227,7 +227,7 @@ async def test_a_door_that_is_not_open_takes_nothing_and_shows_nothing():
         await receiver.upload(nothing())
 
 
-# Bytes that requests hold are counted from when they came until nobody holds them.
+# Bytes that requests hold are counted from when they came until they are released.
 
 
 def test_a_tensor_counts_until_the_last_holder_lets_go():

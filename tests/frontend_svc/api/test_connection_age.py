@@ -1,4 +1,4 @@
-"""Connections that are told to go after a while, so that clients spread over new frontends."""
+"""Connections that are asked to go after a while, so that clients spread over new frontends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_stream_outlives_the_age_of_its_connection_and_the_next_call_tak
         client = Client(channel)
         call = client.generate()
         (request,) = await engine.wait_for_requests(1)
-        # The channel leaves the connection when it is told to; the stream stays on it.
+        # The channel leaves the connection when it is asked to; the stream stays on it.
         await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), WAIT_S)
         engine.step({request: [5]})
         engine.step({request: [6]}, finished={request: AT_LENGTH})
@@ -33,7 +33,7 @@ async def test_a_stream_outlives_the_age_of_its_connection_and_the_next_call_tak
 async def test_a_stream_beyond_the_grace_is_cut_and_aborted():
     engine = FakeEngine()
     async with (
-        # Its connections end as well: whoever waited for it in one long call would be cut off.
+        # Its connections end as well: a client in one long call would be cut off.
         serving(engine, waits_ready=False, max_connection_age_s=1.0, max_connection_age_grace_s=1.0) as (
             other,
             frontend,

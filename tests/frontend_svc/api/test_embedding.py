@@ -1,4 +1,4 @@
-"""EmbeddingService through a whole frontend, with an engine that pools what it is told to."""
+"""EmbeddingService through a whole frontend, with an engine that pools scripted tensors."""
 
 from __future__ import annotations
 

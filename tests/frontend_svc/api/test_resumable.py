@@ -186,7 +186,7 @@ async def test_an_orphan_can_be_aborted_by_its_id_and_ends_as_aborted_when_resum
 
 
 class Source:
-    """Streams that say what they are told to, and know whether they were closed."""
+    """Streams of scripted messages that know whether they were closed."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Response | Exception | None] = asyncio.Queue()

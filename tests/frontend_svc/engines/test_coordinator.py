@@ -1,4 +1,4 @@
-"""What a coordinator tells, and that its absence costs nothing."""
+"""A coordinator's messages, and that its absence costs nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def delta(version: int, **content) -> coordinator_pb2.FrontendSessionResponse:
 
 
 def session_of(address: str, clock: FakeClock, on_engines=lambda engines: None) -> CoordinatorSession:
-    """A frontend's session that nobody else listens to."""
+    """A frontend's session without other listeners."""
     return CoordinatorSession(
         address,
         FrontendIdentity("frontend-0", 7),
@@ -60,7 +60,7 @@ def session_of(address: str, clock: FakeClock, on_engines=lambda engines: None) 
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Says what it is told to say, and remembers what it hears."""
+    """Sends scripted messages, and records what it receives."""
 
     def __init__(self) -> None:
         self.to_send: asyncio.Queue[coordinator_pb2.FrontendSessionResponse] = asyncio.Queue()
@@ -70,7 +70,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.refusals: list[str] = []  # of messages
         self.hints: asyncio.Queue[coordinator_pb2.FirstRequestWhilePaused] = asyncio.Queue()
         self.address = ""
-        self.epoch = 0  # who knows a greater one is refused; 0: nobody is
+        self.epoch = 0  # a frontend that knows a greater one is refused; 0: none is
         self.refused: asyncio.Queue[int] = asyncio.Queue()  # what they knew
 
     async def start(self, address: str = "127.0.0.1:0") -> grpc.aio.Server:
@@ -246,7 +246,7 @@ async def test_an_error_in_a_callback_is_logged_and_the_session_begins_anew(capl
     def on_engines(engines: list[str]) -> None:
         received.put_nowait(engines)
         if failures:
-            # For the next session: the one that fails would take what it does not hear any more.
+            # For the next session: the one that fails would take what it does not receive any more.
             coordinator.to_send = asyncio.Queue()
             coordinator.to_send.put_nowait(snapshot(member("a", "h:1")))
             raise failures.pop()
@@ -264,7 +264,7 @@ async def test_an_error_in_a_callback_is_logged_and_the_session_begins_anew(capl
     await server.stop(None)
 
 
-# What a frontend holds of a coordinator's messages, and whom it believes.
+# What a frontend holds of a coordinator's messages, and which coordinator it believes.
 
 UNREPORTED = member_pb2.MEMBER_STATE_UNREPORTED
 
@@ -362,7 +362,7 @@ def test_a_coordinator_of_a_lower_epoch_is_believed_when_the_other_was_silent_fo
     assert fence.admits(9, lease_s=2.0, now=2.0)
     fence.note_end(now=2.0)
     assert not fence.admits(5, lease_s=1.0, now=2.0)
-    # The end of a session in which it was not heard says nothing of it.
+    # The end of a session in which it sent nothing says nothing of it.
     fence.note_end(now=3.0)
     assert not fence.has_lapsed(now=3.9) and fence.has_lapsed(now=4.0)
     assert fence.admits(5, lease_s=1.0, now=4.0)

@@ -1,4 +1,4 @@
-"""Several engines: who is used, who is told of, who is forgotten."""
+"""Several engines: which are used, which are listed, which are forgotten."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _first_of(engines: list[FakeEngine], num_requests: int) -> None:
 
 async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
-    # Who asked for a rank is not moved to another one.
+    # A request for a rank is not moved to another one.
     async with serving(*engines) as (client, _):
         await client.until_engines_are_ready(2)
         calls = {rank: client.generate(data_parallel_rank=rank) for rank in (0, 1)}
@@ -81,7 +81,7 @@ async def test_the_death_of_one_engine_leaves_the_others_streams_alone():
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         answer("alive")(engines[1], engines[1].requests[0])
         assert (await read_all(calls[1]))[1] == "alive"
-        # New requests go where somebody is.
+        # New requests go to the engine that is there.
         engines[1].script = answer("next")
         assert [(await read_all(client.generate()))[1] for _ in range(2)] == ["next"] * 2
 
@@ -118,14 +118,14 @@ async def test_an_engine_that_is_full_is_not_picked():
 
 
 async def test_an_engine_that_is_no_longer_listed_stays_while_its_stream_is_up():
-    listed, kept = FakeEngine(answer("told")), FakeEngine(answer("kept"), dp_rank=1)
+    listed, kept = FakeEngine(answer("listed")), FakeEngine(answer("kept"), dp_rank=1)
     await kept.start()
     async with serving(listed) as (client, frontend):
         frontend.directory.set_addresses("coordinator", [kept.address, "not an address"])
         await client.until_engines_are_ready(2)
         frontend.directory.set_addresses("coordinator", [])
         texts = Counter([(await read_all(client.generate()))[1] for _ in range(4)])
-        assert set(texts) == {"told", "kept"}
+        assert set(texts) == {"listed", "kept"}
         await kept.kill()
         async with asyncio.timeout(WAIT_S):
             while len(frontend.directory.clients()) > 1:

@@ -1,4 +1,4 @@
-"""A drain that is cut: every call is told so, and what another frontend can go on with is left to it."""
+"""A drain that is cut: every call ends with an error, but what another frontend can continue stays there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from triptych.api.v1 import (
 )
 from triptych.engine.v1 import engine_pb2
 
-# Longer than a text may take: whoever waits behind it waits for the cut.
+# Longer than a text may take: what waits behind it waits for the cut.
 ENDLESS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}a{% endif %}{% endfor %}{% endfor %}"
 )

@@ -61,7 +61,7 @@ CASES = {
 
 @dataclass
 class ReadOutput:
-    """All that a client was told of one output."""
+    """All that a client received of one output."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -259,7 +259,7 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
         late = client.generate(timeout=3.0)
         gone = client.generate()
         await engine.wait_for_requests(4)
-        # A kill loses what is not written yet, and nobody computes it again.
+        # A kill loses what is not written yet, and it is not computed again.
         received, num_received = aiter(aborted), 0
         while num_received < 4:
             num_received += len((await anext(received)).delta.token_ids)
@@ -302,7 +302,7 @@ async def test_three_moves_are_the_most():
 
 async def test_a_poison_request_kills_two_engines_and_affects_no_other_request():
     poison = TOKENIZER.encode("dog").ids
-    # Before anyone dies half of the innocent have begun and the others have not.
+    # Before an engine dies half of the innocent have begun and the others have not.
     source = TokenSource(lambda request: None if deaths else 2 * (request.entry.request_seed % 2))
     deaths: list[FakeEngine] = []
 
@@ -465,7 +465,7 @@ class Engines:
 
 
 class NoChance(random.Random):
-    """Has nobody wait before a move."""
+    """Moves requests without a delay."""
 
     def random(self) -> float:
         return 0.0
@@ -581,7 +581,7 @@ async def test_planned_moves_have_a_limit_too():
 
 
 async def test_an_engine_that_lives_and_gives_up_a_session_may_do_so_for_a_fault():
-    """As one whose step cannot be told: where that goes on and on, it is to end."""
+    """As one whose step cannot be encoded: where that goes on and on, it is to end."""
     world = MovesWorld(num_engines=5, chance=NoChance())
     world.start("a")
     for _ in range(3):
@@ -702,7 +702,7 @@ async def test_a_begun_request_that_no_engine_takes_is_not_blamed_on_its_client(
     assert [len(engine.requests) for engine in engines] == [1, 1, 1]
 
 
-# Who may go where after an engine died, and who may go nowhere any more.
+# Which requests may go where after an engine died, and which may go nowhere any more.
 
 DEATH = LossKind.DEATH
 

@@ -455,7 +455,7 @@ def _open_requests() -> list[OpenRequest]:
 
 @dataclass
 class FakeProgress:
-    """A request that somebody sent."""
+    """A request as it is sent."""
 
     phase: RequestPhase = RequestPhase.RUNNING
     num_prompt_tokens: int = 7

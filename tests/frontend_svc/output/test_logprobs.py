@@ -68,7 +68,7 @@ def test_what_the_neighbours_of_a_step_asked_for_changes_nothing():
     read = reader.read([LETTER], steps[0])
     for part in steps[1:]:
         read.extend(reader.read([LETTER], part))
-    # A place of which nothing is told, e.g. after an adoption, keeps the others where they are.
+    # A position without logprobs, e.g. after an adoption, keeps the others where they are.
     assert [list(ids) for ids in read.top_ids] == [[WORD, LETTER], [], [WORD]]
     assert [list(ids) for ids in read.after(2).top_ids] == [[WORD]]
     assert list(map(len, read.top_texts)) == [2, 0, 1]

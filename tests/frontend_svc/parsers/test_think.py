@@ -1,4 +1,4 @@
-"""Reasoning between tags: who opens it, and what is dropped beside the tags."""
+"""Reasoning between tags: what opens it, and what is dropped beside the tags."""
 
 from __future__ import annotations
 

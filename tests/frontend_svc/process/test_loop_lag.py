@@ -1,4 +1,4 @@
-"""A frontend tells how late its own event loop runs."""
+"""A frontend reports how late its own event loop runs."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import select
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import grpc
 import pytest
@@ -20,6 +19,7 @@ from frontend_svc.process.workers_process import WorkerDied
 from service_kit.channel import open_channel
 from service_kit.config import load_config
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
+from tests.processes import announced, running_async, source_environment
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import model_pb2
 
@@ -29,33 +29,16 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 MAX_CONNECTIONS = 64
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
 @contextlib.asynccontextmanager
 async def workers(engine: FakeEngine, *flags: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, dict]]:
     """A parent of two workers in front of `engine`, and what it announces once all serve."""
-    read_fd, write_fd = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "frontend_svc.main", "--workers=2", "--engine", engine.address, "--port=0"),
-        *(f"--announce-fd={write_fd}", "--text-workers=1", "--drain-lag-s=0", *flags),
-        pass_fds=[write_fd],
-        env=environment(),
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    os.close(write_fd)
+    command = (sys.executable, "-m", "frontend_svc.main", "--workers=2", "--engine", engine.address)
+    options = ("--port=0", "--text-workers=1", "--drain-lag-s=0", *flags)
     try:
-        with os.fdopen(read_fd) as pipe:
-            line = await asyncio.wait_for(
-                asyncio.get_running_loop().run_in_executor(None, pipe.readline), START_S
-            )
-        await engine.wait(lambda: len(engine.sessions) == 2)
-        yield process, json.loads(line)
+        async with announced(*command, *options, stderr=asyncio.subprocess.DEVNULL) as started:
+            await engine.wait(lambda: len(engine.sessions) == 2)
+            yield started
     finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
         await engine.kill()
 
 
@@ -86,17 +69,17 @@ async def pid_at(admin_address: str) -> int:
 async def test_two_workers_serve_one_address_and_drain_together():
     engine = FakeEngine()
     await engine.start()
-    async with workers(engine) as (process, announced), contextlib.AsyncExitStack() as stack:
-        admins = announced["admin_addresses"]
-        assert announced["pid"] == process.pid
-        assert [await pid_at(address) for address in admins] == announced["worker_pids"]
-        assert (announced["service"], announced["admin_address"], len(set(admins))) == (
+    async with workers(engine) as (process, record), contextlib.AsyncExitStack() as stack:
+        admins = record["admin_addresses"]
+        assert record["pid"] == process.pid
+        assert [await pid_at(address) for address in admins] == record["worker_pids"]
+        assert (record["service"], record["admin_address"], len(set(admins))) == (
             "frontend",
             admins[0],
             2,
         )
 
-        clients = await a_client_of_each(announced["address"], stack)
+        clients = await a_client_of_each(record["address"], stack)
         assert sorted(name.rpartition("-")[0] for name in clients) == ["frontend-0", "frontend-1"]
         running = [client.generate() for client in clients.values()]
         requests = list(await engine.wait_for_requests(2))
@@ -114,9 +97,9 @@ async def test_two_workers_serve_one_address_and_drain_together():
 async def test_a_worker_that_is_killed_starts_again_with_its_admin_port_while_the_other_serves():
     engine = FakeEngine(answer("x"))
     await engine.start()
-    async with workers(engine) as (process, announced), contextlib.AsyncExitStack() as stack:
-        admin, killed = announced["admin_addresses"][1], announced["worker_pids"][1]
-        clients = await a_client_of_each(announced["address"], stack)
+    async with workers(engine) as (process, record), contextlib.AsyncExitStack() as stack:
+        admin, killed = record["admin_addresses"][1], record["worker_pids"][1]
+        clients = await a_client_of_each(record["address"], stack)
         other = next(client for name, client in clients.items() if name.startswith("frontend-0-"))
         os.kill(killed, signal.SIGKILL)
         assert (await read_all(other.generate()))[1] == "x"
@@ -140,18 +123,18 @@ async def _pid_or_none(admin_address: str) -> int | None:
 async def test_a_killed_parent_leaves_no_worker_and_a_second_parent_cannot_share_the_port():
     engine = FakeEngine()
     await engine.start()
-    async with workers(engine) as (process, announced):
-        port = announced["address"].rpartition(":")[2]
-        second = await asyncio.create_subprocess_exec(
+    async with workers(engine) as (process, record):
+        port = record["address"].rpartition(":")[2]
+        async with running_async(
             *(sys.executable, "-m", "frontend_svc.main", "--workers=2", f"--port={port}"),
             *("--engine", engine.address),
-            env=environment(),
+            env=source_environment(),
             stderr=asyncio.subprocess.PIPE,
-        )
-        _, stderr = await asyncio.wait_for(second.communicate(), START_S)
+        ) as second:
+            _, stderr = await asyncio.wait_for(second.communicate(), START_S)
         assert (second.returncode, b"is already in use" in stderr) == (2, True), stderr
 
-        ends = [os.pidfd_open(pid) for pid in announced["worker_pids"]]
+        ends = [os.pidfd_open(pid) for pid in record["worker_pids"]]
         process.kill()
         for end in ends:
             # Readable once the process has ended.
@@ -160,13 +143,13 @@ async def test_a_killed_parent_leaves_no_worker_and_a_second_parent_cannot_share
 
 
 async def test_workers_that_cannot_start_end_their_parent_with_their_code():
-    process = await asyncio.create_subprocess_exec(
+    async with running_async(
         *(sys.executable, "-m", "frontend_svc.main", "--workers=2", "--port=0", "--engine=127.0.0.1:1"),
         "--tokenizer=/nowhere",
-        env=environment(),
+        env=source_environment(),
         stderr=asyncio.subprocess.PIPE,
-    )
-    _, stderr = await asyncio.wait_for(process.communicate(), START_S)
+    ) as process:
+        _, stderr = await asyncio.wait_for(process.communicate(), START_S)
     assert (process.returncode, b"/nowhere" in stderr) == (2, True), stderr
 
 
@@ -180,24 +163,34 @@ ANNOUNCE = (
 SERVE = ANNOUNCE + "signal.pause()\n"
 
 
-def group(program: str, *codes: int, **limits: float) -> WorkerGroup:
-    """A group of programs that are no frontends; each gets its code as its argument."""
-    return WorkerGroup(
-        len(codes),
-        lambda index, admin_port: [sys.executable, "-c", program, str(codes[index]), str(admin_port)],
-        environment(),
-        WorkerLimits(**{"startup_s": WAIT_S, "restart_delay_s": 0.01, **limits}),
-    )
+@pytest.fixture
+async def make_group() -> AsyncGenerator[Callable[..., WorkerGroup]]:
+    """Makes groups of programs that are no frontends; each gets its code as its argument."""
+    made: list[WorkerGroup] = []
+
+    def make(program: str, *codes: int, **limits: float) -> WorkerGroup:
+        group = WorkerGroup(
+            len(codes),
+            lambda index, admin_port: [sys.executable, "-c", program, str(codes[index]), str(admin_port)],
+            source_environment(),
+            WorkerLimits(**{"startup_s": WAIT_S, "restart_delay_s": 0.01, **limits}),
+        )
+        made.append(group)
+        return group
+
+    yield make
+    for group in made:
+        await group.stop()
 
 
-async def test_the_worst_exit_code_counts():
-    one = group(SERVE, 0, 3, 1)
+async def test_the_worst_exit_code_counts(make_group):
+    one = make_group(SERVE, 0, 3, 1)
     await one.start()
     assert await one.stop() == 3
 
 
-async def test_one_that_died_before_a_stop_does_not_count():
-    one = group(SERVE, 0, 0, restart_delay_s=WAIT_S)
+async def test_one_that_died_before_a_stop_does_not_count(make_group):
+    one = make_group(SERVE, 0, 0, restart_delay_s=WAIT_S)
     await one.start()
     running = asyncio.ensure_future(one.keep_running())
     os.kill(one.addresses[1].pid, signal.SIGKILL)
@@ -217,7 +210,7 @@ async def test_a_worker_that_cannot_be_started_again_now_is_given_up_only_in_the
             "0",
             "0",
         ],
-        environment(),
+        source_environment(),
         WorkerLimits(startup_s=WAIT_S, restart_delay_s=0.01, max_restarts=2),
     )
     await failing.start()
@@ -227,22 +220,24 @@ async def test_a_worker_that_cannot_be_started_again_now_is_given_up_only_in_the
     assert await failing.stop() == 0
 
 
-async def test_a_worker_that_does_not_end_is_killed():
-    deaf = group(SERVE.replace("sys.exit(int(sys.argv[1]))", "None") + "signal.pause()\n" * 9, 0, stop_s=0.2)
+async def test_a_worker_that_does_not_end_is_killed(make_group):
+    deaf = make_group(
+        SERVE.replace("sys.exit(int(sys.argv[1]))", "None") + "signal.pause()\n" * 9, 0, stop_s=0.2
+    )
     await deaf.start()
     assert await deaf.stop() == 128 + signal.SIGKILL
 
 
-async def test_a_worker_that_keeps_dying_is_given_up_with_its_code():
-    dying = group(ANNOUNCE + "sys.exit(5)\n", 0, max_restarts=2)
+async def test_a_worker_that_keeps_dying_is_given_up_with_its_code(make_group):
+    dying = make_group(ANNOUNCE + "sys.exit(5)\n", 0, max_restarts=2)
     await dying.start()
     with pytest.raises(WorkerDied, match="ended with 5 after 2 restarts") as caught:
         await asyncio.wait_for(dying.keep_running(), START_S)
     assert caught.value.exit_code == 5
 
 
-async def test_a_worker_that_does_not_serve_in_time_is_killed():
-    silent = group("import signal; signal.pause()", 0, startup_s=0.1)
+async def test_a_worker_that_does_not_serve_in_time_is_killed(make_group):
+    silent = make_group("import signal; signal.pause()", 0, startup_s=0.1)
     with pytest.raises(WorkerDied, match=r"worker 0 did not serve within 0\.1 s"):
         await silent.start()
     assert vars(silent)["_workers"][0].exit_code == 128 + signal.SIGKILL

@@ -14,7 +14,7 @@ from frontend_svc.text.preprocess import child_seed, prepare
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import InvalidArgument
-from tests.frontend_svc.fakes import make_request
+from tests.frontend_svc.fakes import WAIT_S, make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -25,7 +25,8 @@ LIMITS = RequestLimits()
 
 @pytest.fixture
 async def model() -> AsyncIterator[ServedModel]:
-    workers = TextWorkers(1)
+    # However busy the machine, a text becomes tokens within the limit.
+    workers = TextWorkers(1, time_limit_s=WAIT_S)
     yield ServedModel(
         name="tiny",
         text_key="k",

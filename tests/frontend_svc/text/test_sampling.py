@@ -457,7 +457,7 @@ def test_96_of_several_end_of_sequence_ids_the_first_is_the_main_one_and_the_oth
     assert taken.min_tokens == 4
 
 
-# Breaches of limits: told together, and no more of them than a status carries.
+# Breaches of limits: reported together, and no more of them than a status carries.
 
 
 def test_a_count_within_its_range_is_fine_and_another_is_noted():

@@ -1,4 +1,4 @@
-"""Parameters through a whole frontend: what the client is told, and what the engine is sent."""
+"""Parameters through a whole frontend: what the client gets, and what the engine is sent."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_83_each_way_to_end_has_its_reason_and_its_match():
 
 
 def with_logprobs(token_ids: Sequence[int], record: step_pb2.StepFinished) -> Script:
-    """A script that tells of each token its log probability, minus its place, in one step each."""
+    """A script with each token's log probability, minus its index, in one step each."""
 
     def script(engine: FakeEngine, request: FakeRequest) -> None:
         for index, token_id in enumerate(token_ids):

@@ -133,7 +133,7 @@ def run(fused: FusedLayers, step: Step, caches: Sequence[Cache]) -> Tensor:
 STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
     ([7, 9], [7, 9], [15, 6]),  # two prompts
     ([1, 1], [8, 10], [0, 1]),
-    ([1, 6], [9, 16], []),  # a chunk of which nobody reads anything
+    ([1, 6], [9, 16], []),  # a chunk without a row that is read
     ([6, 1], [15, 17], [6, 0, 5]),
     ([1, 1], [16, 18], [1, 0, 1, 0, 1, 1, 0]),  # more rows than tokens
 )
@@ -191,7 +191,7 @@ def test_caches_that_slept_are_written_where_they_woke(ops):
     parked = ParkedMemory(
         [tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache)], keep=True
     )
-    # Whoever is given what they left.
+    # Others get the memory that they left.
     held = [torch.zeros_like(others[0].key_cache) for _ in range(64)]
     parked.restore()
     assert torch.equal(run(fused, step, caches), run(fused, step, others))

@@ -161,9 +161,12 @@ def test_a_forked_process_gets_threads_of_its_own(use_threads: Callable[[int], N
     ours, theirs = context.Pipe()
     child = context.Process(target=_count_in_child, args=(theirs,), daemon=True)
     child.start()
-    assert ours.poll(timeout=60) and ours.recv_bytes() == b"\1" * 100
-    child.join(timeout=60)
-    assert child.exitcode == 0
+    try:
+        assert ours.poll(timeout=60) and ours.recv_bytes() == b"\1" * 100
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
 
 
 def _count_in_child(pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""A program that tells what of attention is loaded ahead, and into how much memory, with no GPU at hand.
+"""A program that prints what of attention is loaded ahead, and into how much memory, with no GPU at hand.
 
     python -m tests.kernels.triton.attention_loads
 

@@ -80,7 +80,7 @@ class CountingFrontend(inference_pb2_grpc.InferenceServiceServicer, model_pb2_gr
 
 @asynccontextmanager
 async def serving(frontend: CountingFrontend) -> AsyncIterator[str]:
-    """Serve it for the length of a test; yields its address."""
+    """Serve it for the length of a test; produces its address."""
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, frontend)
     add_model = partial(model_pb2_grpc.add_ModelServiceServicer_to_server, frontend)
     server = Server(

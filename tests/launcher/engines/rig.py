@@ -1,4 +1,4 @@
-"""Engines for clients of their core: a fake model that is stepped, and one that keeps what it is told."""
+"""Engines for clients of their core: a fake model that is stepped, and one that records its calls."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,31 +276,38 @@ def test_the_flags_say_what_the_configuration_says(config: EngineConfig) -> None
     assert loaded == replace(config, port=0)
 
 
+@asynccontextmanager
+async def child_engine(config: EngineConfig, on_death: Callable[[str], None]) -> AsyncIterator[ChildEngine]:
+    """One that is closed in the end."""
+    engine = ChildEngine(config, ENVIRONMENT, on_death=on_death)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
 async def test_the_death_of_the_process_is_reported_with_its_cause() -> None:
     death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=death.set_result)
-    await engine.start()
-    os.kill(engine.pid, signal.SIGKILL)
-    assert "killed by SIGKILL" in await asyncio.wait_for(death, 10)
-    await engine.close()
+    async with child_engine(CONFIG, death.set_result) as engine:
+        await engine.start()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in await asyncio.wait_for(death, 10)
 
 
 async def test_an_end_on_purpose_is_no_death() -> None:
     death: list[str] = []
-    engine = ChildEngine(CONFIG, ENVIRONMENT, on_death=death.append)
-    await engine.start()
-    pid = engine.pid
-    await engine.close()
+    async with child_engine(CONFIG, death.append) as engine:
+        await engine.start()
+        pid = engine.pid
     assert death == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 async def test_a_model_that_cannot_be_loaded_is_reported_with_the_engines_message(tmp_path) -> None:
-    engine = ChildEngine(replace(CONFIG, model=str(tmp_path)), ENVIRONMENT, on_death=lambda why: None)
-    with pytest.raises(EngineDead, match=r"has no config\.json"):
-        await engine.start()
-    await engine.close()
+    async with child_engine(replace(CONFIG, model=str(tmp_path)), lambda why: None) as engine:
+        with pytest.raises(EngineDead, match=r"has no config\.json"):
+            await engine.start()
 
 
 def test_a_blocking_client_without_an_address_is_the_engine_itself() -> None:

@@ -277,7 +277,7 @@ def test_closing_leaves_no_thread_no_process_and_no_descriptor(checkpoint: Path,
         assert not thread.is_alive(), thread
     assert _children() == children
     ended_by = time.monotonic() + 30
-    # gRPC closes its sockets in threads of its own, and tells nobody.
+    # gRPC closes its sockets in threads of its own, without an event.
     while _descriptors() > descriptors and time.monotonic() < ended_by:
         time.sleep(0.01)
     assert _descriptors() <= descriptors
@@ -434,15 +434,6 @@ def test_the_first_refusal_ends_the_others() -> None:
         assert frontend.was_cancelled.wait(10)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """With Python's own answer to SIGINT, which a shell's background jobs are started without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_aborts_what_runs_and_the_facade_goes_on() -> None:
     with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
         frontend.hangs_on = 1

@@ -1,4 +1,4 @@
-"""Engines on hosts of a cluster: who is started again, where, how often, and what a stop does."""
+"""Engines on hosts of a cluster: which are started again, where, how often, and what a stop does."""
 
 from __future__ import annotations
 

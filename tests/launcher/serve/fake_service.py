@@ -1,4 +1,4 @@
-"""A stand-in for a service as a process: announces itself, says "ready" to who connects, ends on SIGTERM.
+"""A stand-in for a service as a process: announces itself, sends "ready" to its clients, ends on SIGTERM.
 
 A program of its own, which imports nothing of the project. What it does is written into `--diary FILE`.
 """

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launcher.serve.process import ProcessPlan
 from launcher.serve.supervisor import AwaitReady, StackPlan, Supervisor, SupervisorLimits
+
+MakeStack = Callable[..., "Stack"]
+"""What the fixture `make_stack` is: it takes what `Stack` takes after its folder."""
 
 FAKE_SERVICE = Path(__file__).parent / "fake_service.py"
 
@@ -19,14 +25,15 @@ class Stack:
 
     def __init__(
         self,
-        diary: Path,
+        folder: Path,
+        extra: dict[str, tuple[str, ...]] | None = None,
         *,
-        limits: SupervisorLimits,
-        extra: dict[str, tuple[str, ...]],
         await_ready: AwaitReady | None = None,
         program: Path = Path(sys.executable),
+        **limits: Any,
     ) -> None:
-        self.diary = diary
+        self.diary = folder / "diary"
+        self._keeping: asyncio.Task[None] | None = None
         self.reports: list[str] = []
         self.reported = asyncio.Event()
         self.restarted = asyncio.Event()
@@ -34,12 +41,12 @@ class Stack:
         names = [("coordinator", 0), ("engine", 0), ("engine", 1), ("frontend", 0)]
 
         def plan(service: str, index: int) -> ProcessPlan:
-            command = (str(program), str(FAKE_SERVICE), service, "--diary", str(diary))
+            command = (str(program), str(FAKE_SERVICE), service, "--diary", str(self.diary))
             return ProcessPlan(service, index, command)
 
         def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
             self.asked.append((plan.name, num_engines, num_kv_blocks))
-            return extra.get(plan.name, ())
+            return (extra or {}).get(plan.name, ())
 
         plans = [plan(service, index) for service, index in names]
         self.supervisor = Supervisor(
@@ -54,9 +61,23 @@ class Stack:
             await_ready=await_ready or greeted,
             report=self._report,
             on_change=self.restarted.set,
-            limits=limits,
+            limits=SupervisorLimits(**{"startup_s": 30.0, "restart_delay_s": 0.01, **limits}),
             quiet=True,
         )
+
+    def keep_running(self) -> asyncio.Task[None]:
+        """Restart what dies, until the stack is closed."""
+        self._keeping = asyncio.ensure_future(self.supervisor.keep_running())
+        return self._keeping
+
+    async def close(self) -> None:
+        """End every process of the stack."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait((self._keeping,))
+        for child in self.supervisor.children.values():
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
 
     def _report(self, text: str) -> None:
         self.reports.append(text)
@@ -87,13 +108,8 @@ async def greeted(service: str, address: str) -> None:
     await asyncio.Event().wait()
 
 
-def stack(tmp_path: Path, extra: dict[str, tuple[str, ...]] | None = None, **limits: float) -> Stack:
-    defaults: dict[str, float] = {"startup_s": 30.0, "restart_delay_s": 0.01}
-    return Stack(tmp_path / "diary", limits=SupervisorLimits(**{**defaults, **limits}), extra=extra or {})  # type: ignore[arg-type]
-
-
-def stack_of_a_program_that_may_go(tmp_path: Path, **limits: float) -> tuple[Stack, Path]:
-    program = tmp_path / "python"
+def program_that_may_go(folder: Path) -> Path:
+    """A Python that can be taken from its place."""
+    program = folder / "python"
     program.symlink_to(sys.executable)
-    options = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01, **limits)  # type: ignore[arg-type]
-    return Stack(tmp_path / "diary", limits=options, extra={}, program=program), program
+    return program

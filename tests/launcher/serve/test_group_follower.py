@@ -12,13 +12,13 @@ from triptych.coordinator.v1 import scaling_pb2
 
 
 class Follower:
-    """Remembers what it was told, and waits for more."""
+    """Records its calls, and waits for more."""
 
     def __init__(self) -> None:
         self.address = ""
         self.failures: list[Exception] = []  # raised by the next calls
         self.lines: list[str] = []
-        self.num_kv_blocks = 0  # that it was told last
+        self.num_kv_blocks = 0  # of the last call
         self._wanted: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 
     def want(self, num_engines: int, *, starts_missing: bool, num_kv_blocks: int) -> None:

@@ -26,8 +26,7 @@ from launcher.services import READINESS
 from service_kit.limits import INTERNAL
 from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
-
-_START_LIMIT_S = 180
+from tests.processes import START_LIMIT_S, running_async
 
 
 @dataclass(slots=True)
@@ -49,25 +48,14 @@ class Stack:
 @asynccontextmanager
 async def serving(ready_file: Path, *flags: str) -> AsyncIterator[Stack]:
     """`triptych serve` with the embedded model, ready."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "launcher.cli",
-        "serve",
-        "--port=0",
-        f"--ready-file={ready_file}",
-        *flags,
+    async with running_async(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}", *flags),
         stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+    ) as process:
         assert process.stdout is not None
         # The banner comes after the ready file, when everything is ready.
-        banner = await asyncio.wait_for(process.stdout.readuntil(b"triptych complete"), _START_LIMIT_S)
+        banner = await asyncio.wait_for(process.stdout.readuntil(b"triptych complete"), START_LIMIT_S)
         yield Stack(process, json.loads(ready_file.read_text()), banner.decode())
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await asyncio.wait_for(process.communicate(), 60)
 
 
 def is_running(pid: int) -> bool:
@@ -137,7 +125,7 @@ async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(
         pids = zip(before, after, strict=True)
         assert [one["service"] for one, other in pids if one["pid"] != other["pid"]] == ["engine"]
         question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
-        async with asyncio.timeout(_START_LIMIT_S):
+        async with asyncio.timeout(START_LIMIT_S):
             while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
                 # The frontend may be about to dial it.
                 assert "UNAVAILABLE" in answered.err
@@ -152,7 +140,7 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
         assert len(workers) == 2
         question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
         # A stack is ready when one worker is; the next connection may be the other's.
-        async with asyncio.timeout(_START_LIMIT_S):
+        async with asyncio.timeout(START_LIMIT_S):
             while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
                 assert "UNAVAILABLE" in answered.err
         assert len(json.loads(answered.out)["token_ids"]) == 5
@@ -162,7 +150,7 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
             await triptych("health", "--url", stack.url)
         again = json.loads(ready_file.read_text())
         assert again["grpc"] == stack.ready["grpc"]
-        async with asyncio.timeout(_START_LIMIT_S):
+        async with asyncio.timeout(START_LIMIT_S):
             while (health := await triptych("health", "--url", stack.url)).exit_code:
                 assert health.out == "NOT_SERVING\n"
         assert not [pid for pid in workers if is_running(pid)]
@@ -192,16 +180,16 @@ async def test_a_frontend_that_cannot_start_is_named_with_its_reason() -> None:
 
 
 async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
+    async with running_async(
         *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={tmp_path / 'ready'}"),
         stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    # Its first line: it still has seconds of loading before it.
-    await asyncio.wait_for(process.stderr.readuntil(b"[engine-0]"), _START_LIMIT_S)
-    [engine] = children_of(process.pid, "engine")
-    os.kill(engine, signal.SIGKILL)
-    _, err = await asyncio.wait_for(process.communicate(), 60)
+    ) as process:
+        assert process.stderr is not None
+        # Its first line: it still has seconds of loading before it.
+        await asyncio.wait_for(process.stderr.readuntil(b"[engine-0]"), START_LIMIT_S)
+        [engine] = children_of(process.pid, "engine")
+        os.kill(engine, signal.SIGKILL)
+        _, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert f"[serve] engine-0 (pid {engine}) was killed by SIGKILL while it was starting: " in err.decode()
     assert not (tmp_path / "ready").exists()
@@ -228,7 +216,7 @@ async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() ->
     assert f"is in use by pid {os.getpid()} (" in outcome.err
 
 
-# Finding who holds a port.
+# Finding the process that holds a port.
 
 
 def test_the_process_that_listens_is_named() -> None:
@@ -255,7 +243,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class LateHealth(health_pb2_grpc.HealthServicer):
-    """Cannot be asked at first, stops while it is asked, and then serves when it is told to."""
+    """Cannot be asked at first, stops while it is asked, and then serves on request."""
 
     def __init__(self) -> None:
         self.num_asked = 0

@@ -8,16 +8,16 @@ import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from launcher.serve.process import ChildDied, ProcessPlan, spawn
 from launcher.serve.restarts import Restarts, until_ready
-from launcher.serve.supervisor import StartTimeout, SupervisorLimits
+from launcher.serve.supervisor import StartTimeout
 from service_kit.process import process_environment
-from tests.launcher.serve.supervised import Stack, greeted, stack, stack_of_a_program_that_may_go
+from tests.launcher.serve.supervised import MakeStack, greeted, program_that_may_go
+from tests.processes import running_async
 
 
 class Unread(io.StringIO):
@@ -27,18 +27,8 @@ class Unread(io.StringIO):
         raise BrokenPipeError
 
 
-@contextlib.asynccontextmanager
-async def kept(one: Stack) -> AsyncIterator[None]:
-    """Everything is started, kept running and stopped in the end."""
-    await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
-    yield
-    keeping.cancel()
-    await one.supervisor.stop()
-
-
-async def test_the_coordinator_starts_first_and_all_get_its_address(tmp_path: Path) -> None:
-    one = stack(tmp_path)
+async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: MakeStack) -> None:
+    one = make_stack()
     await one.supervisor.start()
     coordinator = one.supervisor.address_of("coordinator-0")
     await one.supervisor.stop()
@@ -48,8 +38,8 @@ async def test_the_coordinator_starts_first_and_all_get_its_address(tmp_path: Pa
     assert all(line.endswith(f"coordinator={coordinator}") for line in starts[1:])
 
 
-async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(tmp_path: Path) -> None:
-    one = stack(tmp_path)
+async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(make_stack: MakeStack) -> None:
+    one = make_stack()
     await one.supervisor.start()
     await one.supervisor.stop()
     stops = [event for event in one.events() if event.endswith("stop")]
@@ -60,17 +50,20 @@ async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(tmp_p
 
 
 @pytest.mark.parametrize("flag", ["--die-at-start", "--die-before-ready"])
-async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(tmp_path, flag):
-    one = stack(tmp_path, {"engine-1": (f"{flag}=3",)})
+async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines(
+    make_stack: MakeStack, flag: str
+) -> None:
+    one = make_stack({"engine-1": (f"{flag}=3",)})
     with pytest.raises(
         ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3 while it was starting"
     ) as died:
         await one.supervisor.start()
     assert "starting: with this model\n  its lines before that:\n    something went wrong" in str(died.value)
-    await one.supervisor.stop()
 
 
-async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(tmp_path):
+async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(
+    make_stack: MakeStack,
+) -> None:
     async def all_but_the_frontend(service: str, address: str) -> None:
         await greeted(service, address)
         if service == "frontend":
@@ -80,92 +73,100 @@ async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_t
             os.kill(one.supervisor.children["engine-1"].pid, signal.SIGKILL)
             await asyncio.Event().wait()
 
-    one = Stack(
-        tmp_path / "diary",
-        limits=SupervisorLimits(startup_s=30.0),
-        extra={},
-        await_ready=all_but_the_frontend,
-    )
+    one = make_stack(await_ready=all_but_the_frontend)
     with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) was killed by SIGKILL"):
         await one.supervisor.start()
-    await one.supervisor.stop()
 
 
-async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    one = stack(tmp_path, startup_s=0.0)
+async def test_a_start_that_takes_too_long_is_given_up(make_stack: MakeStack) -> None:
+    one = make_stack(startup_s=0.0)
     with pytest.raises(
         StartTimeout, match="not ready within 0 s: coordinator-0, engine-0, engine-1, frontend-0"
     ):
         await one.supervisor.start()
-    await one.supervisor.stop()
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
-async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(tmp_path, name):
-    one = stack(tmp_path)
-    async with kept(one):
-        before = one.supervisor.children[name]
-        address = one.supervisor.address_of(name)
-        os.kill(before.pid, signal.SIGKILL)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        assert one.supervisor.children[name].pid != before.pid
-        assert one.supervisor.address_of(name) == address
-        assert any(
-            f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
-        )
+async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
+    make_stack: MakeStack, name: str
+) -> None:
+    one = make_stack()
+    await one.supervisor.start()
+    one.keep_running()
+    before = one.supervisor.children[name]
+    address = one.supervisor.address_of(name)
+    os.kill(before.pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children[name].pid != before.pid
+    assert one.supervisor.address_of(name) == address
+    assert any(
+        f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
+    )
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1"])
-async def test_a_restart_that_fails_does_not_cost_a_process_its_port(tmp_path: Path, name: str) -> None:
+async def test_a_restart_that_fails_does_not_cost_a_process_its_port(
+    make_stack: MakeStack, tmp_path: Path, name: str
+) -> None:
     trap = tmp_path / "trap"
-    one = stack(tmp_path, {name: (f"--die-once={trap}",)})
-    async with kept(one):
-        address = one.supervisor.address_of(name)
-        trap.touch()
-        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        assert not trap.exists()
-        assert one.supervisor.address_of(name) == address
-
-
-async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_again(tmp_path: Path) -> None:
-    one, program = stack_of_a_program_that_may_go(tmp_path)
-    async with kept(one):
-        others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
-        program.unlink()
-        os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-        async with asyncio.timeout(30):
-            while "engine-0 cannot be started: No such file or directory" not in one.reports:
-                one.reported.clear()
-                await one.reported.wait()
-            program.symlink_to(sys.executable)
-            await one.restarted.wait()
-        assert {name: one.supervisor.children[name].pid for name in others} == others
-        assert one.supervisor.children["engine-0"].is_running
-
-
-async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(tmp_path):
-    one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
+    one = make_stack({name: (f"--die-once={trap}",)})
     await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    one.keep_running()
+    address = one.supervisor.address_of(name)
+    trap.touch()
+    os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert not trap.exists()
+    assert one.supervisor.address_of(name) == address
+
+
+async def test_a_process_that_the_system_refuses_to_start_for_a_moment_is_tried_again(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    program = program_that_may_go(tmp_path)
+    one = make_stack(program=program)
+    await one.supervisor.start()
+    one.keep_running()
+    others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
+    program.unlink()
+    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while "engine-0 cannot be started: No such file or directory" not in one.reports:
+            one.reported.clear()
+            await one.reported.wait()
+        program.symlink_to(sys.executable)
+        await one.restarted.wait()
+    assert {name: one.supervisor.children[name].pid for name in others} == others
+    assert one.supervisor.children["engine-0"].is_running
+
+
+async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_that_dies(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    program = program_that_may_go(tmp_path)
+    one = make_stack(program=program, max_restarts=2)
+    await one.supervisor.start()
+    keeping = one.keep_running()
     program.unlink()
     os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
     with pytest.raises(ChildDied, match=r"engine-0 .* after 2 restarts within 60 s"):
         await asyncio.wait_for(keeping, 30)
     assert sum(report.startswith("engine-0 cannot be started") for report in one.reports) == 2
-    await one.supervisor.stop()
 
 
-async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_future_address(tmp_path):
+async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_future_address(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
     trap = tmp_path / "trap"
-    one = stack(tmp_path, {"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
-    async with kept(one):
-        address = one.supervisor.address_of("coordinator-0")
-        trap.touch()
-        for name in ("coordinator-0", "engine-1"):
-            os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
-        # Whichever of the two is quicker: it is the engine whose second start is looked at.
-        await one.until("engine-1 READY", num_reports=2)
+    one = make_stack({"coordinator-0": (f"--die-once={trap}",)}, restart_delay_s=0.2)
+    await one.supervisor.start()
+    one.keep_running()
+    address = one.supervisor.address_of("coordinator-0")
+    trap.touch()
+    for name in ("coordinator-0", "engine-1"):
+        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+    # Whichever of the two is quicker: it is the engine whose second start is looked at.
+    await one.until("engine-1 READY", num_reports=2)
     starts = [line for line in one.diary.read_text().splitlines() if line.startswith("engine-1 start ")]
     assert len(starts) == 2
     assert all(line.endswith(f"coordinator={address}") for line in starts)
@@ -182,11 +183,13 @@ async def test_a_child_is_still_read_when_its_copied_output_is_not(tmp_path: Pat
     assert child.last_lines[-1] == "the end"
 
 
-async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_up(tmp_path: Path) -> None:
-    one = stack(tmp_path, max_restarts=3)
+async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_up(
+    make_stack: MakeStack,
+) -> None:
+    one = make_stack(max_restarts=3)
     await one.supervisor.start()
     others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    keeping = one.keep_running()
     for _ in range(3):
         one.restarted.clear()
         os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
@@ -197,11 +200,10 @@ async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_u
         await asyncio.wait_for(keeping, 30)
     delays = [line.partition("starts again in ")[2] for line in one.reports if "starts again" in line]
     assert delays == ["0.01 s (1 of 3)", "0.02 s (2 of 3)", "0.04 s (3 of 3)"]
-    await one.supervisor.stop()
 
 
 async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
-    """A launcher that is killed has no chance to stop anybody."""
+    """A launcher that is killed has no chance to stop its children."""
 
     program = (
         "import os, subprocess, sys\n"
@@ -209,79 +211,86 @@ async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
         ' die_with_parent(int(sys.argv[1])); print("tied", flush=True); time.sleep(600)\'\n'
         "subprocess.Popen([sys.executable, '-c', child, str(os.getpid())]).wait()\n"
     )
-    launcher = await asyncio.create_subprocess_exec(
+    async with running_async(
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
-    )
-    assert launcher.stdout is not None
-    assert await launcher.stdout.readline() == b"tied\n"
-    launcher.kill()
-    # The pipe ends when the last process that holds it has ended, i.e. the grandchild.
-    assert await asyncio.wait_for(launcher.stdout.read(), 30) == b""
-    await launcher.wait()
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert await launcher.stdout.readline() == b"tied\n"
+        launcher.kill()
+        # The pipe ends when the last process that holds it has ended, i.e. the grandchild.
+        assert await asyncio.wait_for(launcher.stdout.read(), 30) == b""
 
 
 # The supervisor when another number of engines is wanted than it started with.
 
 
-async def test_engines_that_are_wanted_later_are_started_and_kept_like_the_others(tmp_path: Path) -> None:
-    one = stack(tmp_path)
-    async with kept(one):
-        await asyncio.sleep(0)
-        one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
-        await one.until("engine-2 READY")
-        await one.until("engine-3 READY")
-        assert set(one.asked[:4]) == {
-            (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
-        }
-        assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
-        address = one.supervisor.address_of("engine-3")
-        one.restarted.clear()
-        os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        assert one.supervisor.address_of("engine-3") == address
-        assert len(one.supervisor.children) == 6
+async def test_engines_that_are_wanted_later_are_started_and_kept_like_the_others(
+    make_stack: MakeStack,
+) -> None:
+    one = make_stack()
+    await one.supervisor.start()
+    one.keep_running()
+    await asyncio.sleep(0)
+    one.supervisor.want(4, starts_missing=True, num_kv_blocks=640)
+    await one.until("engine-2 READY")
+    await one.until("engine-3 READY")
+    assert set(one.asked[:4]) == {
+        (name, 2, 0) for name in ("coordinator-0", "engine-0", "engine-1", "frontend-0")
+    }
+    assert sorted(one.asked[4:]) == [("engine-2", 4, 640), ("engine-3", 4, 640)]
+    address = one.supervisor.address_of("engine-3")
+    one.restarted.clear()
+    os.kill(one.supervisor.children["engine-3"].pid, signal.SIGKILL)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.address_of("engine-3") == address
+    assert len(one.supervisor.children) == 6
 
 
-async def test_no_more_engines_are_started_than_a_machine_is_to_have(tmp_path: Path) -> None:
-    one = stack(tmp_path, max_engines=3)
-    async with kept(one):
-        await asyncio.sleep(0)
-        one.supervisor.want(1000, starts_missing=True)
-        one.supervisor.want(1000, starts_missing=True)
-        await one.until("engine-2 READY")
-        assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
-        assert [report for report in one.reports if "1000" in report] == [
-            "1000 engines are wanted, 3 are the most that are started here"
-        ]
+async def test_no_more_engines_are_started_than_a_machine_is_to_have(make_stack: MakeStack) -> None:
+    one = make_stack(max_engines=3)
+    await one.supervisor.start()
+    one.keep_running()
+    await asyncio.sleep(0)
+    one.supervisor.want(1000, starts_missing=True)
+    one.supervisor.want(1000, starts_missing=True)
+    await one.until("engine-2 READY")
+    assert sum(name.startswith("engine") for name in one.supervisor.children) == 3
+    assert [report for report in one.reports if "1000" in report] == [
+        "1000 engines are wanted, 3 are the most that are started here"
+    ]
 
 
-async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(tmp_path):
-    one = stack(tmp_path)
-    async with kept(one):
-        left = one.supervisor.children["engine-1"].pid
-        os.kill(left, signal.SIGTERM)
-        await one.until(f"engine-1 (pid {left}) exited with code 0 and is not started again")
-        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
-        one.supervisor.want(2, starts_missing=False)
-        assert "engine-1" not in one.supervisor.children
-        one.restarted.clear()
-        one.supervisor.want(2, starts_missing=True)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        assert one.supervisor.children["engine-1"].pid != left
+async def test_an_engine_that_ends_with_0_has_left_and_comes_back_only_when_it_is_wanted_anew(
+    make_stack: MakeStack,
+) -> None:
+    one = make_stack()
+    await one.supervisor.start()
+    one.keep_running()
+    left = one.supervisor.children["engine-1"].pid
+    os.kill(left, signal.SIGTERM)
+    await one.until(f"engine-1 (pid {left}) exited with code 0 and is not started again")
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
+    one.supervisor.want(2, starts_missing=False)
+    assert "engine-1" not in one.supervisor.children
+    one.restarted.clear()
+    one.supervisor.want(2, starts_missing=True)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children["engine-1"].pid != left
 
 
-async def test_an_engine_that_leaves_while_it_is_wanted_anew_starts_again(tmp_path: Path) -> None:
-    one = stack(tmp_path)
-    async with kept(one):
-        await asyncio.sleep(0)
-        one.supervisor.want(2, starts_missing=True)
-        os.kill(one.supervisor.children["engine-1"].pid, signal.SIGTERM)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        assert one.supervisor.children["engine-1"].is_running
+async def test_an_engine_that_leaves_while_it_is_wanted_anew_starts_again(make_stack: MakeStack) -> None:
+    one = make_stack()
+    await one.supervisor.start()
+    one.keep_running()
+    await asyncio.sleep(0)
+    one.supervisor.want(2, starts_missing=True)
+    os.kill(one.supervisor.children["engine-1"].pid, signal.SIGTERM)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children["engine-1"].is_running
 
 
 async def test_engines_above_the_wanted_number_are_ended_where_they_are_not_ready_and_never_restarted(
-    tmp_path: Path,
+    make_stack: MakeStack,
 ) -> None:
     async def all_but_the_new_one(service: str, address: str) -> None:
         await greeted(service, address)
@@ -289,44 +298,46 @@ async def test_engines_above_the_wanted_number_are_ended_where_they_are_not_read
             one.restarted.set()
             await asyncio.Event().wait()
 
-    limits = SupervisorLimits(startup_s=30.0, restart_delay_s=0.01)
-    one = Stack(tmp_path / "diary", limits=limits, extra={}, await_ready=all_but_the_new_one)
-    async with kept(one):
-        await asyncio.sleep(0)
-        one.supervisor.want(3, starts_missing=True)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-        ready = one.supervisor.children["engine-1"].pid
-        one.supervisor.want(1, starts_missing=False)
-        await one.until("engine-2 (pid")
-        assert one.supervisor.children["engine-1"].is_running
-        os.kill(ready, signal.SIGKILL)
-        await one.until(f"engine-1 (pid {ready}) was killed by SIGKILL and is not started again")
-        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
-
-
-async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(tmp_path: Path) -> None:
-    one = stack(tmp_path, {"engine-2": ("--die-at-start=3",)}, max_restarts=2)
+    one = make_stack(await_ready=all_but_the_new_one)
     await one.supervisor.start()
-    keeping = asyncio.ensure_future(one.supervisor.keep_running())
+    one.keep_running()
+    await asyncio.sleep(0)
+    one.supervisor.want(3, starts_missing=True)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    ready = one.supervisor.children["engine-1"].pid
+    one.supervisor.want(1, starts_missing=False)
+    await one.until("engine-2 (pid")
+    assert one.supervisor.children["engine-1"].is_running
+    os.kill(ready, signal.SIGKILL)
+    await one.until(f"engine-1 (pid {ready}) was killed by SIGKILL and is not started again")
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "frontend-0"]
+
+
+async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(make_stack: MakeStack) -> None:
+    one = make_stack({"engine-2": ("--die-at-start=3",)}, max_restarts=2)
+    await one.supervisor.start()
+    keeping = one.keep_running()
     await asyncio.sleep(0)
     one.supervisor.want(3, starts_missing=True)
     await one.until("exited with code 3 after 2 restarts within 60 s")
     assert not keeping.done()
     assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
-    keeping.cancel()
-    await one.supervisor.stop()
 
 
-async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(tmp_path):
-    one, program = stack_of_a_program_that_may_go(tmp_path, max_restarts=2)
-    async with kept(one):
-        await asyncio.sleep(0)
-        program.unlink()
-        one.supervisor.want(3, starts_missing=True)
-        await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
-        await one.until("engine-2 cannot be started after 2 restarts within 60 s")
-        assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
-        assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
+async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_up_alone(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    program = program_that_may_go(tmp_path)
+    one = make_stack(program=program, max_restarts=2)
+    await one.supervisor.start()
+    one.keep_running()
+    await asyncio.sleep(0)
+    program.unlink()
+    one.supervisor.want(3, starts_missing=True)
+    await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
+    await one.until("engine-2 cannot be started after 2 restarts within 60 s")
+    assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
+    assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
 
 
 # How often what dies is started again, and what is said of one that dies before it is ready.

@@ -138,13 +138,13 @@ async def test_what_the_coordinator_refuses_is_said_and_exits_1() -> None:
             for arguments in (
                 ["scale", "1"],
                 ["cancel-operation", "scale-7"],
-                ["drain-engine", "nobody"],
-                ["evict-engine", "nobody"],
+                ["drain-engine", "unknown"],
+                ["evict-engine", "unknown"],
             )
         ]
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1, 1]
     assert outcomes[0].err.startswith("INVALID_ARGUMENT: dp_group is '', must be one of: 'a', 'b'\n")
-    assert outcomes[2].err == "NOT_FOUND: engine 'nobody' is not a member\n"
+    assert outcomes[2].err == "NOT_FOUND: engine 'unknown' is not a member\n"
 
 
 async def test_single_engines_are_drained_and_evicted() -> None:

@@ -1,4 +1,4 @@
-"""The verb `chat` against a real frontend, whose engine says what it is told to."""
+"""The verb `chat` against a real frontend, whose engine is scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `complete` against a frontend that answers what it is told to."""
+"""The verb `complete` against a frontend of scripted answers."""
 
 from __future__ import annotations
 
@@ -102,11 +102,9 @@ async def test_a_character_that_the_terminal_does_not_have_is_no_error() -> None
 
 async def test_an_interrupt_cancels_the_request() -> None:
     async with fake_frontend(hangs=True) as served:
-        asked = asyncio.ensure_future(
-            triptych("complete", "--url", served.url, "--prompt", "hi", interrupt_after=b"hello")
-        )
+        outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", interrupt_after=b"hello")
+        assert outcome.exit_code == 130
         await asyncio.wait_for(served.frontend.cancelled.wait(), 30)
-        assert (await asked).exit_code == 130
 
 
 async def test_a_refusal_exits_1_with_status_message_and_field() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 
 from tests.launcher.fakes import children_of, triptych
+from tests.processes import running_async
 
 
 async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
@@ -44,22 +44,16 @@ async def test_the_demo_answers_with_its_own_model_whatever_the_environment_name
 
 
 async def test_loopback_that_is_down_is_brought_up() -> None:
-    """In a network namespace of its own there is no loopback until somebody sets it up."""
+    """In a network namespace of its own there is no loopback until it is set up."""
     program = (
         "import socket; from launcher.serve.loopback import ensure_loopback;"
         "ensure_loopback(); ensure_loopback();"
         "server = socket.create_server(('127.0.0.1', 0)); socket.create_connection(server.getsockname());"
         "print('up')"
     )
-    process = await asyncio.create_subprocess_exec(
-        "unshare",
-        "--map-root-user",
-        "--net",
-        sys.executable,
-        "-c",
-        program,
+    async with running_async(
+        *("unshare", "--map-root-user", "--net", sys.executable, "-c", program),
         stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    ) as process:
+        out, _ = await asyncio.wait_for(process.communicate(), 60)
     assert out == b"up\n"

@@ -20,7 +20,7 @@ class FakeHub:
 
     files: dict[str, bytes]  # of the model org/tiny
     gated: bool = False  # as for a token that has not accepted a licence
-    sizes: dict[str, int] = field(default_factory=dict)  # told instead of the true ones
+    sizes: dict[str, int] = field(default_factory=dict)  # sent instead of the true ones
     status: int = 200  # answered to everything, if it is another
     url: str = ""
     requests: list[str] = field(default_factory=list)

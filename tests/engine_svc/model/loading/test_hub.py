@@ -64,7 +64,7 @@ def find(
             **kept,
             "PYTHONPATH": paths,
             "HF_HOME": str(home),
-            # A port that nobody listens on, where there is no hub.
+            # A port that nothing listens on, where there is no hub.
             "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
             **(env or {}),
         },
@@ -161,7 +161,7 @@ def test_what_is_cached_is_used_where_the_hub_is_not_asked(tmp_path, files, how)
     with serve(FakeHub(files)) as hub:
         first = find("org/tiny", tmp_path, hub)
     env = {"HF_HUB_OFFLINE": "1"} if how == "environment" else {}
-    # With `network` it is asked, and nobody is there.
+    # With `network` it is asked, and nothing is there.
     again = find("org/tiny", tmp_path, env=env, **({"offline": True} if how == "option" else {}))
     assert again.folder == first.folder
     assert "the cached model is used" in again.errors

@@ -33,7 +33,7 @@ def copy(llama: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *, progress=lambda *event: None, **overrides: object) -> LoadedModel:
-    """Over the road of transformers, unless a test wishes another."""
+    """With the implementation of transformers, unless a test names another."""
     load_options = LoadOptions(**{"num_threads": 1, "model_impl": "transformers", **overrides})
     return load_model(folder, load_options, progress=progress)
 

@@ -313,7 +313,7 @@ def test_shards_are_read_as_the_one_file_they_come_from(tmp_path):
     assert all(torch.equal(sharded.read(name), whole.read(name)) for name in whole.names)
 
 
-# The digest_of tells models apart, and costs no reading of them.
+# The digest_of distinguishes models, and costs no reading of them.
 
 
 def write_checkpoint(

@@ -1,4 +1,4 @@
-"""A native decoder yields the logits of transformers' eager model at every place, however a prompt is cut."""
+"""A native decoder has the logits of transformers' eager model at every position, however a prompt is cut."""
 
 from __future__ import annotations
 

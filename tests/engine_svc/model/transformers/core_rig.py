@@ -111,7 +111,7 @@ class CoreDriver:
         return self.core.scheduler.stats().num_preemptions
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **all_options: object) -> Request:
-        """Enter a request that no token ends; it is greedy unless it wishes otherwise."""
+        """Enter a request that no token ends; it is greedy unless its sampling differs."""
         sampling = SamplingParams(
             **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **all_options}
         )

@@ -1,4 +1,4 @@
-"""Memory leaves tensors and comes back under them, for whoever holds them."""
+"""Memory leaves tensors and comes back under them, for all that hold them."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_of_equals_who_has_lost_often_enough_gives_way_no_more_if_its_id_is_the_
     for num_preemptions, victim in ((15, smaller), (16, greater), (17, greater)):
         smaller.num_preemptions = num_preemptions
         assert policy.pick_victim([urgent, smaller, greater], kv_cache) is victim
-    # Who has lost little is not asked.
+    # A request that has lost little is not asked.
     assert policy.pick_victim([urgent, greater, smaller], kv_cache) is greater
     assert policy.pick_victim([urgent, smaller], kv_cache) is smaller
 

@@ -68,7 +68,7 @@ def test_decodes_have_their_part_and_no_more_while_a_prompt_wants_the_other():
     stage.add(request("prompt", 30))
     # Three of ten tokens are for decodes.
     assert granted(stage.step()) == {"r0": 1, "r1": 1, "r2": 1, "prompt": 7}
-    # Who had no turn comes first.
+    # A request without a turn comes first.
     assert granted(stage.step()) == {"prompt": 7, "r3": 1, "r4": 1, "r0": 1}
     assert granted(stage.step()) == {"prompt": 7, "r1": 1, "r2": 1, "r3": 1}
 
@@ -87,7 +87,7 @@ def test_without_prompts_or_waiting_requests_decodes_have_the_whole_step():
     stage.add(*(request(f"r{index}", 1) for index in range(9)))
     stage.step()
     assert granted(stage.step()) == {f"r{index}": 1 for index in range(9)}
-    # One who waits and cannot enter has no part kept for it.
+    # One that waits and cannot enter has no part kept for it.
     stage = _stage(max_num_seqs=9)
     stage.add(*(request(f"r{index}", 1) for index in range(10)))
     stage.step()

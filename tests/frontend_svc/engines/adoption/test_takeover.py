@@ -20,7 +20,7 @@ from frontend_svc.text.preprocess import Prepared
 from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
-    HEARTBEAT_S,
+    LONG_HEARTBEAT_S,
     WAIT_S,
     Client,
     FakeEngine,
@@ -55,7 +55,7 @@ class Doomed:
         await self._frontend.drain()
 
     async def cut(self) -> None:
-        """Cut its drain: its calls are told, and its streams to engines end with a goodbye."""
+        """Cut its drain: its calls end with an error, and its streams to engines end with a goodbye."""
         async with asyncio.timeout(WAIT_S):
             await self._frontend.cut()
 
@@ -69,7 +69,7 @@ class Doomed:
 def another_frontend(*engines: FakeEngine) -> Frontend:
     addresses = tuple(engine.address for engine in engines)
     config = FrontendConfig(port=0, engine=addresses, text_workers=1, reconnect_window_s=0.2)
-    return Frontend(config, heartbeat_s=HEARTBEAT_S)
+    return Frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
 
 
 @contextlib.asynccontextmanager
@@ -378,7 +378,7 @@ def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(too_much):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return once it is true: turn by turn of the loop, as nobody tells of what it asks."""
+    """Return once it is true: turn by turn of the loop, as there is no event for it."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

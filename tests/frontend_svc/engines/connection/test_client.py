@@ -1,4 +1,4 @@
-"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is told."""
+"""The stream to an engine: any start order, silence, gaps, reloads, and what the engine is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from frontend_svc.text.model import ServedModel
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.clock import MonotonicClock
 from tests.connections import until_connections, without_collections
-from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, FakeEngine, answer, read_all, serving, serving_one
+from tests.frontend_svc.fakes import (
+    AT_LENGTH,
+    HEARTBEAT_S,
+    WAIT_S,
+    FakeEngine,
+    answer,
+    read_all,
+    serving,
+    serving_one,
+)
 from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
@@ -83,7 +92,7 @@ async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_befor
 
 
 async def test_a_silent_engine_is_down_and_up_again_when_it_speaks():
-    async with serving_one() as (engine, client, _):
+    async with serving_one(heartbeat_s=HEARTBEAT_S) as (engine, client, _):
         call = client.generate()
         await engine.wait_for_requests(1)
         engine.has_heartbeat = False
@@ -330,7 +339,7 @@ async def test_an_engine_of_a_contract_that_does_not_fit_is_kept_out_by_name(rev
 
 
 class _PendingRequest:
-    """A request of which nothing came yet, until it is told that its engine is lost."""
+    """A request of which nothing came yet, until its engine is lost."""
 
     wants_logprobs = False
 
@@ -428,7 +437,7 @@ async def test_a_lost_stream_leaves_no_connection_behind(end):
 
 
 async def _lose_streams(engine: FakeEngine, end: Callable[[FakeEngine], Awaitable[None]]) -> None:
-    async with serving(engine) as (client, frontend):
+    async with serving(engine, heartbeat_s=HEARTBEAT_S) as (client, frontend):
         for _ in range(3):
             num_connects = engine.num_connects
             await end(engine)

@@ -117,7 +117,7 @@ def test_blocks_are_scarce_for_a_long_prompt_first():
 
 def test_an_engine_that_reports_no_blocks_is_taken_to_have_enough():
     without_blocks = EngineInfo("untold", num_running=3, num_used_blocks=7)
-    assert work(without_blocks, ANY) == work(engine("told", 0, 3), ANY)
+    assert work(without_blocks, ANY) == work(engine("known", 0, 3), ANY)
 
 
 def test_round_robin_goes_round():
@@ -154,7 +154,7 @@ def test_a_frontend_whose_requests_are_all_there_are_picks_the_least_loaded_of_a
 
 
 def test_without_any_report_imbalance_is_bounded_by_our_own_counts():
-    """A coordinator that is away, and engines that tell nothing: each gets what it ends, two at most more."""
+    """A coordinator that is away, and engines without reports: each gets what it ends, two at most more."""
     accounts = accounts_of(4)
     running: dict[int, int] = {}
     for turn in range(400):

@@ -1,4 +1,4 @@
-"""A converter that does as it is told: `fake_converter.py DEED DIARY FOLDER`."""
+"""A scripted converter: `fake_converter.py DEED DIARY FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text workers: what hangs, grows or dies costs one piece of work its status, and nobody else."""
+"""Text workers: what hangs, grows or dies costs one piece of work its status, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
+from tests.processes import running, source_environment
 
 # Limits are short where something is to run into them, and long where nothing may.
 SHORT_S = 1.0
@@ -265,7 +266,7 @@ async def test_clients_get_an_error_once_it_is_clear_that_workers_cannot_start(m
     with pytest.raises(Unavailable, match="cannot be started"):
         await probe
     await workers.close()
-    # A program that can be started, and ends over its work, is told apart from one that cannot.
+    # A program that can be started, and ends over its work, is distinguished from one that cannot.
     assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], Unavailable | Internal)
 
 
@@ -318,9 +319,8 @@ asyncio.run(main())
 
 
 def test_the_death_of_a_frontend_ends_its_workers_busy_or_not():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
+    with running(
+        *(sys.executable, "-c", PARENT), env=source_environment(), stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         pidfds = [os.pidfd_open(int(process_id)) for process_id in parent.stdout.readline().split()]
@@ -345,7 +345,7 @@ async def test_a_worker_comes_after_streams_also_where_sessions_share_the_cores(
     assert os.getpriority(os.PRIO_PROCESS, process_id) == os.getpriority(os.PRIO_PROCESS, 0) + 5
     session = Path(f"/proc/{process_id}/autogroup")
     async with asyncio.timeout(WAIT_S):
-        # Where there are such groups they may not be changed at once, and nothing tells when they were.
+        # Where there are such groups they may not be changed at once, and there is no event when they were.
         while session.exists() and session.read_text().split()[-1] != "5":  # noqa: ASYNC110
             await asyncio.sleep(0)
 

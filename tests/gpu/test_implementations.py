@@ -1,4 +1,4 @@
-"""Both roads on the GPU: token by token what transformers generates, in fp32."""
+"""Both implementations on the GPU: token by token what transformers generates, in fp32."""
 
 from __future__ import annotations
 
