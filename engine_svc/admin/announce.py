@@ -207,6 +207,7 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
         "engine_id": engine.identity.engine_id,
         "engine_state": engine.lifecycle.state.value,
         "run_state": engine.run_state.value,
+        "standstill": engine.run_state.value,  # former name of run_state, kept for one release
         "num_sessions": num_sessions,
         "step_number": loop_stats.step_number,
         "prompt_tokens": loop_stats.num_prompt_tokens,

@@ -36,7 +36,9 @@ class LoadedCore:
     facts: EngineFacts
     refusal: Callable[[Request], str | None]  # why a request can never be served, or None
     prepare: Callable[[Request], None]  # work that need not be done in the loop: block hashes
-    controls: EngineControls | None = None  # used on the engine thread; None: the engine takes no utility calls
+    controls: EngineControls | None = (
+        None  # used on the engine thread; None: the engine takes no utility calls
+    )
     lockstep: LockstepDriver | None = None  # None: it does not step together with other engines
     rank_ids: Sequence[int] = ()  # process ids of the ranks
 

@@ -240,7 +240,7 @@ class Session:
             self.end(left if num_left else None)
 
     def end(self, error: ServiceError | None = None) -> None:
-        """Have `write_messages` write what is pending, then return or raise `error`. Only the first counts."""
+        """Have `write_messages` write what is pending, then return or raise `error`. The first end counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
             self._changed.set()
