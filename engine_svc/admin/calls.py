@@ -47,7 +47,7 @@ class SessionCalls:
         for task in self._tasks.values():
             task.cancel()
         # `send` belongs to the session that owns this object: only a full collection would free the cycle.
-        self._send = _send_nothing
+        self._send = lambda result: None
 
     def _send_answer(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
         del self._tasks[call_id]
@@ -88,10 +88,6 @@ class AdminCalls:
             self._num_calls[may_wait] -= 1
         logger.info("utility call served", extra={"call": name})
         return admin_pb2.UtilityResponse(result=result)
-
-
-def _send_nothing(result: utility_pb2.UtilityResult) -> None:
-    """The session is closed."""
 
 
 def _check_room(num_calls: int) -> None:

@@ -136,7 +136,7 @@ class SessionRequests:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
         # `send` belongs to the session that owns this object: only a full collection would free the cycle.
-        self._send = _send_nothing
+        self._send = lambda message: None
         return num_aborted
 
     def _accept(self, entry: add_pb2.AddEntry) -> None:
@@ -324,7 +324,3 @@ class Handles:
         requests = list(self._in_flight.values())
         self._in_flight.clear()
         return requests
-
-
-def _send_nothing(message: engine_pb2.ConnectResponse) -> None:
-    """The session is closed."""
