@@ -11,10 +11,14 @@ from engine_svc.admin.announce import MAX_REPLAY_BYTES
 
 
 class ReplayBuffer:
-    """Numbered messages from the first unacknowledged one to the newest, without gaps."""
+    """Numbered messages from the first unacknowledged one to the newest, without gaps.
 
-    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:
+    keeps: False for a session that cannot be resumed; its messages count as acknowledged at once.
+    """
+
+    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES, keeps: bool = True) -> None:
         self.size_bytes = 0  # sum of all kept messages
+        self._keeps = keeps
         self._max_bytes = max_bytes
         self._kept: deque[bytes] = deque()
         self._acknowledged = 0
@@ -26,6 +30,11 @@ class ReplayBuffer:
         return self._acknowledged
 
     @property
+    def newest_seq(self) -> int:
+        """The seq of the last message."""
+        return self._newest_seq
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing more should be sent until the frontend has acknowledged some of it."""
         return self.size_bytes > self._max_bytes
@@ -34,6 +43,9 @@ class ReplayBuffer:
         """Keep a serialized message; its `seq` is the previous one plus 1."""
         assert seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
         self._newest_seq = seq
+        if not self._keeps:
+            self._acknowledged = seq
+            return
         self.size_bytes += len(message)
         self._kept.append(message)
 

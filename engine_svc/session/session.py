@@ -59,6 +59,9 @@ class SessionStream:
         self.writer = EagerWriter(write)
         # `write_messages` has nothing to write: a step is then written at once, without a task switch.
         self.is_idle = False
+        self.is_beat_due = False
+        self.num_ending_beats = 0
+        self.num_unacknowledged_beats = 0  # heartbeats since the last acknowledgement, with a full replay
 
     def replace(self) -> None:
         """The session has another stream. This one ends by itself unless it is blocked in a write."""
@@ -93,15 +96,11 @@ class Session:
         self._on_end = on_end
         self._stream: SessionStream | None = None
         self._tensors = engine.tensors.source(hello.frontend_id, hello.session_id)
-        self._seq = 0
         self._last_end_seq = 0  # seq of the newest message with a final output
-        self._replay = ReplayBuffer(max_bytes=max_replay_bytes) if self.is_resumable else None
+        self._replay = ReplayBuffer(max_bytes=max_replay_bytes, keeps=self.is_resumable)
         self._unsent: deque[engine_pb2.ConnectResponse] = deque()
         self._sent_stats = session_pb2.Stats()
         self._changed = asyncio.Event()
-        self._is_beat_due = False
-        self._num_ending_beats = 0
-        self._num_unacknowledged_beats = 0
         self._is_over = False
         self._error: ServiceError | None = None
         self._loop = asyncio.get_running_loop()
@@ -143,13 +142,12 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether a final output is still to come, or may have to be sent again."""
-        if self.num_in_flight or self._replay is None:
-            return self.num_in_flight > 0
-        return self.is_parked and self._replay.acknowledged < self._last_end_seq
+        is_end_unacknowledged = self._replay.acknowledged < self._last_end_seq
+        return self.num_in_flight > 0 or (self.is_parked and is_end_unacknowledged)
 
     def can_resume(self, last_seq: int) -> bool:
         """Whether every message after `last_seq` can still be sent."""
-        return not self._is_over and self._replay is not None and self._replay.covers(last_seq)
+        return not self._is_over and self.is_resumable and self._replay.covers(last_seq)
 
     def attach(self, stream: SessionStream, *, last_seq: int = 0) -> None:
         """Continue on `stream` after message `last_seq`; a previous stream is ended."""
@@ -157,11 +155,7 @@ class Session:
             self._stream.replace()
             self._changed.set()
         self._stream = stream
-        self._num_ending_beats = 0
-        self._num_unacknowledged_beats = 0
-        self._is_beat_due = False
-        if self._replay is not None:
-            self._replay.acknowledge(last_seq)
+        self._replay.acknowledge(last_seq)
 
     def detach(self, stream: SessionStream) -> bool:
         """Forget `stream`; returns False if the session is not attached to it."""
@@ -213,15 +207,16 @@ class Session:
 
     def beat(self) -> None:
         """Send a heartbeat; at most one is pending at a time."""
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return
         if self._is_over or self._outbox.has_overflowed:
-            self._num_ending_beats += 1
-            if self._num_ending_beats > _MAX_ENDING_BEATS:
+            stream.num_ending_beats += 1
+            if stream.num_ending_beats > _MAX_ENDING_BEATS:
                 # The writer is blocked by a frontend that is connected but does not read.
-                self._stream.abandon()
+                stream.abandon()
             return
-        self._is_beat_due = True
+        stream.is_beat_due = True
         self._changed.set()
 
     def on_state(self, state: EngineState) -> None:
@@ -269,7 +264,7 @@ class Session:
         writer = stream.writer
         writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
         await writer.finish()
-        for message in self._replay.messages() if self._replay is not None else ():
+        for message in self._replay.messages():
             writer.start(message)
             await writer.finish()
             if self._stream is not stream:
@@ -284,7 +279,7 @@ class Session:
                     return
             if is_over:
                 break
-            self._end_if_unread()
+            self._end_if_unread(stream)
             if not self._is_over:
                 stream.is_idle = True
                 await self._changed.wait()
@@ -319,9 +314,10 @@ class Session:
                     break
         except Exception as error:  # noqa: BLE001  Any error loses the step.
             self._break_off(error)
-        if self._is_beat_due:
-            self._is_beat_due = False
-            self._num_unacknowledged_beats += self._holds_back
+        stream = self._stream
+        if stream is not None and stream.is_beat_due:
+            stream.is_beat_due = False
+            stream.num_unacknowledged_beats += self._holds_back
             for message in self._heartbeat_messages():
                 yield self._numbered(message)
 
@@ -332,31 +328,29 @@ class Session:
         # The replay buffer holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)
         if ended:
-            self._last_end_seq = self._seq
+            self._last_end_seq = self._replay.newest_seq
             self._on_finished()
         return message
 
     @property
     def _holds_back(self) -> bool:
         """Whether steps wait in the outbox, which has its own limit, until more messages are acknowledged."""
-        return self._replay is not None and self._replay.is_full and not self._is_over
+        return self._replay.is_full and not self._is_over
 
     def _acknowledge(self, last_seq: int) -> None:
-        if self._replay is None:
-            return
         was_full, before = self._replay.is_full, self._replay.acknowledged
         self._replay.acknowledge(last_seq)
-        if self._replay.acknowledged > before:
-            self._num_unacknowledged_beats = 0
+        if self._stream is not None and self._replay.acknowledged > before:
+            self._stream.num_unacknowledged_beats = 0
         if was_full:
             self._changed.set()
 
-    def _end_if_unread(self) -> None:
+    def _end_if_unread(self, stream: SessionStream) -> None:
         if self._outbox.has_overflowed:
             self.end(
                 ResourceExhausted("slow consumer: frontend does not read its steps", reason="SLOW_READER")
             )
-        elif self._replay is not None and self._num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
+        elif stream.num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
             unread = f"slow consumer: frontend has {self._replay.size_bytes} bytes of unacknowledged messages"
             self.end(ResourceExhausted(unread, reason="SLOW_READER"))
 
@@ -364,7 +358,7 @@ class Session:
         """A heartbeat with the loop's progress, even if the loop is blocked; the load if it has changed."""
         loop_stats = self._engine.stats_snapshot.read()
         heartbeat = announce.heartbeat(self._engine, loop_stats)
-        heartbeat.last_seq = self._seq
+        heartbeat.last_seq = self._replay.newest_seq
         yield engine_pb2.ConnectResponse(heartbeat=heartbeat)
         stats = announce.stats(loop_stats)
         if stats != self._sent_stats:
@@ -385,11 +379,9 @@ class Session:
 
     def _numbered(self, message: engine_pb2.ConnectResponse) -> bytes:
         """Number and serialize `message`, and keep it for a replay."""
-        self._seq += 1
-        message.seq = self._seq
+        message.seq = self._replay.newest_seq + 1
         serialized = message.SerializeToString()
-        if self._replay is not None:
-            self._replay.keep(self._seq, serialized)
+        self._replay.keep(message.seq, serialized)
         return serialized
 
     def _wake(self) -> None:
