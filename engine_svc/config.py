@@ -8,6 +8,7 @@ from typing import Literal
 
 from service_kit.config import ConfigError, option
 
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
 # Rows are sent to a rank as 16-bit indexes.
 _MAX_NUM_SEQS = 65_536
 # Each step in flight has its own result buffers, and more than one beside the running one gains nothing.
@@ -46,12 +47,12 @@ class EngineConfig:
         "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
     )
     device: str = option(
-        "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU where there is one"
+        "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU if there is one"
     )
     model_impl: str = option(
         "auto",
         choices=("auto", "native", "transformers"),
-        help="which code runs the model; auto: native where there is one for the architecture",
+        help="which code runs the model; auto: native if there is an implementation of the architecture",
     )
     quantization: str = option(
         "none",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.config import EngineConfig
+from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.driver import LockstepDriver
 from engine_svc.data_parallel.expert_shards import HeldExperts
@@ -25,7 +25,8 @@ from service_kit.config import ConfigError
 if TYPE_CHECKING:
     from engine_svc.data_parallel.torch_group import ProcessRankGroups
 
-_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
+# How experts are sharded: each of n ranks holds a contiguous range, and sums are taken in rank order.
+_EXPERT_RULE = "runs-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,6 @@ def build_lockstep(config: EngineConfig, experts: HeldExperts, device: torch.dev
         timeout_s=config.lockstep_timeout_s,
     )
     return LockstepSide(groups, experts)
-
-
-def _reachable_host(config: EngineConfig) -> str:
-    """The host name at which the other engines reach this one."""
-    if config.advertise_address is not None:
-        host, _, port = config.advertise_address.rpartition(":")
-        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
-    return socket.gethostname() if config.host in _WILDCARDS else config.host.strip("[]")
-
-
-# How experts are sharded: each of n ranks holds a contiguous range, and sums are taken in rank order.
-_EXPERT_RULE = "runs-1"
 
 
 def build_driver(
@@ -119,3 +108,11 @@ def parallel_config_hash(fingerprint: ModelFingerprint, group: str) -> str:
     """Equal for engines that can step together, given their weights at start; lower-case hex."""
     parts = (fingerprint.digest, _EXPERT_RULE, str(VOTE_INTERVAL), group)
     return hashlib.sha256("".join(f"{len(part)}:{part}," for part in parts).encode()).hexdigest()
+
+
+def _reachable_host(config: EngineConfig) -> str:
+    """The host name at which the other engines reach this one."""
+    if config.advertise_address is not None:
+        host, _, port = config.advertise_address.rpartition(":")
+        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
+    return socket.gethostname() if config.host in WILDCARD_HOSTS else config.host.strip("[]")

@@ -26,7 +26,7 @@ from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWind
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.config import EngineConfig
+from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.artifacts import Artifact, check_tokenizer, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
@@ -64,7 +64,6 @@ _MAX_COMMANDS = 16_384
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
 _POLICY_ENTRY_POINTS = "triptych.policies"
-_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 
 
 def build_served_engine(
@@ -400,4 +399,4 @@ def _endpoint(config: EngineConfig, bound: str) -> str:
     if config.advertise_address is not None:
         has_port = config.advertise_address.rpartition(":")[2].isdigit()
         return config.advertise_address if has_port else f"{config.advertise_address}:{port}"
-    return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else bound
+    return f"{socket.gethostname()}:{port}" if host in WILDCARD_HOSTS else bound

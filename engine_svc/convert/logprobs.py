@@ -9,15 +9,14 @@ from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
 from engine_svc.loop.step_output import LogprobDeltas, StepOutput
 from triptych.engine.v1 import step_pb2
 
+_NAN = float("nan")
+
 
 def pack(values: array[int] | array[float]) -> bytes:
     """Little-endian bytes of a column. May modify `values`: do not use it afterwards."""
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
-
-
-_NAN = float("nan")
 
 
 def add_logprobs(step: step_pb2.Step, output: StepOutput, token_logprobs: LogprobDeltas) -> None:

@@ -28,71 +28,12 @@ from service_kit.clock import Clock
 from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
+logger = logging.getLogger(__name__)
+
 _LEAST_INTERVAL_S = 0.1
 # An engine without work has little to report, and idle processes should stay idle.
 _IDLE_INTERVAL_S = 0.5
 _RENEW_AFTER_S = 1.0  # until the coordinator sends its own value
-
-
-class ReportSchedule:
-    """When to send the next report on one stream. Each stream starts with the defaults."""
-
-    def __init__(self) -> None:
-        self._interval_s = _LEAST_INTERVAL_S
-        self._renew_after_s = _RENEW_AFTER_S
-        self._renew_at = float("-inf")
-
-    def set_interval(self, interval_s: float) -> None:
-        """Set the interval between reports of changes; the lease is renewed in time in any case."""
-        self._interval_s = max(_LEAST_INTERVAL_S, interval_s)
-
-    def set_renewal(self, renew_after_s: float) -> None:
-        """Renew the lease at the latest this long after the last report."""
-        self._renew_after_s = renew_after_s
-
-    def must_renew(self, now: float) -> bool:
-        """Whether a report is due even without a change."""
-        return now >= self._renew_at
-
-    def note_report(self, now: float) -> None:
-        self._renew_at = now + self._renew_after_s
-
-    def wait_s(self, now: float, *, has_work: bool) -> float:
-        """How long to wait before checking for changes again."""
-        interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
-        return max(0.0, min(interval_s, self._renew_at - now))
-
-
-class Fence:
-    """The highest coordinator epoch observed. Commands of a lower one are refused until its lease expires."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._epoch = 0
-        self._lease_s = 0.0
-        self._observed_at = 0.0
-
-    def observe(self, epoch: int, lease_s: float) -> bool:
-        """Record a message from the coordinator with `epoch`; returns whether its commands are accepted."""
-        now = self._clock.now()
-        if epoch < self.least:
-            return False
-        self._epoch, self._lease_s, self._observed_at = epoch, lease_s, now
-        return True
-
-    @property
-    def epoch(self) -> int:
-        """The epoch accepted last; 0: none yet."""
-        return self._epoch
-
-    @property
-    def least(self) -> int:
-        """The lowest epoch that is accepted now; 0: any."""
-        return self._epoch if self._clock.now() < self._observed_at + self._lease_s else 0
-
-
-logger = logging.getLogger(__name__)
-
 _HANDSHAKE_S = 10.0
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
@@ -311,6 +252,63 @@ class Membership:
         if rank_status is not None:
             as_of_now.wave = rank_status.wave
         return as_of_now
+
+
+class ReportSchedule:
+    """When to send the next report on one stream. Each stream starts with the defaults."""
+
+    def __init__(self) -> None:
+        self._interval_s = _LEAST_INTERVAL_S
+        self._renew_after_s = _RENEW_AFTER_S
+        self._renew_at = float("-inf")
+
+    def set_interval(self, interval_s: float) -> None:
+        """Set the interval between reports of changes; the lease is renewed in time in any case."""
+        self._interval_s = max(_LEAST_INTERVAL_S, interval_s)
+
+    def set_renewal(self, renew_after_s: float) -> None:
+        """Renew the lease at the latest this long after the last report."""
+        self._renew_after_s = renew_after_s
+
+    def must_renew(self, now: float) -> bool:
+        """Whether a report is due even without a change."""
+        return now >= self._renew_at
+
+    def note_report(self, now: float) -> None:
+        self._renew_at = now + self._renew_after_s
+
+    def wait_s(self, now: float, *, has_work: bool) -> float:
+        """How long to wait before checking for changes again."""
+        interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
+        return max(0.0, min(interval_s, self._renew_at - now))
+
+
+class Fence:
+    """The highest coordinator epoch observed. Commands of a lower one are refused until its lease expires."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._epoch = 0
+        self._lease_s = 0.0
+        self._observed_at = 0.0
+
+    def observe(self, epoch: int, lease_s: float) -> bool:
+        """Record a message from the coordinator with `epoch`; returns whether its commands are accepted."""
+        now = self._clock.now()
+        if epoch < self.least:
+            return False
+        self._epoch, self._lease_s, self._observed_at = epoch, lease_s, now
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch accepted last; 0: none yet."""
+        return self._epoch
+
+    @property
+    def least(self) -> int:
+        """The lowest epoch that is accepted now; 0: any."""
+        return self._epoch if self._clock.now() < self._observed_at + self._lease_s else 0
 
 
 def _mismatch(error: Exception) -> str | None:

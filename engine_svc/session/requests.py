@@ -272,7 +272,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, InFlight] = {}
-        self._settled: dict[int, tuple[str, int]] = {}  # in order
+        self._settled: dict[int, tuple[str, int]] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._in_flight)

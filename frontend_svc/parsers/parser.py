@@ -83,15 +83,12 @@ class ReasoningParser(PieceParser, Protocol):
     """Separates the reasoning in a text from the rest, which is content."""
 
 
-class ToolParserFormat(Protocol):
-    """The format in which one family of models writes tool calls.
+class Format(Protocol):
+    """How one family of models marks parts of its text.
 
     name: its name in options.
     markers: texts that may be special tokens and that the parser must see.
     needs_special_tokens: whether text must be detokenized with the `markers` shown.
-    includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
-    forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
-    open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
     """
 
     @property
@@ -102,6 +99,15 @@ class ToolParserFormat(Protocol):
 
     @property
     def needs_special_tokens(self) -> bool: ...
+
+
+class ToolParserFormat(Format, Protocol):
+    """The format in which one family of models writes tool calls.
+
+    includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
+    forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
+    open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
+    """
 
     @property
     def includes_reasoning(self) -> bool: ...
@@ -111,23 +117,13 @@ class ToolParserFormat(Protocol):
     def open(self, rules: CallRules, *, forced_prefix: str = "") -> ToolParser: ...
 
 
-class ReasoningFormat(Protocol):
+class ReasoningFormat(Format, Protocol):
     """The format in which one family of models writes its reasoning.
 
-    name, markers, needs_special_tokens: as in `ToolParserFormat`.
     block: the texts that open and close a block of reasoning, for the thinking budget.
     closing: text that ends the reasoning opened by `prompt`, to precede a forced call; may be empty.
     open: a parser for the message that follows `prompt`; only the end of `prompt` matters.
     """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def markers(self) -> frozenset[str]: ...
-
-    @property
-    def needs_special_tokens(self) -> bool: ...
 
     @property
     def block(self) -> tuple[str, str]: ...

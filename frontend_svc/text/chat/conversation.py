@@ -58,6 +58,23 @@ def check_conversation(
     _check_json_object("template_options.arguments_json", options.arguments_json, violations)
 
 
+def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
+    """Add violations for a tool choice that the request's tools do not allow."""
+    choice = request.tool_choice
+    kind = choice.WhichOneof("choice")
+    if kind == "name":
+        names = ", ".join(tool.name for tool in request.tools) or "none is given"
+        is_known = any(tool.name == choice.name for tool in request.tools)
+        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
+    if kind == "mode":
+        known = chat_message_pb2.ToolChoiceMode.values()
+        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
+        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+        violations.need(
+            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
+        )
+
+
 def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
     """The input of a chat template, as the templates of Hugging Face's models expect it."""
     options = request.template_options
@@ -188,20 +205,3 @@ def _tool(tool: chat_message_pb2.Tool) -> dict[str, object]:
     schema = tool.parameters_json_schema
     function["parameters"] = json.loads(schema) if schema else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
-
-
-def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
-    """Add violations for a tool choice that the request's tools do not allow."""
-    choice = request.tool_choice
-    kind = choice.WhichOneof("choice")
-    if kind == "name":
-        names = ", ".join(tool.name for tool in request.tools) or "none is given"
-        is_known = any(tool.name == choice.name for tool in request.tools)
-        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
-    if kind == "mode":
-        known = chat_message_pb2.ToolChoiceMode.values()
-        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
-        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
-        violations.need(
-            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
-        )

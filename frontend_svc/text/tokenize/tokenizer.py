@@ -11,29 +11,6 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.token_text import TokenTexts
 from frontend_svc.text.workers.workers import Encoded, TextWorkers
 
-
-class PairTemplate:
-    """How a tokenizer joins two texts into one prompt: the special tokens before, between and after them.
-
-    Derived from one pair, so that texts can be tokenized separately, each once, and token ids can be joined.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
-        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-        num_seen = 0
-        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
-            if sequence is None:
-                parts[num_seen].append(token_id)
-            else:
-                num_seen = sequence + 1
-        self._before, self._between, self._behind = parts
-
-    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """Join two texts that were tokenized without special tokens."""
-        return [*self._before, *first, *self._between, *second, *self._behind]
-
-
 # Normalizers that hardly shorten text, so that its length gives a lower bound of the number of tokens.
 _KEEPS_LENGTH = (None, "NFC", "NFD")
 
@@ -126,3 +103,25 @@ class ModelTokenizer:
             marker_ids=self._special_ids & ids,
             joined_ids=frozenset() if spaces_between_special_tokens else self._special_ids,
         )
+
+
+class PairTemplate:
+    """How a tokenizer joins two texts into one prompt: the special tokens before, between and after them.
+
+    Derived from one pair, so that texts can be tokenized separately, each once, and token ids can be joined.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
+        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+        num_seen = 0
+        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+            if sequence is None:
+                parts[num_seen].append(token_id)
+            else:
+                num_seen = sequence + 1
+        self._before, self._between, self._behind = parts
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """Join two texts that were tokenized without special tokens."""
+        return [*self._before, *first, *self._between, *second, *self._behind]

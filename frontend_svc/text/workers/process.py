@@ -23,37 +23,11 @@ from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
 from service_kit.process import die_with_parent, set_title
 
-_STATISTICS = Path("/proc/self/statm")
-_DATA_FIELD = 5
-
-
-@contextlib.contextmanager
-def extra_memory(num_bytes: int) -> Iterator[None]:
-    """Within the block, the process's data may grow by `num_bytes`; beyond that, MemoryError is raised."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + num_bytes
-    if soft != resource.RLIM_INFINITY:
-        limit = min(limit, soft)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_bytes() -> int:
-    try:
-        fields = _STATISTICS.read_text().split()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(fields[_DATA_FIELD]) * resource.getpagesize()
-
-
 if TYPE_CHECKING:
     from frontend_svc.text.chat.template import ChatTemplate
 
+_STATISTICS = Path("/proc/self/statm")
+_DATA_FIELD = 5
 _READ_BYTES = 1024 * 1024
 # The frontend kills first; this ends a worker whose frontend is gone.
 _ALARM_MARGIN_S = 1.0
@@ -125,6 +99,30 @@ class LoadedText:
                 templates = {"default": CHATML_FALLBACK if has_chatml else PLAIN_FALLBACK}
             self._template = ChatTemplate(templates, read_special_tokens(config))
         return self._template
+
+
+@contextlib.contextmanager
+def extra_memory(num_bytes: int) -> Iterator[None]:
+    """Within the block, the process's data may grow by `num_bytes`; beyond that, MemoryError is raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data_bytes() + num_bytes
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    try:
+        fields = _STATISTICS.read_text().split()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(fields[_DATA_FIELD]) * resource.getpagesize()
 
 
 def serve(input_fd: int, output_fd: int) -> None:
