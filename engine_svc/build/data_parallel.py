@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.facts import ModelFingerprint
-from engine_svc.data_parallel.driver import LockstepDriver
 from engine_svc.data_parallel.expert_shards import HeldExperts
-from engine_svc.data_parallel.wake_signal import WakeSignal, connect_signal_store
-from engine_svc.data_parallel.wave import VOTE_INTERVAL, WaveMachine
-from engine_svc.loop.mailbox import Call
 from engine_svc.model.loading.loader import has_experts
 from service_kit.config import ConfigError
 
 if TYPE_CHECKING:
+    from engine_svc.admin.served_engine import ServedEngine
+    from engine_svc.data_parallel.driver import LockstepDriver
     from engine_svc.data_parallel.torch_group import ProcessRankGroups
 
 # How experts are sharded: each of n ranks holds a contiguous range, and sums are taken in rank order.
@@ -72,6 +69,12 @@ def build_driver(
 
     Raises ConfigError without a coordinator, which is what forms the group.
     """
+    # Imported here: a runner alone needs no lockstep and no gRPC, which these import.
+    from engine_svc.data_parallel.driver import LockstepDriver
+    from engine_svc.data_parallel.wake_signal import WakeSignal, connect_signal_store
+    from engine_svc.data_parallel.wave import WaveMachine
+    from engine_svc.loop.mailbox import Call
+
     if config.coordinator is None:
         raise ConfigError("--coordinator is unset, it has to be set where experts are divided over engines")
 
@@ -106,6 +109,8 @@ def build_driver(
 
 def parallel_config_hash(fingerprint: ModelFingerprint, group: str) -> str:
     """Equal for engines that can step together, given their weights at start; lower-case hex."""
+    from engine_svc.data_parallel.wave import VOTE_INTERVAL
+
     parts = (fingerprint.digest, _EXPERT_RULE, str(VOTE_INTERVAL), group)
     return hashlib.sha256("".join(f"{len(part)}:{part}," for part in parts).encode()).hexdigest()
 
